@@ -1,0 +1,45 @@
+"""Exact contrastive training of image-text models at any batch size, inside the Hugging Face stack."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Loaded on first use, so that `import hf_infcl` is light and needs neither triton nor datasets nor evaluate.
+_HOME = {
+    "contrastive_loss": "losses",
+    "InfCLTrainer": "trainer",
+    "InfCLTrainingArguments": "training_args",
+    "ContrastiveCollator": "data",
+    "ImageTextDataset": "data",
+    "ZeroShotDataset": "data",
+    "load_pairs": "data",
+}
+
+__all__ = [
+    "ContrastiveCollator",
+    "ImageTextDataset",
+    "InfCLTrainer",
+    "InfCLTrainingArguments",
+    "ZeroShotDataset",
+    "contrastive_loss",
+    "load_pairs",
+]
+
+if TYPE_CHECKING:
+    from .data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset, load_pairs
+    from .losses import contrastive_loss
+    from .trainer import InfCLTrainer
+    from .training_args import InfCLTrainingArguments
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

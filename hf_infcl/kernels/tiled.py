@@ -1,0 +1,197 @@
+"""Blocks in plain torch, chunked: for CPU, MPS and GPUs without Triton. The package docstring explains the words.
+
+A block is walked in tiles of at most `TILE_ELEMENTS` logits, so the memory beyond inputs and outputs is a constant
+(about five such tiles in fp32), whatever the block's size. Logits, statistics and sums are fp32, or fp64 for fp64
+inputs. Half precision products accumulate in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits: near a CPU core's cache, and several tiles are alive at once
+TILE_ELEMENTS_GPU = 1 << 24  # a GPU without Triton needs larger products to fill it
+TILE_ROWS = 1024
+
+
+def tile_shape(m: int, n: int, device_type: str = "cpu") -> tuple[int, int]:
+    """Rows and columns of the tiles of an m × n block: near square, wider where there are few rows."""
+    elements = TILE_ELEMENTS if device_type == "cpu" else TILE_ELEMENTS_GPU
+    side = TILE_ROWS if device_type == "cpu" else 4 * TILE_ROWS
+    rows = max(1, min(m, side))
+    columns = max(1, min(n, elements // rows))
+    return max(1, min(m, elements // columns)), columns
+
+
+def accumulate_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of logits and sums for features like ``x``."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """scale · x_i·y_i, [m], by the same product as the tiles'.
+
+    The same arithmetic matters: the statistics hold differences to these, and a product that rounds otherwise shifts a
+    small loss by percents.
+    """
+    out = torch.empty(len(x), dtype=accumulate_dtype(x), device=x.device)
+    rows = 128
+    for r in _chunks(len(x), rows):
+        out[r] = _product(x[r], y[r].t()).diagonal()
+    return out * scale
+
+
+def softmax_statistics(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    positive_x: Tensor,
+    positive_y: Tensor,
+    ids_x: Tensor | None = None,
+    ids_y: Tensor | None = None,
+    diagonal: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The log-odds of the block's negatives against each row's and each column's own positive.
+
+    Rows: log Σ_j exp(z_ij - positive_x_i), columns: log Σ_i exp(z_ij - positive_y_j), over the negatives alone, both
+    from one logits tile. Log-odds of blocks combine by `torch.logaddexp`; the cross entropy of a row is softplus of its
+    log-odds, which keeps its digits however small it gets.
+
+    Args:
+        positive_x: [m], the logit of each image's own text, wherever in the batch that is; positive_y: [n] likewise.
+
+    Returns:
+        ([m], [n]) in the dtype of the positives; -inf where there is no negative.
+    """
+    log_odds_x = torch.full_like(positive_x, -torch.inf)
+    log_odds_y = torch.full_like(positive_y, -torch.inf)
+    for r, c, logits in _tiles(x, y, scale):
+        if ids_x is not None and ids_y is not None:
+            logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
+        _own(logits, r, c, diagonal)[0].fill_(-torch.inf)
+        row = torch.logsumexp(logits - positive_x[r, None], 1)
+        column = torch.logsumexp(logits.sub_(positive_y[None, c]), 0)
+        log_odds_x[r] = torch.logaddexp(log_odds_x[r], row)
+        log_odds_y[c] = torch.logaddexp(log_odds_y[c], column)
+    return log_odds_x, log_odds_y
+
+
+def softmax_gradients(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    lse_x: Tensor,
+    lse_y: Tensor,
+    own_coefficient: Tensor | None,
+    ids_x: Tensor | None = None,
+    ids_y: Tensor | None = None,
+    diagonal: int | None = None,
+    *,
+    grad_x: Tensor | None,
+    grad_y: Tensor | None,
+) -> None:
+    """Adds the products of the block's coefficients: ``grad_x += C·y`` and ``grad_y += Cᵀ·x`` (None: not wanted).
+
+    C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, own_coefficient_i for positives, 0 for excluded
+    cells. With the global log-sum-exps, C is 2B times the derivative of the symmetric InfoNCE by z.
+
+    Args:
+        lse_x: [m] log-sum-exp of each image's logits over the whole batch; lse_y: [n] of each text's.
+        own_coefficient: [m], used where ``diagonal`` is given.
+        grad_x: [m, D], grad_y: [n, D], fp32 (fp64 for fp64 inputs).
+    """
+    for r, c, logits in _tiles(x, y, scale):
+        coefficients = torch.exp(logits - lse_x[r, None])
+        coefficients += logits.sub_(lse_y[None, c]).exp_()
+        if ids_x is not None and ids_y is not None:
+            coefficients.masked_fill_(ids_x[r, None] == ids_y[None, c], 0)
+        own, rows = _own(coefficients, r, c, diagonal)
+        if own_coefficient is not None:
+            own.copy_(own_coefficient[rows])
+        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+
+
+def sigmoid_block(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids_x: Tensor | None = None,
+    ids_y: Tensor | None = None,
+    diagonal: int | None = None,
+    *,
+    grad_x: Tensor | None,
+    grad_y: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The block's sigmoid loss and, from the same tile, its gradients.
+
+    With C_ij = -t_ij σ(-t_ij z_ij), B times the derivative of the loss by z: ``grad_x += C·y``, ``grad_y += Cᵀ·x``
+    (None: not wanted).
+
+    Returns:
+        (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij), scalars.
+    """
+    dtype = accumulate_dtype(x)
+    loss = torch.zeros((), dtype=dtype, device=x.device)
+    total = torch.zeros((), dtype=dtype, device=x.device)
+    for r, c, logits in _tiles(x, y, scale):
+        logits += bias  # a negative's -t·z
+        own, _ = _own(logits, r, c, diagonal)
+        positive = -own  # a positive's -t·z
+        if ids_x is not None and ids_y is not None:
+            logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
+        own.copy_(positive)
+        loss += F.softplus(logits).sum()
+        coefficients = logits.sigmoid_()
+        own.neg_()
+        total += coefficients.sum()
+        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+    return loss, total
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _tiles(x: Tensor, y: Tensor, scale: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Row slice, column slice and the tile's logits without bias, for the caller to overwrite."""
+    rows, columns = tile_shape(len(x), len(y), x.device.type)
+    for r in _chunks(len(x), rows):
+        for c in _chunks(len(y), columns):
+            yield r, c, _product(x[r], y[c].t()).mul_(scale)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b with the accumulator's precision in the result."""
+    if a.dtype in (torch.float32, torch.float64):
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)  # tensor cores: bf16 or fp16 in, fp32 out
+    return a.float() @ b.float()
+
+
+def _accumulate(
+    coefficients: Tensor, x: Tensor, y: Tensor, grad_x: Tensor | None, grad_y: Tensor | None, r: slice, c: slice
+) -> None:
+    if x.is_cuda:
+        coefficients = coefficients.to(x.dtype)
+    if grad_x is not None:
+        grad_x[r] += _product(coefficients, y if x.is_cuda else y.to(coefficients.dtype))
+    if grad_y is not None:
+        grad_y[c] += _product(coefficients.t(), x if x.is_cuda else x.to(coefficients.dtype))
+
+
+def _own(tile: Tensor, r: slice, c: slice, diagonal: int | None) -> tuple[Tensor, slice]:
+    """The tile's positives as a view, and the block's rows that they lie in; empty where the tile has none."""
+    if diagonal is None:
+        return tile[:0, 0], slice(0, 0)
+    offset = r.start + diagonal - c.start
+    if not -len(tile) < offset < tile.shape[1]:
+        return tile[:0, 0], slice(0, 0)
+    own = tile.diagonal(offset)
+    start = r.start + max(0, -offset)
+    return own, slice(start, start + len(own))

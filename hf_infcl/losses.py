@@ -1,0 +1,341 @@
+"""The exact contrastive loss of a batch spread over processes.
+
+Contract of `contrastive_loss`: the returned number is the loss of the global batch, the same on every process, and its
+gradient is the gradient of the sum of the returned losses over the processes. So the mean over processes that DDP and
+FSDP take yields, for every parameter, the gradient of one process that holds the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import kernels
+from .ring import Ring
+
+OBJECTIVES = ("softmax", "sigmoid")
+STRATEGIES = ("ring",)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def contrastive_loss(
+    image_embeds: Tensor,
+    text_embeds: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None = None,
+    *,
+    objective: str = "softmax",
+    strategy: str = "ring",
+    backend: str = "auto",
+    pair_ids: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The contrastive loss of the global batch, with the b pairs of every process in it.
+
+    With B = world_size · b and the logits z_ij = logit_scale · x_i·y_j + logit_bias of all B images and B texts, which
+    are never stored: `hf_infcl.reference.contrastive_loss` on the concatenated embeddings.
+
+    Args:
+        image_embeds: [b, D] fp32, bf16, fp16 (or fp64 with the torch backend); b is equal on all processes. Pass
+            L2-normalised rows for CLIP and SigLIP; nothing here assumes it.
+        text_embeds: [b, D], same dtype and device.
+        logit_scale: multiplier of the cosines (already exponentiated), one element, equal on all processes.
+        logit_bias: one element or None (0). Softmax does not depend on it: its gradient is then zero, not None.
+        objective: ``"softmax"`` (InfoNCE, CLIP) or ``"sigmoid"`` (SigLIP).
+        strategy: ``"ring"`` (Inf-CL, arXiv 2410.17243): texts travel around the processes, each of which computes its
+            images' rows block by block. Memory O(b·D) per process besides a constant.
+        backend: ``"auto"`` or ``"torch"``.
+        pair_ids: [b] int64. Pairs with equal ids are the same image or caption and never each other's negatives: the
+            cell drops out of both denominators (softmax), or out of the sum (sigmoid).
+        process_group: the processes that share the batch; None is the default group, or this process alone where
+            torch.distributed is not initialised.
+
+    Returns:
+        The loss, an fp32 scalar (fp64 for fp64 inputs), the same on every process.
+
+    Raises:
+        ValueError: on every process alike, if shapes, dtypes or devices do not fit, differ between processes, or the
+            scale or bias is not finite. (On a single GPU, where reading the scale would stall the stream, a non-finite
+            tensor gives a NaN loss instead.)
+    """
+    return _loss(
+        image_embeds,
+        text_embeds,
+        logit_scale,
+        logit_bias,
+        _Options(objective, strategy, backend),
+        pair_ids,
+        Ring(process_group),
+    )
+
+
+def local_contrastive_loss(
+    image_embeds: Tensor,
+    text_embeds: Tensor,
+    logit_scale: Tensor | float,
+    logit_bias: Tensor | float | None = None,
+    *,
+    objective: str = "softmax",
+    backend: str = "auto",
+    pair_ids: Tensor | None = None,
+) -> Tensor:
+    """`contrastive_loss` of what this process holds, whatever others do: no communication at all."""
+    options = _Options(objective, "ring", backend)
+    return _loss(image_embeds, text_embeds, logit_scale, logit_bias, options, pair_ids, Ring.alone())
+
+
+@dataclass(frozen=True)
+class _Options:
+    objective: str
+    strategy: str
+    backend: str
+
+    def problem(self) -> str:
+        """Which option is none, or an empty string."""
+        for name, known in (("objective", OBJECTIVES), ("strategy", STRATEGIES), ("backend", kernels.BACKENDS)):
+            if getattr(self, name) not in known:
+                return f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}."
+        return ""
+
+
+def _loss(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None,
+    options: _Options,
+    pair_ids: Tensor | None,
+    ring: Ring,
+) -> Tensor:
+    _check(x, y, scale, bias, options, pair_ids, ring)
+    block = kernels.select(options.backend, x.device)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # Scalars live on the features' device, so that no backend has to wait for their values.
+    scale = torch.as_tensor(scale, device=x.device).to(dtype).reshape(())
+    bias = torch.as_tensor(0.0 if bias is None else bias, device=x.device).to(dtype).reshape(())
+    function = _Softmax if options.objective == "softmax" else _Sigmoid
+    with torch.autocast(x.device.type, enabled=False):
+        return function.apply(x, y, scale, bias, pair_ids, block, ring)
+
+
+class _Softmax(torch.autograd.Function):
+    """Symmetric InfoNCE over a ring: four products in all, one forward, one recomputed and two backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, block: Any, ring: Ring
+    ) -> Tensor:
+        positive = block.positive_logits(x, y, scale)
+        odds_x = torch.full_like(positive, -torch.inf)
+        columns = ring.traveller(torch.logaddexp)
+        for source, (text, text_positive, text_ids) in ring.rotate(y, positive, ids):
+            diagonal = 0 if source == ring.rank else None
+            rows, part = block.softmax_statistics(x, text, scale, positive, text_positive, ids, text_ids, diagonal)
+            odds_x = torch.logaddexp(odds_x, rows)
+            columns.add(part)
+        odds_y = columns.home()
+        ctx.save_for_backward(x, y, scale, bias, ids, positive, odds_x, odds_y)
+        ctx.block, ctx.ring = block, ring
+        batch = len(x) * ring.world_size
+        return ring.sum(F.softplus(odds_x).sum() + F.softplus(odds_y).sum()) / (2 * batch)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, scale, bias, ids, positive, odds_x, odds_y = ctx.saved_tensors
+        block, ring = ctx.block, ctx.ring
+        want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
+        with torch.autocast(x.device.type, enabled=False):
+            lse_x, lse_y = positive + F.softplus(odds_x), positive + F.softplus(odds_y)
+            own = -(torch.sigmoid(odds_x) + torch.sigmoid(odds_y))
+            # The scale's gradient is a by-product of either side's.
+            grad_x = _zeros(x, positive.dtype) if want_x or (want_scale and not want_y) else None
+            texts = ring.traveller(torch.add)
+            for source, (text, text_lse, text_ids) in ring.rotate(y, lse_y, ids):
+                diagonal = 0 if source == ring.rank else None
+                part = _zeros(y, positive.dtype) if want_y else None
+                block.softmax_gradients(
+                    x, text, scale, lse_x, text_lse, own, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part
+                )
+                if part is not None:
+                    texts.add(part)
+            grad_y = texts.home() if want_y else None
+            factor = ring.sum(grad) / (2 * len(x) * ring.world_size)
+        return _input_gradients(ctx, factor, x, y, scale, grad_x, grad_y, torch.zeros_like(bias) if want_bias else None)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """SigLIP's loss over a ring: three products in all, the loss and its coefficients from one pass in the forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, block: Any, ring: Ring
+    ) -> Tensor:
+        want_x, want_y, want_scale, _ = ctx.needs_input_grad[:4]
+        grad_x = _zeros(x, scale.dtype) if want_x or (want_scale and not want_y) else None
+        texts = ring.traveller(torch.add)
+        loss, grad_bias = torch.zeros_like(scale), torch.zeros_like(scale)
+        for source, (text, text_ids) in ring.rotate(y, ids):
+            diagonal = 0 if source == ring.rank else None
+            part = _zeros(y, scale.dtype) if want_y else None
+            terms, coefficients = block.sigmoid_block(
+                x, text, scale, bias, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part
+            )
+            loss, grad_bias = loss + terms, grad_bias + coefficients
+            if part is not None:
+                texts.add(part)
+        grad_y = texts.home() if want_y else None
+        ctx.save_for_backward(x, y, scale, grad_x, grad_y, grad_bias)
+        ctx.ring = ring
+        return ring.sum(loss) / (len(x) * ring.world_size)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, y, scale, grad_x, grad_y, grad_bias = ctx.saved_tensors
+        factor = ctx.ring.sum(grad) / (len(x) * ctx.ring.world_size)
+        return _input_gradients(ctx, factor, x, y, scale, grad_x, grad_y, grad_bias)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def _input_gradients(
+    ctx: Any,
+    factor: Tensor,
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    grad_x: Tensor | None,
+    grad_y: Tensor | None,
+    grad_bias: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """From G·Y, Gᵀ·X and ΣG, up to ``factor``, to the gradients by x, y, scale and bias.
+
+    dX = s·G·Y, dY = s·Gᵀ·X, and because z is bilinear the scale needs no pass of its own: Σ_ij G_ij x_i·y_j =
+    Σ_i x_i·(G·Y)_i. Each process returns its own images' share of the scale's and the bias's gradient.
+    """
+    want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
+    grad_scale = None
+    if want_scale:
+        grad_scale = factor * ((x * grad_x).sum() if grad_x is not None else (y * grad_y).sum())
+    return (
+        (grad_x * (factor * scale)).to(x.dtype) if want_x and grad_x is not None else None,
+        (grad_y * (factor * scale)).to(y.dtype) if want_y and grad_y is not None else None,
+        grad_scale,
+        factor * grad_bias if want_bias and grad_bias is not None else None,
+        None,
+        None,
+        None,
+    )
+
+
+def _check(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None,
+    options: _Options,
+    pair_ids: Tensor | None,
+    ring: Ring,
+) -> None:
+    """Raises the same ValueError on every process if any process's inputs are unusable or do not fit the others'."""
+    alone = ring.world_size == 1
+    problem = options.problem() or _problem(x, y, scale, bias, pair_ids, not alone or x.device.type == "cpu")
+    if alone:
+        if problem:
+            raise ValueError(problem)
+        return
+    # One small all-gather in the good case; texts are exchanged only when there is something to say.
+    signature = [-1.0] * 11
+    if not problem:
+        gradients = [torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad for t in (x, y, scale, bias)]
+        signature = [
+            *x.shape,
+            _DTYPES.index(x.dtype),
+            x.device.type == "cpu",
+            _number(scale),
+            bias is None,
+            0 if bias is None else _number(bias),
+            OBJECTIVES.index(options.objective),
+            STRATEGIES.index(options.strategy),
+            pair_ids is not None,
+            sum(g << i for i, g in enumerate(gradients)),
+        ]
+    signatures = ring.gather(torch.tensor(signature, dtype=torch.float64, device=ring.device))
+    if bool((signatures == signatures[0]).all()) and not problem:
+        return
+    texts = ring.gather_text(problem or _describe(x, y, scale, bias, options, pair_ids))
+    listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
+    raise ValueError(
+        "contrastive_loss needs embeddings of one shape and dtype, one logit_scale and logit_bias, and the same options "
+        f"on every process. Train on full batches only (drop_last) and with the same model everywhere. Seen:\n{listing}"
+    )
+
+
+def _number(value: Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def _problem(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None,
+    pair_ids: Tensor | None,
+    read_values: bool,
+) -> str:
+    """What is wrong with one process's inputs, or an empty string."""
+    if x.ndim != 2 or y.shape != x.shape or not x.numel():
+        return (
+            "image_embeds and text_embeds must both be [b, D] with b, D >= 1, got "
+            f"{list(x.shape)} and {list(y.shape)}."
+        )
+    if x.dtype != y.dtype or x.dtype not in _DTYPES:
+        return f"image_embeds and text_embeds must share a floating dtype, got {x.dtype} and {y.dtype}."
+    if x.device != y.device:
+        return f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
+    for name, value in (("logit_scale", scale), ("logit_bias", bias)):
+        if value is None:
+            continue
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return f"{name} must have one element, got shape {list(value.shape)}."
+        # On a GPU reading a value stalls the stream, and a compiled graph cannot do it.
+        known = read_values or not isinstance(value, Tensor)
+        if known and not torch.compiler.is_compiling() and not math.isfinite(_number(value)):
+            return f"{name} must be finite, got {_number(value)}."
+    if pair_ids is not None:
+        if pair_ids.shape != x.shape[:1] or pair_ids.dtype != torch.int64:
+            return f"pair_ids must be [b] = [{len(x)}] int64, got {list(pair_ids.shape)} {pair_ids.dtype}."
+        if pair_ids.device != x.device:
+            return f"pair_ids must be on the embeddings' device {x.device}, got {pair_ids.device}."
+    return ""
+
+
+def _describe(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float | None,
+    options: _Options,
+    pair_ids: Tensor | None,
+) -> str:
+    bias_text = "None" if bias is None else f"{_number(bias):g}"
+    gradients = [
+        name
+        for name, t in (("images", x), ("texts", y), ("logit_scale", scale), ("logit_bias", bias))
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    return (
+        f"embeddings {list(x.shape)} {x.dtype} on {x.device.type}, logit_scale {_number(scale):.9g}, logit_bias "
+        f"{bias_text}, {options.objective}, {options.strategy}, {'with' if pair_ids is not None else 'no'} pair_ids, gradients for "
+        f"{', '.join(gradients) or 'nothing'}"
+    )

@@ -1,0 +1,379 @@
+"""`InfCLTrainer`: one optimizer step is one contrastive batch. The only file that touches Trainer's internals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.utils import logging
+
+from .data import ContrastiveCollator, ZeroShotDataset
+from .dual_encoder import DualEncoder
+from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from .grad_cache import CachedWindow, Features
+from .losses import contrastive_loss, local_contrastive_loss
+from .training_args import InfCLTrainingArguments
+
+logger = logging.get_logger(__name__)
+
+
+class InfCLTrainer(Trainer):
+    """A `transformers.Trainer` whose every optimizer step minimises the loss of one global contrastive batch.
+
+    The batch is ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. Every parameter's
+    gradient, logit_scale's and logit_bias's too, equals that of one process holding the whole batch, whatever the
+    split. See `hf_infcl.contrastive_loss` for the loss and `hf_infcl.grad_cache` for how a window of micro-batches
+    needs the activations of one.
+
+    Args:
+        model: a dual encoder of transformers (see `hf_infcl.dual_encoder`). What is frozen stays frozen.
+        args: `InfCLTrainingArguments`.
+        train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
+            An IterableDataset needs ``max_steps``.
+        eval_dataset: `ImageTextDataset` (global contrastive loss and retrieval), `ZeroShotDataset` (classification), or
+            a dict of them.
+        data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
+            `ContrastiveCollator` over ``processing_class``.
+        **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
+            ``(image_embeds [N, D], text_embeds [N, C, D])`` and whose label_ids are the number of captions [N] (the
+            rest of C is padding), or ``image_embeds`` and the labels for a `ZeroShotDataset`.
+
+    Raises:
+        ValueError: the model is no dual encoder; several GPUs without a launcher; ``args`` of another class.
+    """
+
+    args: InfCLTrainingArguments
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: InfCLTrainingArguments | None = None,
+        data_collator: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        args = InfCLTrainingArguments() if args is None else args
+        if not isinstance(args, InfCLTrainingArguments):
+            raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
+                "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
+                "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
+            )
+        if data_collator is None and kwargs.get("processing_class") is not None:
+            data_collator = ContrastiveCollator(kwargs["processing_class"])
+        super().__init__(model, args, data_collator, **kwargs)
+        if self.accelerator.gradient_accumulation_steps != 1 and not self.is_deepspeed_enabled:
+            raise ValueError(
+                "accelerate is configured to divide the loss by gradient_accumulation_steps = "
+                f"{self.accelerator.gradient_accumulation_steps}. Take it out of the accelerate config (or the "
+                "environment) and pass --gradient_accumulation_steps to the trainer."
+            )
+        self._prepare_model(self.model)
+        self.add_callback(_AfterStep(self))
+        self._window: list[Any] = []
+        self._next_micro_batch = 0
+        self._cached: CachedWindow | None = None
+        self._skipped = 0
+        self._last_log: tuple[float, int] | None = None
+
+    # ---- Model ----
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)
+        self.__dict__.pop("dual_encoder", None)
+        self._prepare_model(model)
+        return model
+
+    def _prepare_model(self, model: Any) -> None:
+        dual_encoder = DualEncoder(model)
+        if dual_encoder.initialise_sigmoid():
+            logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
+        if self.args.global_batch_size > self.args.per_device_train_batch_size and (names := dual_encoder.batch_norms()):
+            logger.warning(
+                f"{', '.join(names)} normalise over a micro-batch: the loss is that of the global batch, but these "
+                "layers' outputs depend on how it is split."
+            )
+
+    @cached_property
+    def dual_encoder(self) -> DualEncoder:
+        """The unwrapped model as two towers and a temperature."""
+        return DualEncoder(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def objective(self) -> str:
+        """``"softmax"`` or ``"sigmoid"``: the argument, or what the model was made for."""
+        return self.args.objective or self.dual_encoder.objective
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As Trainer's, without vectors and scalars: CLIP decays matrices only, and logit_scale never."""
+        flat = {name for name, parameter in model.named_parameters() if parameter.ndim <= 1}
+        return [name for name in super().get_decay_parameter_names(model) if name not in flat]
+
+    # ---- Training ----
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        if dataset is None or not has_length(dataset):
+            return None
+        self._sampler = WindowSampler(
+            dataset,
+            self.args.global_batch_size,
+            shuffle=self.args.train_sampling_strategy == "random",
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+        )
+        return self._sampler
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """Fetches a window. No forward happens here: on resume Trainer restores the random state after this call."""
+        self._cached = None
+        self._window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._next_micro_batch = 0
+        if isinstance(self.train_dataset, IterableDataset) and not self._window_is_full():
+            # A short last window of a stream would leave its gradient behind, and another objective.
+            self._window = []
+        return self._window, None
+
+    def _window_is_full(self) -> bool:
+        rows = sum(_rows(batch) for batch in self._window)
+        wanted = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        full = torch.tensor(rows == wanted, device=self.args.device, dtype=torch.int)
+        return bool(self.accelerator.reduce(full, "sum") == self.accelerator.num_processes)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One micro-batch of the window: the first runs the loss on everyone's features, each adds its gradient.
+
+        Returns:
+            The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
+        """
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            self.optimizer.train()
+        index = self._next_micro_batch
+        self._next_micro_batch += 1
+        last = index == len(self._window) - 1
+        # accelerate's no_sync, which Trainer has entered, does nothing for a launched group of one process.
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+            if index == 0:
+                self._cached = self._first_pass(model)
+            assert self._cached is not None
+            surrogate = self._cached.surrogate(index)
+            if surrogate is not None:
+                kwargs = {}
+                if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+                    kwargs["scale_wrt_gas"] = False  # the loss is the whole window's already
+                self.accelerator.backward(surrogate, **kwargs)
+        # Trainer holds the window until the next one is fetched; the images are not needed any more.
+        inputs.pop("pixel_values", None)
+        loss = self._cached.loss.float()
+        return loss if last else torch.zeros_like(loss)
+
+    def _first_pass(self, model: nn.Module) -> CachedWindow:
+        batches = [self._prepare_inputs(batch) for batch in self._window]
+        ids = [batch["pair_ids"] for batch in batches if "pair_ids" in batch]
+        pair_ids = torch.cat(ids) if ids else None
+        self._skipped += int(sum(batch["skipped"].sum() for batch in batches if "skipped" in batch))
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+
+        def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+            # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype.
+            images, texts = features if mixed is None else (f.to(mixed) for f in features)
+            return contrastive_loss(
+                images,
+                texts,
+                *self.dual_encoder.scale_and_bias(parameters),
+                objective=self.objective,
+                strategy=self.args.strategy,
+                backend=self.args.backend,
+                pair_ids=pair_ids,
+            )
+
+        return CachedWindow(
+            lambda batch: self.dual_encoder.embed(model, batch),
+            batches,
+            loss,
+            parameters=self.dual_encoder.parameters,
+            device=self.args.device,
+            keep_grad_mode=self.args.torch_compile,
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what a contrastive run is watched by to the training logs."""
+        if "loss" in logs:
+            scale, bias = self.dual_encoder.scale_and_bias()
+            logs["logit_scale"] = scale.item()
+            if bias is not None:
+                logs["logit_bias"] = bias.item()
+            logs["global_batch_size"] = self.args.global_batch_size
+            now, step = time.perf_counter(), self.state.global_step
+            since, at = self._last_log or (now, step)
+            if step > at:
+                logs["samples_per_second"] = round((step - at) * self.args.global_batch_size / (now - since), 3)
+            self._last_log = now, step
+            skipped = self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum")
+            if skipped:
+                logs["skipped_samples"] = int(skipped)
+        super().log(logs, start_time)
+
+    # ---- Evaluation ----
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, Any, Any]:
+        """Embeddings of one batch: of images and their captions, or of images and their labels."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.accelerator.autocast():
+            images = self.dual_encoder.encode_images(inputs).float()
+            if "labels" in inputs:
+                return None, images, inputs["labels"]
+            texts = self.dual_encoder.encode_texts(inputs).float()
+        # [images, most captions of one, D]: Trainer gathers equal shapes, and pads this dimension.
+        owner = inputs.get("caption_image", torch.arange(len(images), device=images.device))
+        counts = torch.bincount(owner, minlength=len(images))
+        padded = texts.new_zeros(len(images), int(counts.max()), texts.shape[1])
+        position = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+        padded[owner, position] = texts
+        ids = inputs.get("pair_ids")
+        return None, (images, padded), counts if ids is None else (counts, ids)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's loop over embeddings, then the exact metrics of the whole set, the same on every process.
+
+        Pairs: ``loss``, the contrastive loss of the whole set as one batch (of each image with its first caption), and
+        retrieval recalls over all captions. A `ZeroShotDataset`: accuracies.
+        """
+        output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+        assert output.metrics is not None
+        if isinstance(dataset := dataloader.dataset, ZeroShotDataset):
+            metrics = self._zero_shot(dataset, output)
+        else:
+            metrics = self._pairs(output)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def _zero_shot(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
+        prompts = dataset.prompts()
+        size = self.args.per_device_eval_batch_size
+        embeds = []
+        with self.accelerator.split_between_processes(prompts, apply_padding=True) as own:
+            for start in range(0, len(own), size):
+                batch = self._prepare_inputs(self.data_collator([{"caption": [p]} for p in own[start : start + size]]))
+                with torch.no_grad(), self.accelerator.autocast():
+                    embeds.append(self.dual_encoder.encode_texts(batch).float())
+        texts = self.accelerator.gather(torch.cat(embeds))[: len(prompts)]
+        classifier = zero_shot_classifier(texts, num_templates=len(dataset.templates))
+        images, labels = self._on_device(output.predictions), self._on_device(output.label_ids)
+        return zero_shot_metrics(images, classifier, labels)
+
+    def _pairs(self, output: EvalLoopOutput) -> dict[str, float]:
+        images, texts = map(self._on_device, output.predictions)
+        labels = output.label_ids
+        counts, pair_ids = map(self._on_device, labels) if isinstance(labels, tuple) else (self._on_device(labels), None)
+        present = torch.arange(texts.shape[1], device=texts.device) < counts[:, None]
+        owner = torch.arange(len(images), device=texts.device)[:, None].expand_as(present)[present]
+        with torch.no_grad():
+            scale, bias = self.dual_encoder.scale_and_bias()
+            loss = local_contrastive_loss(
+                images,
+                texts[:, 0].contiguous(),
+                scale,
+                bias,
+                objective=self.objective,
+                backend=self.args.backend,
+                pair_ids=pair_ids,
+            )
+        return {"loss": loss.item(), **retrieval_metrics(images, texts[present], owner)}
+
+    def _on_device(self, array: Any) -> Tensor:
+        return torch.as_tensor(array, device=self.args.device)
+
+
+class WindowSampler(Sampler[int]):
+    """The rows of an epoch in the order of its global batches: full ones only, shuffled anew each epoch.
+
+    Which rows make up a global batch depends on seed, epoch and its size alone, not on how it is split over processes
+    and accumulation steps. The rows left over differ from epoch to epoch.
+
+    Args:
+        dataset: sized; its ``set_epoch``, if any, is called along.
+        global_batch_size: rows of one optimizer step over all processes.
+        shuffle: otherwise rows come in the dataset's order.
+        seed: of the shuffling.
+
+    Raises:
+        ValueError: the dataset has fewer rows than one global batch.
+    """
+
+    def __init__(self, dataset: Any, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
+        if len(dataset) < global_batch_size:
+            raise ValueError(
+                f"The training set has {len(dataset)} pairs, fewer than one global batch of {global_batch_size} "
+                "(per_device_train_batch_size × gradient_accumulation_steps × processes). Lower one of the three."
+            )
+        self._dataset, self._shuffle, self._seed, self._epoch = dataset, shuffle, seed, 0
+        self._length = len(dataset) // global_batch_size * global_batch_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            return iter(range(self._length))
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return iter(torch.randperm(len(self._dataset), generator=generator)[: self._length].tolist())
+
+
+class _AfterStep(TrainerCallback):
+    """What has to happen at points of Trainer's loop that no method of it marks."""
+
+    def __init__(self, trainer: InfCLTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._last_log = time.perf_counter(), state.global_step
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
+        if (sampler := getattr(self._trainer, "_sampler", None)) is not None:
+            sampler.set_epoch(int(state.epoch or 0))
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        maximum = args.max_logit_scale
+        if maximum is None and self._trainer.objective == "softmax":
+            maximum = 100.0
+        if maximum is not None:
+            self._trainer.dual_encoder.clamp_logit_scale(maximum)
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    return len(batch["pixel_values"])

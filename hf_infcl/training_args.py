@@ -1,0 +1,81 @@
+"""The arguments of `InfCLTrainer`: TrainingArguments and the few things that contrastive training adds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+from .kernels import BACKENDS
+from .losses import OBJECTIVES, STRATEGIES
+
+
+@dataclass
+class InfCLTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` for exact contrastive training.
+
+    ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs are one contrastive batch. The
+    micro-batch bounds the memory of activations, the accumulation steps cost time alone.
+
+    Args:
+        objective: ``"softmax"`` (CLIP) or ``"sigmoid"`` (SigLIP); None takes what the model was made for.
+        strategy: how the processes share the batch; see `hf_infcl.contrastive_loss`.
+        backend: what computes the blocks of logits; see `hf_infcl.contrastive_loss`.
+        max_logit_scale: the multiplier is kept within [1, max_logit_scale] after each step. None: 100 with the softmax
+            objective, as CLIP, and no limits with sigmoid.
+
+    Raises:
+        ValueError: an option is unknown, or contradicts exact windows.
+    """
+
+    objective: str | None = field(
+        default=None, metadata={"help": f"{' or '.join(OBJECTIVES)}; by default what the model was made for."}
+    )
+    strategy: str = field(
+        default="ring", metadata={"help": f"How processes share the batch: {', '.join(STRATEGIES)}."}
+    )
+    backend: str = field(default="auto", metadata={"help": f"What computes the logits: {', '.join(BACKENDS)}."})
+    max_logit_scale: float | None = field(
+        default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
+    )
+    # Raw image and caption columns are needed by the collator, which processes them.
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Drop columns that the model's forward does not name; breaks raw images."}
+    )
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("objective", self.objective, (None, *OBJECTIVES)),
+            ("strategy", self.strategy, STRATEGIES),
+            ("backend", self.backend, BACKENDS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if self.max_logit_scale is not None and not self.max_logit_scale >= 1:
+            raise ValueError(
+                f"max_logit_scale must be at least 1 (it limits the multiplier, not its logarithm), got "
+                f"{self.max_logit_scale}. Use {math.inf} for no limit."
+            )
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size would change the contrastive batch and with it the objective. Lower "
+                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor instead: the "
+                "result is the same."
+            )
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                "A contrastive batch must be drawn without regard to lengths: train_sampling_strategy must be 'random' "
+                f"or 'sequential', got {self.train_sampling_strategy!r}."
+            )
+        super().__post_init__()
+        if self.accelerator_config.split_batches:
+            raise ValueError("split_batches would divide per_device_train_batch_size by the processes; leave it off.")
+        if self.ddp_find_unused_parameters is None:
+            # Every parameter that trains takes part in every window; searching costs a traversal and copies.
+            self.ddp_find_unused_parameters = False
+
+    @property
+    def global_batch_size(self) -> int:
+        """The pairs of one contrastive batch, which is one optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size

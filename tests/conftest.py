@@ -1,0 +1,129 @@
+"""What several test files share: processes that form a gloo group on demand, and the yardstick for errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+MAX_RANKS = 4
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """‖value - truth‖ / ‖truth‖ in float64; NaN counts as infinite."""
+    value, truth = value.double(), truth.double()
+    assert value.shape == truth.shape, f"{value.shape} for {truth.shape}"
+    error = (torch.linalg.vector_norm(value - truth) / torch.linalg.vector_norm(truth)).item()
+    return float("inf") if error != error else error
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Ranks:
+    """A pool of processes. Started once, because importing torch takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+        """function(rank, world_size, *args) on every rank of a fresh gloo group; the results in order of the ranks.
+
+        A result that is an exception is returned, not raised, if every rank raised; a single failing rank raises here.
+        """
+        while len(self._processes) < world_size:
+            parent, child = mp.get_context("spawn").Pipe()
+            process = mp.get_context("spawn").Process(target=_serve, args=(child,), daemon=True)
+            process.start()
+            self._pipes.append(parent)
+            self._processes.append(process)
+        port = free_port()
+        for rank in range(world_size):
+            self._pipes[rank].send((function, rank, world_size, port, args))
+        results = []
+        for rank in range(world_size):
+            if not self._pipes[rank].poll(timeout):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world_size} said nothing for {timeout} s: a hang")
+            results.append(self._pipes[rank].recv())
+        failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
+        if failures:
+            raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+        self._pipes, self._processes = [], []
+
+
+def _serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world_size, port, args = pipe.recv()
+        except EOFError:
+            return
+        launched = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "ACCELERATE_USE_CPU": "true",
+        }
+        os.environ.update({name: str(value) for name, value in launched.items()})
+        try:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+            answer = True, function(rank, world_size, *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        with contextlib.suppress(Exception):
+            _forget()
+        pipe.send(answer)
+
+
+def _forget() -> None:
+    """Leaves the group and accelerate's memory of it, so that the next job begins afresh."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+def features(b: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """L2-normalised pairs whose positives have cosine about 0.24, so that at scale 100 the loss is far from zero."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.nn.functional.normalize(torch.randn(b, d, generator=g, dtype=torch.float64), dim=-1)
+    noise = torch.nn.functional.normalize(torch.randn(b, d, generator=g, dtype=torch.float64), dim=-1)
+    return x.to(dtype), torch.nn.functional.normalize(x + 4 * noise, dim=-1).to(dtype)

@@ -1,0 +1,168 @@
+"""The contract: however a global batch is split, every parameter's gradient is that of one process holding all of it.
+
+Every cell of the table runs the real `InfCLTrainer` for one step, under real DDP where there are several ranks, and
+compares the gradients that reach the optimizer with plain autograd through `reference.contrastive_loss`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl.dual_encoder import DualEncoder
+
+GLOBAL_BATCH = 48  # divides by 1, 2, 3, 4 ranks times 1, 2, 4 steps
+MODELS = {"softmax": models.clip, "sigmoid": models.siglip}
+VARIANTS = ("plain", "pair_ids", "frozen image", "frozen text", "dropout")
+
+# fp32 rounding of a forward and backward over other shapes. Some gradients are zero in exact arithmetic (a key bias
+# shifts all attention logits alike), so nothing is asked of a tensor below a 1e-7th of the whole gradient.
+TOLERANCE, FLOOR = 1e-5, 1e-7
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients that the first optimizer step sees."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen = {n: p.grad.clone() for n, p in _unwrap(model).named_parameters() if p.grad is not None}
+
+
+class Draws:
+    """The random state that each micro-batch was encoded with; fails if a second pass starts from another one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.states: dict[bytes, Tensor] = {}
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        key, state = _key(kwargs["input_ids"]), torch.get_rng_state()
+        assert torch.equal(self.states.setdefault(key, state), state), "the passes drew different dropout masks"
+
+
+def _key(input_ids: Tensor) -> bytes:
+    return input_ids.numpy().tobytes()
+
+
+def _unwrap(model: Any) -> nn.Module:
+    return getattr(model, "module", model)
+
+
+def _model(objective: str, variant: str) -> nn.Module:
+    model = MODELS[objective](dropout=0.3 if variant == "dropout" else 0.0)
+    if variant.startswith("frozen"):
+        tower = model.vision_model if variant == "frozen image" else model.text_model
+        tower.requires_grad_(False)
+        for projection in ("visual_projection", "text_projection"):
+            if projection.startswith("visual") == (variant == "frozen image") and hasattr(model, projection):
+                getattr(model, projection).requires_grad_(False)
+    return model
+
+
+def _data(variant: str, rows: int = GLOBAL_BATCH) -> models.Pairs:
+    return models.Pairs(rows, repeats=3 if variant == "pair_ids" else 0)
+
+
+def _train(objective: str, variant: str, world_size: int, steps: int, **overrides: Any) -> InfCLTrainer:
+    options = {"max_steps": 1, "max_grad_norm": 0.0, **overrides}
+    with tempfile.TemporaryDirectory() as folder:
+        args = InfCLTrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=GLOBAL_BATCH // world_size // steps,
+            gradient_accumulation_steps=steps,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = InfCLTrainer(
+            _model(objective, variant),
+            args,
+            default_collate,
+            train_dataset=_data(variant, rows=GLOBAL_BATCH * 2 if args.max_steps > 1 else GLOBAL_BATCH),
+            callbacks=[Gradients()],
+        )
+        trainer.draws = Draws(trainer.model)
+        trainer.train()
+    return trainer
+
+
+def rank_gradients(rank: int, world_size: int, cells: list[tuple[str, str, int]]) -> list[Any]:
+    results = []
+    for objective, variant, steps in cells:
+        trainer = _train(objective, variant, world_size, steps)
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients))
+        results.append((trainer.state.log_history[0]["loss"], callback.seen, trainer.draws.states))
+    return results
+
+
+def truth(objective: str, variant: str, draws: dict[bytes, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one process holding the whole batch; with dropout, drawn per micro-batch as recorded."""
+    model = _model(objective, variant).train()
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    data = _data(variant)
+    parts = [range(len(data))]
+    if variant == "dropout":
+        rows = {_key(data.tokens[i : i + 1]): i for i in range(len(data))}
+        width = len(_key(data.tokens[:1]))
+        parts = [[rows[key[i : i + width]] for i in range(0, len(key), width)] for key in draws]
+        assert sorted(sum(parts, [])) == list(range(len(data))), "the micro-batches are not a partition of the batch"
+    embeds = []
+    for part, state in zip(parts, draws.values() if variant == "dropout" else [torch.get_rng_state()], strict=True):
+        torch.set_rng_state(state)
+        embeds.append(encoder.embed(model, data.batch(list(part))))
+    images, texts = (torch.cat(column) for column in zip(*embeds, strict=True))
+    ids = None if data.ids is None else data.ids[sum(map(list, parts), [])]
+    scale, bias = encoder.scale_and_bias()
+    loss = reference.contrastive_loss(images, texts, scale, bias, objective=objective, pair_ids=ids)
+    loss.sum().backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+CELLS = [(o, v, k) for o in MODELS for v in VARIANTS for k in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_equal_one_process_with_the_whole_batch(ranks, world_size):
+    by_rank = ranks.run(rank_gradients, world_size, CELLS)
+    for cell, results in zip(CELLS, zip(*by_rank, strict=True), strict=True):
+        objective, variant, _ = cell
+        draws = {key: state for _, _, states in results for key, state in states.items()}
+        loss, expected = truth(objective, variant, draws)
+        whole = torch.stack([g.norm() for g in expected.values()]).norm()
+        for rank, (seen_loss, gradients, _) in enumerate(results):
+            where = f"{cell} rank {rank} of {world_size}"
+            assert seen_loss == pytest.approx(loss, rel=1e-6), where
+            assert gradients.keys() == expected.keys(), where
+            for name, gradient in expected.items():
+                error = (gradients[name] - gradient).norm()
+                assert error <= TOLERANCE * gradient.norm() + FLOOR * whole, f"{where} {name}: {error / gradient.norm()}"
+
+
+def rank_trajectory(rank: int, world_size: int, objective: str, steps: int) -> tuple[list[float], Tensor]:
+    trainer = _train(objective, "plain", world_size, steps, max_steps=4, optim="sgd", learning_rate=0.1, max_grad_norm=1.0)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
+
+
+@pytest.mark.parametrize("objective", MODELS)
+def test_one_trajectory_for_every_split_of_the_global_batch(ranks, objective):
+    # Two windows an epoch, reshuffled for the second epoch: the rows of a window must not depend on the split.
+    splits = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)]
+    runs = [ranks.run(rank_trajectory, world_size, objective, steps)[0] for world_size, steps in splits]
+    first_losses, first_parameters = runs[0]
+    assert len(first_losses) == 4
+    assert first_losses[0] != pytest.approx(first_losses[-1], rel=1e-3), "nothing was learnt: the test says nothing"
+    for split, (losses, parameters) in zip(splits, runs, strict=True):
+        assert losses == pytest.approx(first_losses, rel=1e-5), split
+        torch.testing.assert_close(parameters, first_parameters, rtol=0, atol=1e-5, msg=str(split))
