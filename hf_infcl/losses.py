@@ -51,7 +51,7 @@ def contrastive_loss(
         objective: ``"softmax"`` (InfoNCE, CLIP) or ``"sigmoid"`` (SigLIP).
         strategy: ``"ring"`` (Inf-CL, arXiv 2410.17243): texts travel around the processes, each of which computes its
             images' rows block by block. Memory O(b·D) per process besides a constant.
-        backend: ``"auto"`` or ``"torch"``.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on GPUs where that can run.
         pair_ids: [b] int64. Pairs with equal ids are the same image or caption and never each other's negatives: the
             cell drops out of both denominators (softmax), or out of the sum (sigmoid).
         process_group: the processes that share the batch; None is the default group, or this process alone where
@@ -115,14 +115,13 @@ def _loss(
     ring: Ring,
 ) -> Tensor:
     _check(x, y, scale, bias, options, pair_ids, ring)
-    block = kernels.select(options.backend, x.device)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale = torch.as_tensor(scale, device=x.device).to(dtype).reshape(())
     bias = torch.as_tensor(0.0 if bias is None else bias, device=x.device).to(dtype).reshape(())
     function = _Softmax if options.objective == "softmax" else _Sigmoid
     with torch.autocast(x.device.type, enabled=False):
-        return function.apply(x, y, scale, bias, pair_ids, block, ring)
+        return function.apply(x, y, scale, bias, pair_ids, options.backend, ring)
 
 
 class _Softmax(torch.autograd.Function):
@@ -130,19 +129,21 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, block: Any, ring: Ring
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, backend: str, ring: Ring
     ) -> Tensor:
-        positive = block.positive_logits(x, y, scale)
+        positive = kernels.positive_logits(x, y, scale, backend=backend)
         odds_x = torch.full_like(positive, -torch.inf)
         columns = ring.traveller(torch.logaddexp)
         for source, (text, text_positive, text_ids) in ring.rotate(y, positive, ids):
             diagonal = 0 if source == ring.rank else None
-            rows, part = block.softmax_statistics(x, text, scale, positive, text_positive, ids, text_ids, diagonal)
+            rows, part = kernels.softmax_statistics(
+                x, text, scale, positive, text_positive, ids, text_ids, diagonal, backend=backend
+            )
             odds_x = torch.logaddexp(odds_x, rows)
             columns.add(part)
         odds_y = columns.home()
         ctx.save_for_backward(x, y, scale, bias, ids, positive, odds_x, odds_y)
-        ctx.block, ctx.ring = block, ring
+        ctx.backend, ctx.ring = backend, ring
         batch = len(x) * ring.world_size
         return ring.sum(F.softplus(odds_x).sum() + F.softplus(odds_y).sum()) / (2 * batch)
 
@@ -150,7 +151,7 @@ class _Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, y, scale, bias, ids, positive, odds_x, odds_y = ctx.saved_tensors
-        block, ring = ctx.block, ctx.ring
+        ring = ctx.ring
         want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
             lse_x, lse_y = positive + F.softplus(odds_x), positive + F.softplus(odds_y)
@@ -161,8 +162,11 @@ class _Softmax(torch.autograd.Function):
             for source, (text, text_lse, text_ids) in ring.rotate(y, lse_y, ids):
                 diagonal = 0 if source == ring.rank else None
                 part = _zeros(y, positive.dtype) if want_y else None
-                block.softmax_gradients(
-                    x, text, scale, lse_x, text_lse, own, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part
+                kernels.softmax_gradients(
+                    *(x, text, scale, lse_x, text_lse, own, ids, text_ids, diagonal),
+                    grad_x=grad_x,
+                    grad_y=part,
+                    backend=ctx.backend,
                 )
                 if part is not None:
                     texts.add(part)
@@ -176,7 +180,7 @@ class _Sigmoid(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, block: Any, ring: Ring
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, backend: str, ring: Ring
     ) -> Tensor:
         want_x, want_y, want_scale, _ = ctx.needs_input_grad[:4]
         grad_x = _zeros(x, scale.dtype) if want_x or (want_scale and not want_y) else None
@@ -185,8 +189,8 @@ class _Sigmoid(torch.autograd.Function):
         for source, (text, text_ids) in ring.rotate(y, ids):
             diagonal = 0 if source == ring.rank else None
             part = _zeros(y, scale.dtype) if want_y else None
-            terms, coefficients = block.sigmoid_block(
-                x, text, scale, bias, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part
+            terms, coefficients = kernels.sigmoid_block(
+                x, text, scale, bias, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part, backend=backend
             )
             loss, grad_bias = loss + terms, grad_bias + coefficients
             if part is not None:
@@ -226,7 +230,9 @@ def _input_gradients(
     want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
     grad_scale = None
     if want_scale:
-        grad_scale = factor * ((x * grad_x).sum() if grad_x is not None else (y * grad_y).sum())
+        rows, sums = (x, grad_x) if grad_x is not None else (y, grad_y)
+        assert sums is not None
+        grad_scale = factor * (rows * sums).sum()
     return (
         (grad_x * (factor * scale)).to(x.dtype) if want_x and grad_x is not None else None,
         (grad_y * (factor * scale)).to(y.dtype) if want_y and grad_y is not None else None,
@@ -249,7 +255,9 @@ def _check(
 ) -> None:
     """Raises the same ValueError on every process if any process's inputs are unusable or do not fit the others'."""
     alone = ring.world_size == 1
-    problem = options.problem() or _problem(x, y, scale, bias, pair_ids, not alone or x.device.type == "cpu")
+    problem = options.problem() or _problem(
+        x, y, scale, bias, pair_ids, options.backend, not alone or x.device.type == "cpu"
+    )
     if alone:
         if problem:
             raise ValueError(problem)
@@ -276,8 +284,9 @@ def _check(
     texts = ring.gather_text(problem or _describe(x, y, scale, bias, options, pair_ids))
     listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     raise ValueError(
-        "contrastive_loss needs embeddings of one shape and dtype, one logit_scale and logit_bias, and the same options "
-        f"on every process. Train on full batches only (drop_last) and with the same model everywhere. Seen:\n{listing}"
+        "contrastive_loss needs embeddings of one shape and dtype, one logit_scale and logit_bias, and the same "
+        "options on every process. Train on full batches only (drop_last) and with the same model everywhere. "
+        f"Seen:\n{listing}"
     )
 
 
@@ -291,16 +300,18 @@ def _problem(
     scale: Tensor | float,
     bias: Tensor | float | None,
     pair_ids: Tensor | None,
+    backend: str,
     read_values: bool,
 ) -> str:
     """What is wrong with one process's inputs, or an empty string."""
     if x.ndim != 2 or y.shape != x.shape or not x.numel():
         return (
-            "image_embeds and text_embeds must both be [b, D] with b, D >= 1, got "
-            f"{list(x.shape)} and {list(y.shape)}."
+            f"image_embeds and text_embeds must both be [b, D] with b, D >= 1, got {list(x.shape)} and {list(y.shape)}."
         )
     if x.dtype != y.dtype or x.dtype not in _DTYPES:
         return f"image_embeds and text_embeds must share a floating dtype, got {x.dtype} and {y.dtype}."
+    if not torch.compiler.is_compiling() and (obstacle := kernels.obstacle(backend, x.device, x.dtype)):
+        return obstacle
     if x.device != y.device:
         return f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
     for name, value in (("logit_scale", scale), ("logit_bias", bias)):
@@ -336,6 +347,6 @@ def _describe(
     ]
     return (
         f"embeddings {list(x.shape)} {x.dtype} on {x.device.type}, logit_scale {_number(scale):.9g}, logit_bias "
-        f"{bias_text}, {options.objective}, {options.strategy}, {'with' if pair_ids is not None else 'no'} pair_ids, gradients for "
-        f"{', '.join(gradients) or 'nothing'}"
+        f"{bias_text}, {options.objective}, {options.strategy}, {'with' if pair_ids is not None else 'no'} pair_ids, "
+        f"gradients for {', '.join(gradients) or 'nothing'}"
     )

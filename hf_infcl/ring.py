@@ -48,7 +48,7 @@ class Ring:
         ring.group, ring.rank, ring.world_size, ring.device = None, 0, 1, torch.device("cpu")
         return ring
 
-    def rotate(self, *tensors: Tensor | None) -> Iterator[tuple[int, tuple[Tensor | None, ...]]]:
+    def rotate(self, *tensors: Tensor | None) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Yields every process's tensors once, as (rank they come from, tensors), beginning with this process's own.
 
         The next block travels while the caller computes on the present one. What is yielded is valid until the next

@@ -67,18 +67,12 @@ class InfCLTrainer(Trainer):
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} GPUs are visible to one process, for which Trainer uses nn.DataParallel; its replicas "
-                "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, or "
-                "show this process one GPU with CUDA_VISIBLE_DEVICES=0."
+                "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, "
+                "or show this process one GPU with CUDA_VISIBLE_DEVICES=0."
             )
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = ContrastiveCollator(kwargs["processing_class"])
         super().__init__(model, args, data_collator, **kwargs)
-        if self.accelerator.gradient_accumulation_steps != 1 and not self.is_deepspeed_enabled:
-            raise ValueError(
-                "accelerate is configured to divide the loss by gradient_accumulation_steps = "
-                f"{self.accelerator.gradient_accumulation_steps}. Take it out of the accelerate config (or the "
-                "environment) and pass --gradient_accumulation_steps to the trainer."
-            )
         self._prepare_model(self.model)
         self.add_callback(_AfterStep(self))
         self._window: list[Any] = []
@@ -99,7 +93,9 @@ class InfCLTrainer(Trainer):
         dual_encoder = DualEncoder(model)
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
-        if self.args.global_batch_size > self.args.per_device_train_batch_size and (names := dual_encoder.batch_norms()):
+        if self.args.global_batch_size > self.args.per_device_train_batch_size and (
+            names := dual_encoder.batch_norms()
+        ):
             logger.warning(
                 f"{', '.join(names)} normalise over a micro-batch: the loss is that of the global batch, but these "
                 "layers' outputs depend on how it is split."
@@ -111,7 +107,7 @@ class InfCLTrainer(Trainer):
         return DualEncoder(self.accelerator.unwrap_model(self.model))
 
     @property
-    def objective(self) -> str:
+    def contrastive_objective(self) -> str:
         """``"softmax"`` or ``"sigmoid"``: the argument, or what the model was made for."""
         return self.args.objective or self.dual_encoder.objective
 
@@ -161,8 +157,8 @@ class InfCLTrainer(Trainer):
             The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
         """
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-            self.optimizer.train()
+        if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
+            prepare()
         index = self._next_micro_batch
         self._next_micro_batch += 1
         last = index == len(self._window) - 1
@@ -196,7 +192,7 @@ class InfCLTrainer(Trainer):
                 images,
                 texts,
                 *self.dual_encoder.scale_and_bias(parameters),
-                objective=self.objective,
+                objective=self.contrastive_objective,
                 strategy=self.args.strategy,
                 backend=self.args.backend,
                 pair_ids=pair_ids,
@@ -277,12 +273,17 @@ class InfCLTrainer(Trainer):
         return output
 
     def _zero_shot(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
+        if not hasattr(self.data_collator, "tokenize"):
+            raise ValueError(
+                "Zero-shot evaluation tokenizes class prompts: pass processing_class, or a data_collator with a method "
+                f"tokenize(texts) such as ContrastiveCollator's, not {type(self.data_collator).__name__}."
+            )
         prompts = dataset.prompts()
         size = self.args.per_device_eval_batch_size
         embeds = []
         with self.accelerator.split_between_processes(prompts, apply_padding=True) as own:
             for start in range(0, len(own), size):
-                batch = self._prepare_inputs(self.data_collator([{"caption": [p]} for p in own[start : start + size]]))
+                batch = self._prepare_inputs(self.data_collator.tokenize(own[start : start + size]))
                 with torch.no_grad(), self.accelerator.autocast():
                     embeds.append(self.dual_encoder.encode_texts(batch).float())
         texts = self.accelerator.gather(torch.cat(embeds))[: len(prompts)]
@@ -293,7 +294,9 @@ class InfCLTrainer(Trainer):
     def _pairs(self, output: EvalLoopOutput) -> dict[str, float]:
         images, texts = map(self._on_device, output.predictions)
         labels = output.label_ids
-        counts, pair_ids = map(self._on_device, labels) if isinstance(labels, tuple) else (self._on_device(labels), None)
+        counts, pair_ids = (
+            map(self._on_device, labels) if isinstance(labels, tuple) else (self._on_device(labels), None)
+        )
         present = torch.arange(texts.shape[1], device=texts.device) < counts[:, None]
         owner = torch.arange(len(images), device=texts.device)[:, None].expand_as(present)[present]
         with torch.no_grad():
@@ -303,7 +306,7 @@ class InfCLTrainer(Trainer):
                 texts[:, 0].contiguous(),
                 scale,
                 bias,
-                objective=self.objective,
+                objective=self.contrastive_objective,
                 backend=self.args.backend,
                 pair_ids=pair_ids,
             )
@@ -369,7 +372,7 @@ class _AfterStep(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         maximum = args.max_logit_scale
-        if maximum is None and self._trainer.objective == "softmax":
+        if maximum is None and self._trainer.contrastive_objective == "softmax":
             maximum = 100.0
         if maximum is not None:
             self._trainer.dual_encoder.clamp_logit_scale(maximum)

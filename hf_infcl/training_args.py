@@ -32,15 +32,13 @@ class InfCLTrainingArguments(TrainingArguments):
     objective: str | None = field(
         default=None, metadata={"help": f"{' or '.join(OBJECTIVES)}; by default what the model was made for."}
     )
-    strategy: str = field(
-        default="ring", metadata={"help": f"How processes share the batch: {', '.join(STRATEGIES)}."}
-    )
+    strategy: str = field(default="ring", metadata={"help": f"How processes share the batch: {', '.join(STRATEGIES)}."})
     backend: str = field(default="auto", metadata={"help": f"What computes the logits: {', '.join(BACKENDS)}."})
     max_logit_scale: float | None = field(
         default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
     )
     # Raw image and caption columns are needed by the collator, which processes them.
-    remove_unused_columns: bool | None = field(
+    remove_unused_columns: bool = field(
         default=False, metadata={"help": "Drop columns that the model's forward does not name; breaks raw images."}
     )
 
@@ -69,7 +67,7 @@ class InfCLTrainingArguments(TrainingArguments):
                 f"or 'sequential', got {self.train_sampling_strategy!r}."
             )
         super().__post_init__()
-        if self.accelerator_config.split_batches:
+        if getattr(self.accelerator_config, "split_batches", False):
             raise ValueError("split_batches would divide per_device_train_batch_size by the processes; leave it off.")
         if self.ddp_find_unused_parameters is None:
             # Every parameter that trains takes part in every window; searching costs a traversal and copies.

@@ -23,9 +23,11 @@ MAX_RANKS = 4
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """‖value - truth‖ / ‖truth‖ in float64; NaN counts as infinite."""
+    """‖value - truth‖ / ‖truth‖ in float64; 0 where both are zero, infinite for NaN."""
     value, truth = value.double(), truth.double()
     assert value.shape == truth.shape, f"{value.shape} for {truth.shape}"
+    if torch.equal(value, truth):
+        return 0.0
     error = (torch.linalg.vector_norm(value - truth) / torch.linalg.vector_norm(truth)).item()
     return float("inf") if error != error else error
 
@@ -43,10 +45,17 @@ class Ranks:
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
-        """function(rank, world_size, *args) on every rank of a fresh gloo group; the results in order of the ranks.
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        backend: str = "gloo",
+        timeout: float = 120,
+    ) -> list[Any]:
+        """function(rank, world_size, *args) on every rank of a fresh group; the results in order of the ranks.
 
-        A result that is an exception is returned, not raised, if every rank raised; a single failing rank raises here.
+        Under "nccl" rank r has GPU r. An exception on any rank is an AssertionError here.
         """
         while len(self._processes) < world_size:
             parent, child = mp.get_context("spawn").Pipe()
@@ -56,7 +65,7 @@ class Ranks:
             self._processes.append(process)
         port = free_port()
         for rank in range(world_size):
-            self._pipes[rank].send((function, rank, world_size, port, args))
+            self._pipes[rank].send((function, rank, world_size, port, backend, args))
         results = []
         for rank in range(world_size):
             if not self._pipes[rank].poll(timeout):
@@ -80,7 +89,7 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, rank, world_size, port, args = pipe.recv()
+            function, rank, world_size, port, backend, args = pipe.recv()
         except EOFError:
             return
         launched = {
@@ -90,11 +99,16 @@ def _serve(pipe: Any) -> None:
             "LOCAL_WORLD_SIZE": world_size,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "ACCELERATE_USE_CPU": "true",
+            "ACCELERATE_USE_CPU": backend == "gloo",
         }
         os.environ.update({name: str(value) for name, value in launched.items()})
         try:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+            device = torch.device("cuda", rank) if backend == "nccl" else None
+            if device is not None:
+                torch.cuda.set_device(device)
+            dist.init_process_group(
+                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=60), device_id=device
+            )
             answer = True, function(rank, world_size, *args)
         except BaseException:
             answer = False, traceback.format_exc()

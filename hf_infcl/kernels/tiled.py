@@ -33,11 +33,6 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
 
 
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """scale · x_i·y_i, [m], by the same product as the tiles'.
-
-    The same arithmetic matters: the statistics hold differences to these, and a product that rounds otherwise shifts a
-    small loss by percents.
-    """
     out = torch.empty(len(x), dtype=accumulate_dtype(x), device=x.device)
     rows = 128
     for r in _chunks(len(x), rows):
@@ -55,18 +50,6 @@ def softmax_statistics(
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-odds of the block's negatives against each row's and each column's own positive.
-
-    Rows: log Σ_j exp(z_ij - positive_x_i), columns: log Σ_i exp(z_ij - positive_y_j), over the negatives alone, both
-    from one logits tile. Log-odds of blocks combine by `torch.logaddexp`; the cross entropy of a row is softplus of its
-    log-odds, which keeps its digits however small it gets.
-
-    Args:
-        positive_x: [m], the logit of each image's own text, wherever in the batch that is; positive_y: [n] likewise.
-
-    Returns:
-        ([m], [n]) in the dtype of the positives; -inf where there is no negative.
-    """
     log_odds_x = torch.full_like(positive_x, -torch.inf)
     log_odds_y = torch.full_like(positive_y, -torch.inf)
     for r, c, logits in _tiles(x, y, scale):
@@ -90,20 +73,9 @@ def softmax_gradients(
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
-    *,
-    grad_x: Tensor | None,
-    grad_y: Tensor | None,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
 ) -> None:
-    """Adds the products of the block's coefficients: ``grad_x += C·y`` and ``grad_y += Cᵀ·x`` (None: not wanted).
-
-    C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, own_coefficient_i for positives, 0 for excluded
-    cells. With the global log-sum-exps, C is 2B times the derivative of the symmetric InfoNCE by z.
-
-    Args:
-        lse_x: [m] log-sum-exp of each image's logits over the whole batch; lse_y: [n] of each text's.
-        own_coefficient: [m], used where ``diagonal`` is given.
-        grad_x: [m, D], grad_y: [n, D], fp32 (fp64 for fp64 inputs).
-    """
     for r, c, logits in _tiles(x, y, scale):
         coefficients = torch.exp(logits - lse_x[r, None])
         coefficients += logits.sub_(lse_y[None, c]).exp_()
@@ -123,18 +95,9 @@ def sigmoid_block(
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
-    *,
-    grad_x: Tensor | None,
-    grad_y: Tensor | None,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The block's sigmoid loss and, from the same tile, its gradients.
-
-    With C_ij = -t_ij σ(-t_ij z_ij), B times the derivative of the loss by z: ``grad_x += C·y``, ``grad_y += Cᵀ·x``
-    (None: not wanted).
-
-    Returns:
-        (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij), scalars.
-    """
     dtype = accumulate_dtype(x)
     loss = torch.zeros((), dtype=dtype, device=x.device)
     total = torch.zeros((), dtype=dtype, device=x.device)

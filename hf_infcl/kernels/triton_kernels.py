@@ -1,0 +1,279 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The device code of the Triton backend; `triton` launches it.
+
+All kernels walk [BM, BN] tiles of the logits: a program owns a block of BN columns and streams row tiles past it, so
+that what belongs to the columns stays in registers.
+
+What limits them after the tensor cores is arithmetic on single logits, exponentials first. So where the references of a
+tile's rows and columns lie close together, one exponential serves both directions: exp(z - column) is
+exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second holds, and
+both are computed; every tile decides for itself.
+
+With EXACT, for fp32 features, logits are rounded before anything is subtracted, as plain torch does it, and not fused
+into one multiply-add: at a scale of 1e4 only then are a row's largest logit and its log-sum-exp equal to the last bit.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+REACH = tl.constexpr(22.0)  # of references from their middle: e^-87, the least exponential, then stands for e^-43
+NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
+
+
+@triton.jit
+def _place(tiles, blocks, run, GROUP: tl.constexpr):
+    """This program's column block and first row tile. GROUP column blocks share row tiles in the L2 cache."""
+    width = GROUP * tl.cdiv(tiles, run)
+    first = tl.program_id(0) // width * GROUP
+    size = tl.minimum(blocks - first, GROUP)
+    inside = tl.program_id(0) % width
+    return first + inside % size, inside // size * run
+
+
+@triton.jit
+def _product(x, y, row, column, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """x[row:][:BM] · y[column:][:BN]ᵀ in fp32. Descriptors read zeros beyond the end."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, tl.cdiv(K, BK)):
+        acc = tl.dot(x.load([row, k * BK]), y.load([column, k * BK]).T, acc)
+    return acc
+
+
+@triton.jit
+def _within_thread(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Column sums as far as one thread holds the addends in the layout of Hopper's products."""
+    return tl.sum(tl.sum(tl.reshape(tile, (BM // (16 * WARPS), WARPS, 2, 8, BN)), 2), 0)
+
+
+@triton.jit
+def _exp(acc, scale, reference, EXACT: tl.constexpr):
+    """exp(scale · acc - reference), the reference a row or a column."""
+    if EXACT:
+        power = tl.exp2((acc * scale - reference) * LOG2E)
+    else:
+        power = tl.exp2(acc * (scale * LOG2E) - reference * LOG2E)  # one fused multiply-add
+    return power
+
+
+@triton.jit
+def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether a tile lies within the block and off its diagonal, so that nothing has to be masked."""
+    distance = row + diagonal - column
+    return (row + BM <= m) & (column + BN <= n) & ((distance >= BN) | (distance <= -BM))
+
+
+@triton.jit
+def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store(g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Stores a tile as the sum of PARTS low-precision matrices, which lie part_rows apart in g."""
+    left, right = _halves(tile, BM, BN)
+    for part in tl.static_range(PARTS):
+        g.store([part * part_rows + row, column], left.to(g.dtype))
+        g.store([part * part_rows + row, column + BN // 2], right.to(g.dtype))
+        left -= left.to(g.dtype).to(tl.float32)
+        right -= right.to(g.dtype).to(tl.float32)
+
+
+@triton.jit
+def positives(x, y, scale, out, m, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
+    """scale · x_i·y_i from the diagonal of a product, to be rounded as the logits in the other kernels are."""
+    row = tl.program_id(0) * B
+    acc = _product(x, y, row, row, K, B, B, BK)
+    rows = tl.arange(0, B)
+    own = tl.sum(tl.where(rows[:, None] == rows[None, :], acc, 0.0), 1)
+    tl.store(out + row + rows, own * tl.load(scale), mask=row + rows < m)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run"])
+def softmax_sums(
+    x, y, sum_x, sum_y, positive_x, positive_y, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run,
+    EXACT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives."""
+    s = tl.load(scale)
+    block, first = _place(tiles, blocks, run, GROUP)
+    column = block * BN
+    columns = column + tl.arange(0, BN)
+    in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
+    own_y = tl.load(positive_y + in_y)
+    middle = (tl.max(own_y) + tl.min(own_y)) * 0.5
+    near_y = (tl.max(own_y) - middle <= REACH) & (not EXACT)
+    base = tl.where(near_y, middle, own_y)  # what the column sums refer to until the end
+    partials = _within_thread(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)
+    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
+        row = (first + t) * BM
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        rows = row + tl.arange(0, BM)
+        in_x = tl.minimum(rows, m - 1)
+        own_x = tl.load(positive_x + in_x)
+        near = near_y & (tl.max(tl.abs(own_x - middle)) <= REACH)
+        if near & _inside(row, column, m, n, diagonal, BM, BN):
+            e = _exp(acc, s, own_x[:, None], EXACT)
+            if IDS:
+                e = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, e)
+            row_sums = tl.sum(e, 1)
+            column_sums = _within_thread(e * tl.exp2((own_x - middle) * LOG2E)[:, None], BM, BN, WARPS)
+        else:
+            negative = (rows + diagonal)[:, None] != columns[None, :]
+            negative &= (rows < m)[:, None] & (columns < n)[None, :]
+            if IDS:
+                negative &= tl.load(ids_x + in_x)[:, None] != tl.load(ids_y + in_y)[None, :]
+            row_sums = tl.sum(tl.where(negative, _exp(acc, s, own_x[:, None], EXACT), 0.0), 1)
+            e = tl.where(negative, _exp(acc, s, base[None, :], EXACT), 0.0)
+            column_sums = _within_thread(e, BM, BN, WARPS)
+        tl.atomic_add(sum_x + rows, row_sums, mask=rows < m, sem="relaxed")
+        partials += column_sums
+    total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - own_y) * LOG2E)
+    tl.atomic_add(sum_y + columns, total, mask=columns < n, sem="relaxed")
+
+
+@triton.jit
+def _log_odds(
+    x, y, sums, positive, out, scale, ids_x, ids_y, row, m, n, diagonal,
+    IDS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, B)
+    in_x = tl.minimum(rows, m - 1)
+    sums_x = tl.load(sums + in_x)
+    log_odds = tl.log2(sums_x) / LOG2E
+    if tl.max((sums_x == float("inf")).to(tl.int32)) == 1:
+        s = tl.load(scale)
+        own = tl.load(positive + in_x)
+        highest = tl.full((B,), float("-inf"), tl.float32)
+        total = tl.zeros((B,), tl.float32)
+        for column in range(0, n, B):
+            columns = column + tl.arange(0, B)
+            logits = _product(x, y, row, column, K, B, B, BK) * s - own[:, None]
+            negative = ((rows + diagonal)[:, None] != columns[None, :]) & (columns < n)[None, :]
+            if IDS:
+                in_y = tl.minimum(columns, n - 1)
+                negative &= tl.load(ids_x + in_x)[:, None] != tl.load(ids_y + in_y)[None, :]
+            logits = tl.where(negative, logits, float("-inf"))
+            higher = tl.maximum(highest, tl.max(logits, 1))
+            anchor = tl.where(higher == float("-inf"), 0.0, higher)
+            total *= tl.exp2((highest - anchor) * LOG2E)
+            total += tl.sum(tl.exp2((logits - anchor[:, None]) * LOG2E), 1)
+            highest = higher
+        log_odds = highest + tl.log2(total) / LOG2E
+    tl.store(out + rows, log_odds, mask=rows < m)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+def log_odds(
+    x, y, sum_x, sum_y, positive_x, positive_y, out_x, out_y, scale, ids_x, ids_y, m, n, diagonal,
+    IDS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The logarithms of softmax_sums' results. Programs first of B rows, then of B columns.
+
+    An infinite sum means a logit 88 above its own positive. Such rows are computed again, from a running maximum and
+    without atomics, by the program that finds them.
+    """
+    of_x = tl.cdiv(m, B)
+    if tl.program_id(0) < of_x:
+        row = tl.program_id(0) * B
+        _log_odds(x, y, sum_x, positive_x, out_x, scale, ids_x, ids_y, row, m, n, diagonal, IDS, K, B, BK)
+    else:
+        row = (tl.program_id(0) - of_x) * B
+        _log_odds(y, x, sum_y, positive_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, IDS, K, B, BK)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
+def softmax_coefficients(
+    x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
+    s = tl.load(scale)
+    block, first = _place(tiles, blocks, run, GROUP)
+    column = block * BN
+    columns = column + tl.arange(0, BN)
+    in_y = tl.minimum(columns, n - 1)
+    of_y = tl.load(lse_y + in_y) - GAIN / LOG2E
+    middle = (tl.max(of_y) + tl.min(of_y)) * 0.5
+    near_y = (tl.max(of_y) - middle <= REACH) & (not EXACT)
+    below_middle = tl.exp2((middle - of_y) * LOG2E)
+    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
+        row = (first + t) * BM
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        rows = row + tl.arange(0, BM)
+        in_x = tl.minimum(rows, m - 1)
+        of_x = tl.load(lse_x + in_x) - GAIN / LOG2E
+        near = near_y & (tl.max(tl.abs(of_x - middle)) <= REACH)
+        if near & _inside(row, column, m, n, diagonal, BM, BN):
+            c = _exp(acc, s, of_x[:, None], EXACT)
+            c += c * tl.exp2((of_x - middle) * LOG2E)[:, None] * below_middle[None, :]
+            if IDS:
+                c = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, c)
+        else:
+            c = _exp(acc, s, of_x[:, None], EXACT) + _exp(acc, s, of_y[None, :], EXACT)
+            if IDS:
+                c = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, c)
+            positive = (rows + diagonal)[:, None] == columns[None, :]
+            c = tl.where(positive, tl.load(own + in_x)[:, None] * 2.0**GAIN, c)
+        _store(g, c, row, column, part_rows, BM, BN, PARTS)
+
+
+@triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
+def sigmoid_coefficients(
+    x, y, g, losses, totals, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """With l = -t·z: g = -t·σ(l)·2^GAIN, and the program's Σ softplus(l) and Σ -t·σ(l) onto its losses and totals.
+
+    No two programs share a sum, so the result does not depend on their order.
+    """
+    s = tl.load(scale)
+    b = tl.load(bias)
+    block, first = _place(tiles, blocks, run, GROUP)
+    column = block * BN
+    columns = column + tl.arange(0, BN)
+    in_y = tl.minimum(columns, n - 1)
+    loss = tl.zeros((BM,), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
+        row = (first + t) * BM
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        rows = row + tl.arange(0, BM)
+        in_x = tl.minimum(rows, m - 1)
+        z = acc * s + b
+        inside = _inside(row, column, m, n, diagonal, BM, BN)
+        of_own = (rows + diagonal)[:, None] == columns[None, :]
+        if not inside:
+            z = tl.where(of_own, -z, z)
+            z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
+        if IDS:
+            same = tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :]
+            z = tl.where(same & ~of_own, float("-inf"), z)
+        u = tl.exp2(-tl.abs(z) * LOG2E)
+        c = tl.where(z > 0, 1.0, u) / (1.0 + u)
+        if not inside:
+            c = tl.where(of_own, -c, c)
+        loss += tl.sum(tl.maximum(z, 0.0), 1) + _sum_log1p(u, BM, BN)
+        total += tl.sum(c, 1)
+        _store(g, c * 2.0**GAIN, row, column, part_rows, BM, BN, PARTS)
+    at = tl.program_id(0)
+    tl.store(losses + at, tl.load(losses + at) + tl.sum(loss))
+    tl.store(totals + at, tl.load(totals + at) + tl.sum(total))
+
+
+@triton.jit
+def _sum_log1p(u, BM: tl.constexpr, BN: tl.constexpr):
+    """Row sums of log(1 + u) for u in [0, 1], by one logarithm for eight elements.
+
+    (1 + a)(1 + b) - 1 = a + b + ab has no cancellation, so that small u keep their digits.
+    """
+    a, b = _halves(u, BM, BN)
+    a, b = _halves(a + b + a * b, BM, BN // 2)
+    a, b = _halves(a + b + a * b, BM, BN // 4)
+    p = a + b + a * b
+    small = p * (1 - p * (1 / 2 - p * (1 / 3 - p * (1 / 4 - p * (1 / 5)))))
+    return tl.sum(tl.where(p < 0.03, small, tl.log2(1 + p) / LOG2E), 1)

@@ -1,0 +1,510 @@
+"""Datasets from real image folders with broken files in them, and the collator over every kind of processor."""
+
+import json
+import random
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.utils.data import DataLoader
+
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset, caption_pair_id, load_pairs
+
+
+@pytest.fixture(autouse=True)
+def _datasets_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def picture(row: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+    """Noise, so that half of its PNG file is not enough; the first pixel tells the row."""
+    pixels = np.random.default_rng(row).integers(0, 256, (*size, 3), dtype=np.uint8)
+    pixels[0, 0] = row
+    return Image.fromarray(pixels)
+
+
+def row_of(item: dict) -> int:
+    return item["image"].getpixel((0, 0))[0]
+
+
+def write_folder(folder: Path, captions: list) -> Path:
+    folder.mkdir(parents=True)
+    lines = []
+    for row, caption in enumerate(captions):
+        picture(row).save(folder / f"{row}.png")
+        lines.append(json.dumps({"file_name": f"{row}.png", "caption": caption}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def captioned(captions: list, **columns: list) -> Dataset:
+    return Dataset.from_dict({"image": [picture(row) for row in range(len(captions))], "caption": captions, **columns})
+
+
+class TestLoadPairs:
+    def test_imagefolder_with_metadata(self, tmp_path):
+        dataset = load_pairs(str(write_folder(tmp_path / "pairs", ["a", "b"])), split="train")
+        assert set(dataset.column_names) == {"image", "caption"}
+        assert dataset["caption"][:] == ["a", "b"]
+
+    def test_saved_dataset_and_dataset_dict(self, tmp_path):
+        saved = captioned(["a", "b"])
+        saved.save_to_disk(tmp_path / "one")
+        DatasetDict(train=saved, test=saved.select([1])).save_to_disk(tmp_path / "two")
+        assert load_pairs(str(tmp_path / "one"), split="train")["caption"][:] == ["a", "b"]
+        assert load_pairs(str(tmp_path / "two"), split="test")["caption"][:] == ["b"]
+
+    def test_a_wrong_split_is_told_which_there_are(self, tmp_path):
+        folder = write_folder(tmp_path / "pairs", ["a"])
+        with pytest.raises(ValueError, match=r'"tset".*\[\'train\'\]'):
+            load_pairs(str(folder), split="tset")
+        DatasetDict(train=captioned(["a"]), test=captioned(["a"])).save_to_disk(tmp_path / "saved")
+        with pytest.raises(ValueError, match=r"no split 'tset'; its splits are \['train', 'test'\]"):
+            load_pairs(str(tmp_path / "saved"), split="tset")
+        load_pairs(str(folder), split="train").save_to_disk(tmp_path / "train")
+        with pytest.raises(ValueError, match=r"no split 'test'; its splits are \['train'\]"):
+            load_pairs(str(tmp_path / "train"), split="test")
+
+    def test_a_wrong_configuration_is_told_which_there_are(self, tmp_path):
+        with pytest.raises(ValueError, match=r"'big' not found. Available: \['default'\]"):
+            load_pairs(str(write_folder(tmp_path / "pairs", ["a"])), split="train", name="big")
+
+    def test_no_data(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no dataset at '.*nothing'"):
+            load_pairs(str(tmp_path / "nothing"), split="train")
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(ValueError, match=r"no dataset at '.*empty'.* doesn't contain any data files"):
+            load_pairs(str(tmp_path / "empty"), split="train")
+
+
+LISTS = [[f"{row}{letter}" for letter in "abcd"] for row in range(12)]
+
+
+class TestCaptions:
+    def draw(self, dataset: ImageTextDataset, epoch: int, **loader) -> list[str]:
+        dataset.set_epoch(epoch)
+        return [item["caption"][0] for item in DataLoader(dataset, batch_size=None, **loader)]
+
+    def test_one_string_per_row(self):
+        item = ImageTextDataset(captioned(["zero", "one"]))[1]
+        assert item.keys() == {"image", "caption"}
+        assert item["caption"] == ["one"]
+        assert row_of(item) == 1
+
+    def test_a_drawn_caption_depends_on_seed_epoch_and_row_alone(self):
+        rows = captioned(LISTS)
+        first = self.draw(ImageTextDataset(rows, seed=5), epoch=2)
+        again = ImageTextDataset(rows, seed=5)
+        random.seed(1)
+        torch.manual_seed(1)
+        assert self.draw(again, epoch=2, num_workers=2) == first
+        assert again[7]["caption"] == [first[7]]
+        assert self.draw(again, epoch=3) != first
+        assert self.draw(ImageTextDataset(rows, seed=6), epoch=2) != first
+        letters = {caption[-1] for caption in first}
+        assert len(letters) > 1, "every row drew the same place of its list"
+
+    def test_every_caption_is_drawn_equally_often(self):
+        dataset = ImageTextDataset(captioned(LISTS[:1]))
+        drawn = [self.draw(dataset, epoch)[0] for epoch in range(400)]
+        assert all(70 < drawn.count(caption) < 130 for caption in LISTS[0])  # 100 ± 3.5 standard deviations
+
+    def test_persistent_workers_see_the_epoch(self):
+        dataset = ImageTextDataset(captioned(LISTS))
+        loader = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+        for epoch in range(3):
+            expected = self.draw(ImageTextDataset(captioned(LISTS)), epoch)
+            dataset.set_epoch(epoch)
+            assert [item["caption"][0] for item in loader] == expected
+
+    def test_all_captions(self):
+        dataset = ImageTextDataset(captioned([["a", None, "b"], ["c", " ", "d"]]), all_captions=True)
+        assert [item["caption"] for item in dataset] == [["a", "b"], ["c", "d"]]
+
+
+class TestPairIds:
+    def test_caption_ids_are_fixed(self):
+        """They may be stored, and are compared across processes: a change of the hash would break that."""
+        assert caption_pair_id("a photo of a cat") == 7822443840191189839
+        assert -(2**63) <= caption_pair_id("") < 2**63
+
+    @pytest.mark.parametrize(
+        "same",
+        ["a  PHOTO of\na Café in a STRASSE ", "a photo of a cafe\u0301 in a straße", "ａ photo of a café in a straße"],
+    )
+    def test_captions_that_read_the_same_share_an_id(self, same):
+        assert caption_pair_id(same) == caption_pair_id("a photo of a café in a straße")
+        assert caption_pair_id(same) != caption_pair_id("a photo of a cafe in a straße")
+
+    def test_of_the_caption(self):
+        dataset = ImageTextDataset(captioned(["A cat", "a dog", "a cat"]), pair_ids="caption")
+        ids = [item["pair_id"] for item in dataset]
+        assert ids[0] == ids[2] == caption_pair_id("a cat") != ids[1]
+
+    @pytest.mark.parametrize(
+        ("dtype", "values"), [("int32", [3, -1]), ("uint64", [2**64 - 1, 5]), ("int64", [-(2**63), 0])]
+    )
+    def test_of_an_integer_column(self, dtype, values):
+        rows = captioned(["a", "b"]).add_column("id", values, feature=Value(dtype))
+        ids = [item["pair_id"] for item in ImageTextDataset(rows, pair_id_column="id")]
+        assert ids == np.array(values, dtype).astype(np.int64).tolist()
+
+    def test_of_a_string_column(self):
+        rows = captioned(["a", "b", "c"], url=["x/1", "x/2", "x/1"])
+        ids = [item["pair_id"] for item in ImageTextDataset(rows, pair_id_column="url")]
+        assert ids[0] == ids[2] != ids[1]
+        assert torch.tensor(ids).dtype == torch.int64
+
+
+BAD = {"truncated": 2, "missing": 4, "no image file": 5}
+
+
+@pytest.fixture
+def broken(tmp_path) -> Dataset:
+    """Ten pairs of an image folder; three of its files have come to harm."""
+    folder = write_folder(tmp_path / "broken", [f"caption {row}" for row in range(10)])
+    dataset = load_pairs(str(folder), split="train")
+    truncate(folder / f"{BAD['truncated']}.png")
+    (folder / f"{BAD['missing']}.png").unlink()
+    (folder / f"{BAD['no image file']}.png").write_text("<html>404</html>")
+    return dataset
+
+
+class TestBadSamples:
+    @pytest.mark.parametrize(
+        ("kind", "cause"),
+        [("truncated", OSError), ("missing", FileNotFoundError), ("no image file", Image.UnidentifiedImageError)],
+    )
+    def test_a_bad_image_is_named_and_harms_no_other(self, broken, kind, cause):
+        dataset = ImageTextDataset(broken)
+        row = BAD[kind]
+        message = rf"row {row} of the dataset with columns \['image', 'caption'\] is bad: .*'image': {cause.__name__}"
+        with pytest.raises(ValueError, match=message) as error:
+            dataset[row]
+        assert type(error.value.__cause__) is cause
+        good = [row for row in range(10) if row not in BAD.values()]
+        assert [row_of(dataset[row]) for row in good] == good
+
+    def test_a_file_that_the_metadata_names_but_never_was(self, tmp_path):
+        folder = write_folder(tmp_path / "pairs", ["a", "b"])
+        (folder / "1.png").unlink()
+        dataset = ImageTextDataset(load_pairs(str(folder), split="train"))
+        assert row_of(dataset[0]) == 0
+        with pytest.raises(ValueError, match=r"row 1 .* FileNotFoundError"):
+            dataset[1]
+
+    def test_null_image(self):
+        rows = Dataset.from_dict(
+            {"image": [picture(0), None], "caption": ["a", "b"]},
+            features=Features(image=datasets.Image(), caption=Value("string")),
+        )
+        with pytest.raises(ValueError, match=r"row 1 .*'image': ValueError: no image"):
+            ImageTextDataset(rows)[1]
+
+    @pytest.mark.parametrize(
+        "captions", [[None, "a"], ["", "a"], [" \n", "a"], [[], ["a"]], [[None, ""], ["a"]], [None, ["a"]]]
+    )
+    def test_no_caption(self, captions):
+        dataset = ImageTextDataset(captioned(captions))
+        assert dataset[1]["caption"] == ["a"]
+        with pytest.raises(ValueError, match=r"row 0 .*'caption': no caption"):
+            dataset[0]
+
+    def test_no_pair_id(self):
+        dataset = ImageTextDataset(captioned(["a", "b"], id=[None, 7]), pair_id_column="id")
+        assert dataset[1]["pair_id"] == 7
+        with pytest.raises(ValueError, match=r"row 0 .*'id': no pair id"):
+            dataset[0]
+
+    def test_skip_puts_a_good_row_in_its_place(self, broken):
+        items = list(ImageTextDataset(broken, on_bad_sample="skip"))
+        assert len(items) == 10
+        for row, item in enumerate(items):
+            assert item["caption"] == [f"caption {row_of(item)}"]
+            assert item["pair_id"] == row_of(item), "a repeated row must not be its own negative"
+            if row in BAD.values():
+                assert row_of(item) not in BAD.values()
+                assert item["skipped"] >= 1
+            else:
+                assert row_of(item) == row
+                assert item["skipped"] == 0
+
+    def test_skip_is_the_same_for_any_number_of_workers_and_changes_with_the_epoch(self, broken):
+        dataset = ImageTextDataset(broken, on_bad_sample="skip")
+
+        def epoch(number: int, workers: int) -> list[tuple[int, int]]:
+            dataset.set_epoch(number)
+            loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+            return [(row_of(item), item["skipped"]) for item in loader]
+
+        assert epoch(0, workers=0) == epoch(0, workers=2)
+        assert len({tuple(epoch(number, workers=0)) for number in range(5)}) > 1
+
+    def test_skip_counts_every_bad_row_it_met(self):
+        dataset = ImageTextDataset(captioned(["good"] + 9 * [None]), on_bad_sample="skip")
+        counts = [item["skipped"] for item in dataset]
+        assert counts[0] == 0
+        assert all(row_of(item) == 0 for item in dataset)
+        assert max(counts) > 1, "nine rows of ten are bad: some replacement was bad too"
+
+    def test_skip_keeps_the_pair_ids_asked_for(self, broken):
+        for item in ImageTextDataset(broken, on_bad_sample="skip", pair_ids="caption"):
+            assert item["pair_id"] == caption_pair_id(f"caption {row_of(item)}")
+
+    def test_skip_gives_up_when_everything_is_bad(self):
+        with pytest.raises(ValueError, match=r"100 rows .* were all bad; the last: row . .* no caption"):
+            ImageTextDataset(captioned([None, ""]), on_bad_sample="skip")[0]
+
+    def test_skip_does_not_hide_a_row_out_of_range(self, broken):
+        with pytest.raises(IndexError):
+            ImageTextDataset(broken, on_bad_sample="skip")[10]
+
+
+PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (PAIRS, {"image_column": "img"}, r"no column \['img'\] in the dataset; its columns are \['image', 'caption', "),
+        (PAIRS, {"caption_column": "text"}, r"no column \['text'\]"),
+        (PAIRS, {"pair_id_column": "pair"}, r"no column \['pair'\]"),
+        (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
+        (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),
+        (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
+        (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
+        (PAIRS, {"pair_ids": "image"}, "pair_ids must be None or \"caption\", got 'image'"),
+        (PAIRS, {"pair_ids": "caption", "pair_id_column": "id"}, "exclude each other"),
+        (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
+        (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count replacements twice"),
+        (PAIRS.select([]), {}, "no rows"),
+        (PAIRS.with_transform(lambda batch: batch), {}, "has a transform"),
+        (DatasetDict(train=PAIRS, test=PAIRS), {}, r"is a DatasetDict; pass one of its splits: \['train', 'test'\]"),
+        (PAIRS.to_iterable_dataset(), {}, "must be a datasets.Dataset, got IterableDataset"),
+    ],
+)
+def test_a_wrong_dataset_or_option_is_refused_at_once(dataset, options, message):
+    with pytest.raises(ValueError, match=message):
+        ImageTextDataset(dataset, **options)
+
+
+class TestImages:
+    def rgb(self, image: Image.Image, tmp_path: Path, name: str) -> np.ndarray:
+        image.save(tmp_path / name)
+        dataset = ImageTextDataset(Dataset.from_dict({"image": [str(tmp_path / name)], "caption": ["a"]}))
+        decoded = dataset[0]["image"]
+        assert decoded.mode == "RGB"
+        return np.asarray(decoded)
+
+    def test_paths_bytes_and_formatted_datasets(self, tmp_path):
+        picture(3).save(tmp_path / "3.png")
+        for value in (str(tmp_path / "3.png"), (tmp_path / "3.png").read_bytes(), picture(3)):
+            rows = Dataset.from_dict({"image": [value], "caption": ["a"]})
+            for dataset in (rows, rows.with_format("numpy")):
+                assert np.array_equal(np.asarray(ImageTextDataset(dataset)[0]["image"]), np.asarray(picture(3)))
+
+    def test_grey(self, tmp_path):
+        grey = np.array([[0, 100, 255]], np.uint8)
+        assert self.rgb(Image.fromarray(grey), tmp_path, "grey.png").tolist() == [[[v] * 3 for v in (0, 100, 255)]]
+
+    @pytest.mark.parametrize("name", ["grey16.png", "grey16.tif"])
+    def test_16_bit_grey_is_scaled_not_clipped(self, tmp_path, name):
+        grey = np.array([[0, 256, 0x8000, 0xFFFF]], np.uint16)
+        assert self.rgb(Image.fromarray(grey), tmp_path, name)[0, :, 0].tolist() == [0, 1, 128, 255]
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
+    def test_transparency_is_dropped(self, tmp_path, mode):
+        colours = np.array([[[10, 10, 10, 0], [200, 200, 200, 128]]], np.uint8)
+        image = Image.fromarray(colours).convert(mode)
+        assert self.rgb(image, tmp_path, "transparent.png").tolist() == colours[..., :3].tolist()
+
+    def test_cmyk(self, tmp_path):
+        image = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
+        assert self.rgb(image, tmp_path, "red.tif").tolist() == [[[255, 0, 0]]]
+
+    def test_rotated_by_exif(self, tmp_path):
+        exif = Image.Exif()
+        exif[0x0112] = 6  # to be shown turned by 90 degrees
+        picture(0, (4, 2)).save(tmp_path / "turned.png", exif=exif)
+        dataset = ImageTextDataset(Dataset.from_dict({"image": [str(tmp_path / "turned.png")], "caption": ["a"]}))
+        assert dataset[0]["image"].size == (4, 2)
+        assert picture(0, (4, 2)).size == (2, 4)
+
+
+class TestZeroShot:
+    def rows(self, labels: list, feature=None) -> Dataset:
+        feature = feature or ClassLabel(names=["cat", "dog", "owl"])
+        return captioned([""] * len(labels)).add_column("label", labels, feature=feature)
+
+    def test_items_and_prompts(self):
+        dataset = ZeroShotDataset(self.rows([2, 0, 1]), templates=["a {}.", "{} {0}"])
+        assert [item.keys() for item in dataset] == [{"image", "label"}] * 3
+        assert [(row_of(item), item["label"]) for item in dataset] == [(0, 2), (1, 0), (2, 1)]
+        assert dataset.class_names == ["cat", "dog", "owl"]
+        assert dataset.templates == ("a {}.", "{} {0}")
+        assert dataset.prompts() == ["a cat.", "cat {0}", "a dog.", "dog {0}", "a owl.", "owl {0}"]
+
+    def test_equal_names_stay_two_classes(self):
+        dataset = ZeroShotDataset(self.rows([0, 1], Value("int64")), class_names=("crane", "crane"))
+        assert dataset.prompts() == ["a photo of a crane."] * 2
+
+    def test_a_bad_image_is_named(self, broken):
+        dataset = ZeroShotDataset(broken.add_column("label", [0] * 10), class_names=["only"])
+        assert row_of(dataset[1]) == 1
+        with pytest.raises(ValueError, match=r"row 4 .*FileNotFoundError"):
+            dataset[4]
+
+    @pytest.mark.parametrize(
+        ("labels", "feature", "options", "message"),
+        [
+            ([0], None, {"label_column": "class"}, r"no column \['class'\]"),
+            (["cat"], Value("string"), {}, "must hold integers, not Value.* class_encode_column"),
+            ([0], Value("int64"), {}, "class_names must list .* got None"),
+            ([0], None, {"class_names": []}, r"class_names must list .* got \[\]"),
+            ([0], None, {"class_names": "cat"}, "class_names must list .* got 'cat'"),
+            ([0, 1, 3], Value("int64"), {"class_names": ["a", "b"]}, r"holds \[3\], but there are 2 class names"),
+            ([0, -1], None, {}, r"holds \[-1\], but there are 3 class names"),
+            ([0, None], None, {}, r"holds \[None\]"),
+            ([0], None, {"templates": []}, r"templates must .* got \[\]"),
+            ([0], None, {"templates": "a {}"}, "templates must .* got 'a {}'"),
+            ([0], None, {"templates": ["a {}", "a {} {}"]}, "templates must be .* with one"),
+        ],
+    )
+    def test_a_wrong_dataset_or_option_is_refused_at_once(self, labels, feature, options, message):
+        with pytest.raises(ValueError, match=message):
+            ZeroShotDataset(self.rows(labels, feature), **options)
+
+
+LENGTH = 8
+
+
+def tokenizer(**options) -> transformers.PreTrainedTokenizerFast:
+    """Words of one letter, a to z, then </s>."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *"abcdefghijklmnopqrstuvwxyz"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<pad>"}
+    options = {"model_max_length": LENGTH, **options}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
+
+
+def clip_processor(**options) -> transformers.CLIPProcessor:
+    image_processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+    )
+    return transformers.CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer(**options))
+
+
+def siglip_processor() -> transformers.SiglipProcessor:
+    image_processor = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    return transformers.SiglipProcessor(image_processor=image_processor, tokenizer=tokenizer())
+
+
+def siglip2_processor() -> transformers.Siglip2Processor:
+    image_processor = transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=16)
+    return transformers.Siglip2Processor(image_processor=image_processor, tokenizer=tokenizer())
+
+
+def items(*captions: list[str], **values: list) -> list[dict]:
+    rows = [{"image": picture(row, (20, 30)), "caption": caption} for row, caption in enumerate(captions)]
+    return [row | {key: value[index] for key, value in values.items()} for index, row in enumerate(rows)]
+
+
+class TestCollator:
+    def test_clip(self):
+        batch = ContrastiveCollator(clip_processor())(items(["a b c"], ["d"]))
+        assert batch.keys() == {"pixel_values", "input_ids", "attention_mask"}
+        assert batch["pixel_values"].shape == (2, 3, 16, 16)
+        assert batch["pixel_values"].dtype == torch.float32
+        assert batch["input_ids"].tolist() == [[2, 3, 4, 1], [5, 1, 0, 0]]
+        assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+    def test_siglip_is_padded_to_a_fixed_length(self):
+        batch = ContrastiveCollator(siglip_processor())(items(["a b c"], ["d"]))
+        assert batch["pixel_values"].shape == (2, 3, 16, 16)
+        assert batch["input_ids"].shape == (2, LENGTH)
+
+    def test_so_is_any_tokenizer_without_an_attention_mask(self):
+        batch = ContrastiveCollator(clip_processor(model_input_names=["input_ids"]))(items(["a b c"]))
+        assert batch.keys() == {"pixel_values", "input_ids"}
+        assert batch["input_ids"].shape == (1, LENGTH)
+
+    def test_siglip2_keeps_its_masks_and_shapes(self):
+        batch = ContrastiveCollator(siglip2_processor())(items(["a"], ["b"]))
+        assert batch["pixel_values"].shape == (2, 16, 4 * 4 * 3)
+        assert batch["pixel_attention_mask"].shape == (2, 16)
+        assert batch["spatial_shapes"].shape == (2, 2)
+        assert batch["input_ids"].shape == (2, LENGTH)
+
+    @pytest.mark.parametrize("kind", ["clip", "siglip"])
+    def test_an_embedding_does_not_depend_on_the_other_captions_of_the_batch(self, kind):
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        special = {"vocab_size": 28, "max_position_embeddings": LENGTH, "eos_token_id": 1, "pad_token_id": 0}
+        torch.manual_seed(0)
+        if kind == "clip":
+            model = transformers.CLIPTextModel(transformers.CLIPTextConfig(**shape, **special)).eval()
+            collator = ContrastiveCollator(clip_processor())
+        else:
+            model = transformers.SiglipTextModel(transformers.SiglipTextConfig(**shape, **special)).eval()
+            collator = ContrastiveCollator(siglip_processor())
+        with torch.no_grad():
+            alone = model(**collator.tokenize(["d e"])).pooler_output
+            in_company = model(**collator.tokenize(["d e", "a b c d e"])).pooler_output[:1]
+        torch.testing.assert_close(alone, in_company)
+
+    def test_captions_are_truncated(self):
+        long = " ".join("abcdefghijkl")
+        full = ContrastiveCollator(clip_processor())
+        assert full.tokenize([long])["input_ids"].tolist() == [[2, 3, 4, 5, 6, 7, 8, 1]]
+        short = ContrastiveCollator(clip_processor(), max_length=3)
+        assert short.tokenize([long, "a"])["input_ids"].tolist() == [[2, 3, 1], [2, 1, 0]]
+
+    def test_several_captions_per_image(self):
+        batch = ContrastiveCollator(clip_processor())(items(["a", "b"], ["c"], ["d", "e", "f"]))
+        assert batch["pixel_values"].shape[0] == 3
+        assert batch["input_ids"][:, 0].tolist() == [2, 3, 4, 5, 6, 7]
+        assert batch["caption_image"].tolist() == [0, 0, 1, 2, 2, 2]
+        assert batch["caption_image"].dtype == torch.int64
+
+    def test_ids_and_counts_are_int64(self):
+        batch = ContrastiveCollator(clip_processor())(items(["a"], ["b"], pair_id=[-(2**63), 7], skipped=[0, 2]))
+        assert torch.equal(batch["pair_ids"], torch.tensor([-(2**63), 7]))
+        assert torch.equal(batch["skipped"], torch.tensor([0, 2]))
+        assert "caption_image" not in batch
+
+    def test_zero_shot_items(self):
+        rows = captioned(["", ""]).add_column("label", [1, 0], feature=ClassLabel(names=["cat", "dog"]))
+        batch = ContrastiveCollator(siglip2_processor())(list(ZeroShotDataset(rows)))
+        assert batch.keys() == {"pixel_values", "pixel_attention_mask", "spatial_shapes", "labels"}
+        assert torch.equal(batch["labels"], torch.tensor([1, 0]))
+
+    def test_from_dataset_to_batch_in_workers(self, broken):
+        dataset = ImageTextDataset(broken, on_bad_sample="skip")
+        loader = DataLoader(dataset, batch_size=5, num_workers=2, collate_fn=ContrastiveCollator(clip_processor()))
+        batches = list(loader)
+        assert [batch["pixel_values"].shape for batch in batches] == [(5, 3, 16, 16)] * 2
+        assert sum(int((batch["skipped"] > 0).sum()) for batch in batches) == len(BAD)
+
+    def test_a_tokenizer_without_a_limit_is_refused(self):
+        processor = clip_processor(model_max_length=None)
+        with pytest.raises(ValueError, match=r"the tokenizer, a .*, states no model_max_length: pass max_length"):
+            ContrastiveCollator(processor)
+        assert ContrastiveCollator(processor, max_length=5).tokenize(["a"])["input_ids"].tolist() == [[2, 1]]
+
+    def test_a_processor_that_lacks_a_part_is_refused(self):
+        with pytest.raises(ValueError, match="has no image_processor"):
+            ContrastiveCollator(tokenizer())
+        with pytest.raises(ValueError, match="has no image_processor and no tokenizer"):
+            ContrastiveCollator(clip_processor().image_processor)

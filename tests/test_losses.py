@@ -1,0 +1,190 @@
+"""`contrastive_loss` over processes: its contract, its groups, its memory and its errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import features, relative_error
+from test_tiled import LargestTensor, run
+
+from hf_infcl import contrastive_loss, reference
+from hf_infcl.kernels import tiled
+from hf_infcl.losses import local_contrastive_loss
+
+
+def shard(t: Any, rank: int, world_size: int) -> Any:
+    return None if t is None else t.chunk(world_size)[rank]
+
+
+def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
+    """Loss equal everywhere; mean over ranks of parameter gradients, sum of losses by the embeddings."""
+    for objective, b, dtype, with_ids, weight in cases:
+        x, y = features(b * world_size, 24, dtype=dtype)
+        ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # pairs of equal ids, some across processes
+        options = {"objective": objective, "pair_ids": ids}
+        truth, (grad_x, grad_y, *scalars) = run(
+            lambda *a, o=options: weight * reference.contrastive_loss(*a, **o), x, y, 50.0, -5.0, torch.float64
+        )
+        options["pair_ids"] = shard(ids, rank, world_size)
+        own = shard(x, rank, world_size), shard(y, rank, world_size)
+        loss, gradients = run(lambda *a, o=options: weight * contrastive_loss(*a, **o), *own, 50.0, -5.0, dtype)
+        tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+        assert relative_error(loss, truth) < tolerance
+        for gradient, whole in zip(gradients[:2], (grad_x, grad_y), strict=True):
+            error = gradient.double() / world_size - shard(whole, rank, world_size)
+            assert error.norm() <= tolerance * whole.norm(), (objective, b, dtype, with_ids, error.norm())
+        for gradient, exact in zip(gradients[2:], scalars, strict=True):
+            mean = gradient.clone()
+            dist.all_reduce(mean)
+            assert abs(mean / world_size - exact) <= 2 * tolerance * max(1, abs(exact))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_contract(ranks, world_size):
+    cases = [
+        (objective, b, dtype, with_ids, weight)
+        for objective in ("softmax", "sigmoid")
+        for b, weight in ((1, 1.0), (7, 3.0))
+        for dtype in (torch.float32, torch.float64)
+        for with_ids in (False, True)
+    ]
+    ranks.run(rank_contract, world_size, cases)
+
+
+def rank_subgroups(rank: int, world_size: int) -> None:
+    # Two groups of the world whose ranks do not equal the world's: 1 and 3, 0 and 2.
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    group = groups[0 if rank % 2 else 1]
+    x, y = features(6, 8, seed=rank % 2)
+    member = rank // 2
+    expected = reference.contrastive_loss(x, y, 10.0)
+    loss = contrastive_loss(shard(x, member, 2), shard(y, member, 2), 10.0, process_group=group)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_groups_smaller_than_the_world(ranks):
+    ranks.run(rank_subgroups, 4)
+
+
+def rank_frozen(rank: int, world_size: int) -> None:
+    x, y = features(4 * world_size, 8)
+    for objective in ("softmax", "sigmoid"):
+        leaves = [x.clone().requires_grad_(), y.clone(), torch.tensor(9.0, requires_grad=True)]
+        reference.contrastive_loss(*leaves, objective=objective).backward()
+        own = [
+            shard(x, rank, world_size).clone().requires_grad_(),
+            shard(y, rank, world_size).clone(),
+            torch.tensor(9.0, requires_grad=True),
+        ]
+        loss = contrastive_loss(*own, objective=objective)
+        loss.backward()
+        assert own[1].grad is None
+        assert relative_error(own[0].grad, world_size * shard(leaves[0].grad, rank, world_size)) < 1e-5
+        # The scale alone, and nothing at all.
+        scale = torch.tensor(9.0, requires_grad=True)
+        contrastive_loss(own[0].detach(), own[1], scale, objective=objective).backward()
+        torch.testing.assert_close(scale.grad, own[2].grad)
+        assert not contrastive_loss(own[0].detach(), own[1], 9.0, objective=objective).requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(contrastive_loss(*own, objective=objective), loss)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_only_wanted_gradients(ranks, world_size):
+    ranks.run(rank_frozen, world_size)
+
+
+def rank_memory(rank: int, world_size: int, objective: str) -> int:
+    tiled.TILE_ELEMENTS = 64
+    x, y = (t.requires_grad_() for t in features(32, 64, seed=rank))
+    with LargestTensor() as seen:
+        contrastive_loss(x, y, 10.0, 0.0, objective=objective).backward()
+    tiled.TILE_ELEMENTS = 1 << 20
+    return seen.elements
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_memory_per_process_does_not_grow_with_the_ring(ranks, objective):
+    for world_size in (1, 2, 4):
+        assert max(ranks.run(rank_memory, world_size, objective)) == 32 * 64, "O(b·D), never O(B·D)"
+
+
+def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
+    """What the last of two processes does wrong, and what everybody must be told."""
+    x, y = features(4, 8)
+    wrong = rank == 1
+    ids = torch.arange(4)
+    return {
+        "rows": ((x[:3], y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 0: .*\[4, 8\].*\n.*rank 1: .*\[3, 8\]"),
+        "width": ((x[:, :5], y[:, :5], 1.0) if wrong else (x, y, 1.0), {}, r"\[4, 8\][\s\S]*\[4, 5\]"),
+        "towers": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[4, 8\] and \[3, 8\]"),
+        "one dimension": ((x[0], y[0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[b, D\].*\[8\]"),
+        "nothing": ((x[:0], y[:0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[0, 8\]"),
+        "dtype": ((x.double(), y.double(), 1.0) if wrong else (x, y, 1.0), {}, "float32[\\s\\S]*float64"),
+        "integers": ((x.long(), y.long(), 1.0) if wrong else (x, y, 1.0), {}, "rank 1: .*floating.*int64"),
+        "device": ((x.to("meta"), y, 1.0) if wrong else (x, y, 1.0), {}, "rank 1: .*one device.*meta"),
+        "scale": ((x, y, torch.tensor(torch.nan if wrong else 1.0)), {}, "rank 1: .*logit_scale must be finite.*nan"),
+        "scales": ((x, y, 2.0 if wrong else 1.0), {}, "logit_scale 1[\\s\\S]*logit_scale 2"),
+        "vector scale": ((x, y, torch.ones(2) if wrong else 1.0), {}, "rank 1: .*one element.*\\[2\\]"),
+        "bias": ((x, y, 1.0, torch.inf if wrong else 0.0), {}, "rank 1: .*logit_bias must be finite.*inf"),
+        "no bias": ((x, y, 1.0, None if wrong else 0.0), {}, "logit_bias 0[\\s\\S]*logit_bias None"),
+        "ids": ((x, y, 1.0), {"pair_ids": None if wrong else ids}, "with pair_ids[\\s\\S]*no pair_ids"),
+        "ids' dtype": ((x, y, 1.0), {"pair_ids": ids.int() if wrong else ids}, "rank 1: .*\\[4\\] int64.*int32"),
+        "ids' shape": ((x, y, 1.0), {"pair_ids": ids[:2] if wrong else ids}, "rank 1: .*\\[4\\] int64.*\\[2\\]"),
+        "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for images"),
+        "objective": ((x, y, 1.0), {"objective": "clip" if wrong else "softmax"}, "rank 1: objective .*'clip'"),
+        "objectives": ((x, y, 1.0), {"objective": "sigmoid" if wrong else "softmax"}, "softmax[\\s\\S]*sigmoid"),
+        "strategy": ((x, y, 1.0), {"strategy": "star" if wrong else "ring"}, "rank 1: strategy .*'ring'.*'star'"),
+        "backend": ((x, y, 1.0), {"backend": "cuda" if wrong else "torch"}, "rank 1: backend .*'torch'.*'cuda'"),
+    }
+
+
+def rank_errors(rank: int, world_size: int) -> None:
+    for name, (args, options, message) in _bad_inputs(rank).items():
+        try:
+            contrastive_loss(*args, **options)
+        except ValueError as error:
+            import re
+
+            assert re.search(message, str(error)), f"{name}: {message!r} not in {error}"
+        else:
+            raise AssertionError(f"{name}: no error on rank {rank}")
+    x, y = features(4, 8)
+    contrastive_loss(x, y, 1.0)  # and nothing is left hanging
+
+
+def test_every_process_is_told_what_is_wrong_anywhere(ranks):
+    ranks.run(rank_errors, 2)
+
+
+@pytest.mark.parametrize("name", ["towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"])
+def test_one_process_is_told_what_is_wrong(name):
+    args, options, message = _bad_inputs(1)[name]
+    with pytest.raises(ValueError, match=message.removeprefix("rank 1: ")):
+        contrastive_loss(*args, **options)
+
+
+def test_autocast_does_not_touch_the_loss():
+    x, y = features(64, 16)
+    expected = contrastive_loss(x, y, 100.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert contrastive_loss(x, y, 100.0).item() == expected.item()
+        inputs = [t.clone().requires_grad_() for t in (x, y)]
+        loss = contrastive_loss(*inputs, 100.0)
+        loss.backward()
+    plain = [t.clone().requires_grad_() for t in (x, y)]
+    contrastive_loss(*plain, 100.0).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(inputs, plain, strict=True))
+
+
+def rank_local(rank: int, world_size: int) -> None:
+    if rank == 0:
+        x, y = features(5, 8)
+        torch.testing.assert_close(local_contrastive_loss(x, y, 10.0), reference.contrastive_loss(x, y, 10.0))
+
+
+def test_local_loss_needs_no_other_process(ranks):
+    ranks.run(rank_local, 2)

@@ -1,0 +1,188 @@
+"""The torch backend against the fp64 reference, on any input."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import features, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_infcl import contrastive_loss, reference
+from hf_infcl.kernels import tiled
+
+KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
+
+
+def draw_features(kind: str, b: int, d: int, seed: int) -> tuple[Tensor, Tensor]:
+    x, y = features(b, d, seed)
+    if kind == "unnormalised":
+        x, y = 7 * x, 0.3 * y
+    elif kind == "duplicates":
+        x[:] = x[0].clone()
+        y[b // 2 :] = y[0].clone()
+    elif kind == "adversarial":  # each positive at cosine -1, and the row's worst negative at +1
+        y = -x
+        y[b // 2 :] = x[: b - b // 2]
+    elif kind == "zeros":
+        x[::2] = 0
+    return x, y
+
+
+def run(function, x, y, scale, bias, dtype, **options):
+    leaves = [t.to(dtype).clone().requires_grad_() for t in (x, y, torch.tensor(scale), torch.tensor(bias))]
+    loss = function(*leaves, **options)
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return loss.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    objective=st.sampled_from(["softmax", "sigmoid"]),
+    kind=st.sampled_from(KINDS),
+    b=st.integers(1, 70),
+    d=st.integers(1, 40),
+    scale=st.one_of(st.just(0.0), st.floats(1e-3, 1e4)),
+    bias=st.floats(-20, 20),
+    with_ids=st.booleans(),
+    tile=st.sampled_from([16, 300, 1 << 20]),
+    seed=st.integers(0, 1000),
+)
+def test_any_input_within_the_rounding_of_its_logits(objective, kind, b, d, scale, bias, with_ids, tile, seed):
+    x, y = draw_features(kind, b, d, seed)
+    ids = torch.randint(0, max(1, b // 2), (b,), generator=torch.Generator().manual_seed(seed)) if with_ids else None
+    options = {"objective": objective, "pair_ids": ids}
+    truth, expected = run(reference.contrastive_loss, x, y, scale, bias, torch.float64, **options)
+    size, tiled.TILE_ELEMENTS = tiled.TILE_ELEMENTS, tile
+    try:
+        loss, gradients = run(contrastive_loss, x, y, scale, bias, torch.float32, **options)
+    finally:
+        tiled.TILE_ELEMENTS = size
+
+    # fp32 logits are off by delta, exponentials of differences of them by a factor of exp(2 delta) at the most.
+    largest = x.norm(dim=1).max() * y.norm(dim=1).max()
+    delta = 2**-24 * ((d + 8) * scale * largest.item() + abs(bias) + 30)
+    factor = math.expm1(4 * delta) + 2**-20
+    assert torch.isfinite(loss)
+    assert all(g.isfinite().all() for g in gradients)
+    assert abs(loss.item() - truth.item()) <= factor * truth.item() + 1e-30
+
+    def magnitude(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # of the sums that make up each gradient
+        z = (scale * x.double() @ y.double().t() + bias).requires_grad_()
+        coefficients = _coefficients(z, objective, ids).abs()
+        return scale * coefficients @ b.double().abs(), scale * coefficients.t() @ a.double().abs()
+
+    sums_x, sums_y = magnitude(x, y)
+    for gradient, exact, sums in zip(gradients[:2], expected[:2], (sums_x, sums_y), strict=True):
+        assert (gradient - exact).norm() <= factor * sums.norm() + 1e-30
+    terms = (x.double().abs() * sums_x).sum() / scale if scale else expected[2].abs() + b
+    assert abs(gradients[2] - expected[2]) <= factor * terms + 1e-30
+    if objective == "softmax":
+        assert gradients[3] == 0
+    else:
+        assert abs(gradients[3] - expected[3]) <= factor * b + 1e-30
+
+
+def _coefficients(logits: Tensor, objective: str, ids: Tensor | None) -> Tensor:
+    """The derivative of the loss by the logits."""
+    identity = torch.eye(len(logits), dtype=torch.float64)
+    loss = reference.contrastive_loss(logits, identity, 1.0, objective=objective, pair_ids=ids)
+    return torch.autograd.grad(loss, logits)[0]
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_no_worse_than_vanilla(objective, dtype):
+    x, y = features(1000, 40, dtype=dtype)
+    truth, expected = run(reference.contrastive_loss, x, y, 100.0, -10.0, torch.float64, objective=objective)
+    vanilla_loss, vanilla = run(reference.contrastive_loss, x, y, 100.0, -10.0, dtype, objective=objective)
+    loss, gradients = run(contrastive_loss, x, y, 100.0, -10.0, dtype, objective=objective)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) <= min(2e-5, relative_error(vanilla_loss, truth))
+    for gradient, other, exact in zip(gradients[:3], vanilla[:3], expected[:3], strict=True):
+        assert gradient.dtype == dtype
+        assert relative_error(gradient, exact) <= min(3e-3, relative_error(other, exact))
+
+
+@pytest.mark.parametrize("distance", [5.0, 20.0, 25.0])
+def test_a_tiny_loss_keeps_its_digits(distance):
+    # Orthonormal pairs: every negative is `distance` below its positive; at 25 the loss is 2e-10.
+    x = torch.eye(16)
+    truth, expected = run(reference.contrastive_loss, x, x, distance, 0.0, torch.float64)
+    loss, gradients = run(contrastive_loss, x, x, distance, 0.0, torch.float32)
+    assert relative_error(loss, truth) < 2e-6
+    for gradient, exact in zip(gradients[:3], expected[:3], strict=True):
+        assert relative_error(gradient, exact) < 5e-6
+
+
+def test_gradcheck():
+    x, y = features(5, 3, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (x, y, torch.tensor(3.0).double(), torch.tensor(-1.0).double())]
+    ids = torch.tensor([0, 1, 0, 2, 3])
+    for objective in ("softmax", "sigmoid"):
+        assert torch.autograd.gradcheck(
+            lambda *args, o=objective: contrastive_loss(*args, objective=o, pair_ids=ids), leaves
+        )
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 3, -2, 40])
+@pytest.mark.parametrize("tile", [1, 12, 1 << 20])
+def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
+    monkeypatch.setattr(tiled, "TILE_ELEMENTS", tile)
+    m, n, d, scale = 7, 11, 5, torch.tensor(4.0, dtype=torch.float64)
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (m, n))
+    anchor_x, anchor_y, own = (torch.randn(k, generator=g, dtype=torch.float64) for k in (m, n, m))
+    logits = scale * x @ y.t()
+    positive = torch.zeros(m, n, dtype=torch.bool)
+    for i in range(m):
+        if diagonal is not None and 0 <= i + diagonal < n:
+            positive[i, i + diagonal] = True
+    negatives = logits.masked_fill(positive, -math.inf)
+    odds_x, odds_y = tiled.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
+    torch.testing.assert_close(odds_x, torch.logsumexp(negatives - anchor_x[:, None], 1))
+    torch.testing.assert_close(odds_y, torch.logsumexp(negatives - anchor_y[None], 0))
+
+    coefficients = torch.exp(logits - anchor_x[:, None]) + torch.exp(logits - anchor_y[None])
+    coefficients = torch.where(positive, own[:, None], coefficients)
+    grad_x, grad_y = torch.ones(m, d, dtype=torch.float64), torch.ones(n, d, dtype=torch.float64)
+    tiled.softmax_gradients(x, y, scale, anchor_x, anchor_y, own, diagonal=diagonal, grad_x=grad_x, grad_y=grad_y)
+    torch.testing.assert_close(grad_x, 1 + coefficients @ y)
+    torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
+
+    sign = torch.where(positive, -1.0, 1.0).double()
+    loss, total = tiled.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_x=None, grad_y=grad_y.zero_())
+    expected = sign * torch.sigmoid(sign * (logits - 2))
+    torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
+    torch.testing.assert_close(total, expected.sum())
+    torch.testing.assert_close(grad_y, expected.t() @ x)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, Tensor):
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
+        return out
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_memory_grows_linearly(objective):
+    largest = {}
+    for b in (2048, 4096, 8192):
+        x, y = (t.requires_grad_() for t in features(b, 4))
+        with LargestTensor() as seen:
+            contrastive_loss(x, y, 10.0, 0.0, objective=objective).backward()
+        largest[b] = seen.elements
+    # Nothing larger than a tile (the features are smaller here), while b² grows sixteenfold to 64 tiles.
+    assert all(elements <= tiled.TILE_ELEMENTS for elements in largest.values()), largest
+    assert 64 * tiled.TILE_ELEMENTS <= 8192**2

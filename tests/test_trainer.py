@@ -1,0 +1,451 @@
+"""`InfCLTrainer` as a Trainer: data, resume, logs, evaluation, options and errors. Gradients are in test_parity.py."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from test_parity import Gradients
+from torch.utils.data import Dataset, IterableDataset, default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
+from hf_infcl.dual_encoder import DualEncoder
+from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.trainer import WindowSampler
+
+
+def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return InfCLTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
+    extras = {k: options.pop(k) for k in ("eval_dataset", "callbacks", "compute_metrics", "model_init") if k in options}
+    data = models.Pairs(40) if data is None else data
+    model = model if model is not None or "model_init" in extras else models.clip()
+    collator = options.pop("data_collator", default_collate)
+    return InfCLTrainer(model, arguments(folder, **options), collator, train_dataset=data, **extras)
+
+
+def parameters(trainer: InfCLTrainer) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+
+
+# ---- Data ----
+
+
+def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
+    rows = range(50)
+    sampler = WindowSampler(rows, 16, shuffle=True, seed=1)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+        assert len(epochs[-1]) == len(sampler) == 48
+        assert len(set(epochs[-1])) == 48
+    assert epochs[0] != epochs[1] and set(epochs[0]) != set(epochs[1]), "the rows left over change"
+    sampler.set_epoch(0)
+    assert list(sampler) == epochs[0]
+    assert list(WindowSampler(rows, 24, shuffle=True, seed=1)) == epochs[0]
+    assert list(WindowSampler(rows, 16, shuffle=True, seed=2)) != epochs[0]
+    assert list(WindowSampler(rows, 16, shuffle=False, seed=1)) == list(range(48))
+
+
+class Rows(TrainerCallback):
+    """Notes the text of every micro-batch that is encoded with a graph, one list per optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple]] = [[]]
+
+    def watch(self, trainer: InfCLTrainer) -> None:
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                self.steps[-1] += map(tuple, kwargs["input_ids"].tolist())
+
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append([])
+
+
+def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
+    rows = Rows()
+    trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
+    rows.watch(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 4  # two full windows of 16 an epoch, five rows left over
+    return rows.steps[:4]
+
+
+def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
+    zero, one = ranks.run(rank_rows, 2, str(tmp_path))
+    for a, b in zip(zero, one, strict=True):
+        assert len(a) == len(b) == 8
+        assert len(set(a + b)) == 16
+    epochs = [set(zero[i] + one[i] + zero[i + 1] + one[i + 1]) for i in (0, 2)]
+    assert all(len(rows) == 32 for rows in epochs)
+    assert zero[0] != zero[2]
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows: int) -> None:
+        self.data = models.Pairs(rows)
+
+    def __iter__(self):
+        return (self.data[i] for i in range(len(self.data)))
+
+
+def rank_stream(rank: int, world_size: int, folder: str) -> int:
+    class CleanStart(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            assert all(p.grad is None for p in model.parameters()), "a gradient leaked into this window"
+
+    rows = Rows()
+    # 42 rows: two windows of 16 on two ranks (five of 8 on one), then an incomplete one, every pass.
+    trainer = trainer_for(folder, data=Stream(42), max_steps=12 // world_size, callbacks=[rows, CleanStart()])
+    rows.watch(trainer)
+    trainer.train()
+    assert {len(step) for step in rows.steps[:-1]} == {8}
+    return trainer.state.global_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
+    assert ranks.run(rank_stream, world_size, str(tmp_path)) == [12 // world_size] * world_size
+
+
+def test_images_are_let_go_after_their_last_use(tmp_path):
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert trainer._window
+            assert all("pixel_values" not in batch for batch in trainer._window)
+            assert all("input_ids" in batch for batch in trainer._window)
+
+    trainer = trainer_for(tmp_path, callbacks=[Watch()])
+    trainer.train()
+
+
+# ---- Resume ----
+
+
+def rank_resume(rank: int, world_size: int, folder: str) -> None:
+    # Two windows an epoch; step 3 is in the middle of the second epoch.
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "save_total_limit": 1}
+    data = models.Pairs(16 * world_size + 3)
+    whole = trainer_for(f"{folder}/whole", models.clip(dropout=0.3), data, **{**options, "save_strategy": "no"})
+    whole.train()
+    trainer_for(f"{folder}/parts", models.clip(dropout=0.3), data, **options, callbacks=[StopAt(3)]).train()
+    assert os.path.isdir(f"{folder}/parts/checkpoint-3")
+    torch.manual_seed(99 + rank)
+    resumed = trainer_for(f"{folder}/parts", models.clip(dropout=0.3, seed=5), data, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert torch.equal(parameters(whole), parameters(resumed))
+    kept = ("loss", "grad_norm", "logit_scale")
+    history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert history[0] == history[1]
+    assert len(history[0]) == 6
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size):
+    ranks.run(rank_resume, world_size, str(tmp_path))
+
+
+# ---- Options of Trainer that have to keep working ----
+
+
+def test_logs_say_what_a_contrastive_run_is_watched_by(tmp_path):
+    trainer = trainer_for(tmp_path, models.siglip(), max_steps=3)
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert len(entries) == 3
+    for entry in entries:
+        for key in ("loss", "logit_scale", "logit_bias", "grad_norm", "learning_rate", "samples_per_second"):
+            assert math.isfinite(entry[key]), key
+        assert entry["global_batch_size"] == 8
+    assert entries[0]["logit_scale"] == pytest.approx(10, rel=1e-3)
+    assert entries[0]["logit_bias"] == pytest.approx(-10, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("build", "limit", "expected"),
+    [(models.clip, None, 100.0), (models.clip, 20.0, 20.0), (models.siglip, None, 3000.0), (models.siglip, 20.0, 20.0)],
+)
+def test_logit_scale_is_clamped_after_each_step(tmp_path, build, limit, expected):
+    model = build()
+    with torch.no_grad():
+        model.logit_scale.fill_(math.log(3000))
+    trainer = trainer_for(tmp_path, model, max_steps=1, learning_rate=1e-9, max_logit_scale=limit)
+    trainer.train()
+    assert trainer.state.log_history[0]["logit_scale"] == pytest.approx(expected, rel=1e-3)
+
+
+def _gradients(folder: Any, model: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    seen = Gradients()
+    torch.manual_seed(0)
+    trainer_for(folder, model, max_steps=1, max_grad_norm=0.0, callbacks=[seen], **options).train()
+    return {name.removeprefix("_orig_mod."): g for name, g in seen.seen.items()}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "option",
+    [{"gradient_checkpointing": True}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}],
+    ids=["checkpointing", "compile"],
+)
+def test_gradient_checkpointing_and_compile_change_nothing(tmp_path, option, dropout):
+    plain = _gradients(tmp_path, models.clip(dropout))
+    other = _gradients(tmp_path, models.clip(dropout), **option)
+    assert plain.keys() == other.keys()
+    whole = torch.stack([g.norm() for g in plain.values()]).norm()
+    for name, gradient in plain.items():
+        assert (other[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * whole, name
+
+
+def test_bf16_is_within_its_rounding(tmp_path):
+    plain, mixed = _gradients(tmp_path), _gradients(tmp_path, bf16=True)
+    whole = torch.stack([g.norm() for g in plain.values()]).norm()
+    difference = torch.stack([(mixed[name] - g).norm() for name, g in plain.items()]).norm()
+    assert 1e-6 * whole < difference < 0.05 * whole  # bf16 was in use, and is all that changed
+
+
+def test_matrices_alone_decay(tmp_path):
+    trainer = trainer_for(tmp_path, weight_decay=0.1)
+    names = set(trainer.get_decay_parameter_names(trainer.model))
+    assert "visual_projection.weight" in names
+    by_name = dict(trainer.model.named_parameters())
+    assert all(by_name[name].ndim >= 2 for name in names)
+    assert "logit_scale" not in names
+    assert "vision_model.embeddings.class_embedding" not in names
+
+
+def test_model_init_starts_sigmoid_where_it_should(tmp_path):
+    trainer = trainer_for(tmp_path, model_init=lambda: models.siglip(), max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["logit_scale"] == pytest.approx(10, rel=1e-3)
+
+
+def test_the_objective_can_be_chosen(tmp_path):
+    losses = {}
+    for objective in (None, "softmax", "sigmoid"):
+        trainer = trainer_for(tmp_path, objective=objective, max_steps=1)
+        trainer.train()
+        losses[objective] = trainer.state.log_history[0]["loss"]
+    assert losses[None] == losses["softmax"] != losses["sigmoid"]
+
+
+# ---- Evaluation ----
+
+
+class Captioned(Dataset):
+    """Images with one to three captions each, as ready token sequences."""
+
+    def __init__(self, rows: int, pair_ids: bool = False) -> None:
+        self.pairs, self.texts = models.Pairs(rows), models.Pairs(3 * rows, seed=7)
+        self.pair_ids = pair_ids
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def captions(self, row: int) -> torch.Tensor:
+        return self.texts.tokens[3 * row : 3 * row + 1 + row % 3]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"pixel_values": self.pairs.images[row], "texts": self.captions(row), "pair_id": row // 2}
+
+
+def collate_captions(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    tokens = torch.cat([item["texts"] for item in items])
+    counts = torch.tensor([len(item["texts"]) for item in items])
+    return {
+        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "caption_image": torch.arange(len(items)).repeat_interleave(counts),
+        "pair_ids": torch.tensor([item["pair_id"] for item in items]),
+    }
+
+
+def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:
+    model = getattr(models, build)()
+    trainer = trainer_for(
+        folder, model, eval_dataset=Captioned(23), data_collator=collate_captions, per_device_eval_batch_size=4
+    )
+    return trainer.evaluate()
+
+
+@pytest.mark.parametrize("build", ["clip", "siglip"])
+def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, build):
+    data, model = Captioned(23), getattr(models, build)().eval()
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    with torch.no_grad():
+        images = encoder.encode_images({"pixel_values": data.pairs.images})
+        owner = [row for row in range(23) for _ in data.captions(row)]
+        tokens = torch.cat([data.captions(row) for row in range(23)])
+        texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+        first = [owner.index(row) for row in range(23)]
+        loss = reference.contrastive_loss(
+            images.double(),
+            texts[first].double(),
+            *encoder.scale_and_bias(),
+            objective=encoder.objective,
+            pair_ids=torch.arange(23) // 2,
+        )
+    expected = {"loss": loss.item(), **retrieval_metrics(images, texts, torch.tensor(owner))}
+    for world_size in (1, 2, 3):
+        for metrics in ranks.run(rank_evaluate, world_size, str(tmp_path), build):
+            for name, value in expected.items():
+                assert metrics[f"eval_{name}"] == pytest.approx(value, rel=1e-5), (world_size, name)
+
+
+class TinyTokens:
+    """A collator for images with labels that tokenizes prompts by their characters."""
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        images = torch.stack([torch.tensor(item["image"].getpixel((0, 0))) / 255 for item in items])
+        labels = torch.tensor([item["label"] for item in items])
+        return {"pixel_values": images[:, :, None, None].expand(-1, 3, 16, 16).contiguous(), "labels": labels}
+
+    def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
+        tokens = torch.tensor([[0, *[2 + ord(c) % 60 for c in t[-4:]], models.VOCABULARY - 1] for t in texts])
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def labelled(rows: int) -> ZeroShotDataset:
+    import datasets
+    from PIL import Image
+
+    colours = [Image.new("RGB", (4, 4), (7 * i % 256, 31 * i % 256, 11 * i % 256)) for i in range(rows)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abcdefg"))})
+    table = datasets.Dataset.from_dict({"image": colours, "label": [i % 7 for i in range(rows)]}, features=features)
+    return ZeroShotDataset(table, templates=("see {}.", "a {}!"))
+
+
+def rank_zero_shot(rank: int, world_size: int, folder: str) -> dict[str, float]:
+    trainer = trainer_for(
+        folder, eval_dataset={"colours": labelled(17)}, data_collator=TinyTokens(), per_device_eval_batch_size=4
+    )
+    return trainer.evaluate()
+
+
+def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
+    data, encoder, collate = labelled(17), DualEncoder(models.clip().eval()), TinyTokens()
+    batch = collate([data[i] for i in range(17)])
+    with torch.no_grad():
+        classifier = zero_shot_classifier(encoder.encode_texts(collate.tokenize(data.prompts())), 2)
+        expected = zero_shot_metrics(encoder.encode_images(batch), classifier, batch["labels"])
+    assert 0 < expected["acc5"] < 1
+    for world_size in (1, 2, 3):
+        for metrics in ranks.run(rank_zero_shot, world_size, str(tmp_path)):
+            for name, value in expected.items():
+                assert metrics[f"eval_colours_{name}"] == pytest.approx(value), (world_size, name)
+
+
+def test_evaluation_during_training_and_compute_metrics(tmp_path):
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        images, texts = prediction.predictions
+        assert images.shape == (9, 12)
+        assert texts.shape == (9, 1, 12)
+        assert prediction.label_ids.tolist() == [1] * 9
+        return {"cosine": float((F.normalize(torch.tensor(images)) * torch.tensor(texts[:, 0])).sum(1).mean())}
+
+    trainer = trainer_for(
+        tmp_path,
+        eval_dataset=models.Pairs(9),
+        compute_metrics=compute_metrics,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
+    assert len(evaluations) == 2
+    assert all(-1 <= e["eval_cosine"] <= 1 for e in evaluations)
+    assert trainer.state.best_metric == min(e["eval_loss"] for e in evaluations)
+
+
+def test_zero_shot_without_a_tokenizer_is_an_error(tmp_path):
+    class ImagesOnly(TinyTokens):
+        tokenize = property()
+
+    trainer = trainer_for(tmp_path, eval_dataset=labelled(5), data_collator=ImagesOnly())
+    with pytest.raises(ValueError, match="tokenize"):
+        trainer.evaluate()
+
+
+# ---- Errors ----
+
+
+def test_one_process_with_several_gpus_is_refused(tmp_path, monkeypatch):
+    args = arguments(tmp_path)
+    monkeypatch.setattr(InfCLTrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"2 GPUs.*accelerate launch.*CUDA_VISIBLE_DEVICES"):
+        InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
+
+
+def test_plain_training_arguments_are_refused(tmp_path):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match="InfCLTrainingArguments, got TrainingArguments"):
+        InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
+
+
+def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="7 pairs, fewer than one global batch of 8"):
+        trainer_for(tmp_path, data=models.Pairs(7)).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "clip"}, "objective must be one of None, 'softmax', 'sigmoid', got 'clip'"),
+        ({"strategy": "star"}, "strategy must be one of .*'ring'.*, got 'star'"),
+        ({"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
+        ({"max_logit_scale": 0.5}, "max_logit_scale must be at least 1.*0.5"),
+        ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size would change the contrastive batch"),
+        ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential', got 'group_by_length'"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+    ],
+)
+def test_arguments_that_contradict_exact_windows(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_batch_norm_is_warned_of(tmp_path, caplog):
+    from test_dual_encoder import BUILD
+    from transformers.utils import logging
+
+    logging.get_logger("hf_infcl").addHandler(caplog.handler)
+    trainer_for(tmp_path, BUILD["groupvit"]())
+    assert "normalise over a micro-batch" in caplog.text
