@@ -71,7 +71,7 @@ class InfCLTrainer(Trainer):
                 "or show this process one GPU with CUDA_VISIBLE_DEVICES=0."
             )
         if data_collator is None and kwargs.get("processing_class") is not None:
-            data_collator = ContrastiveCollator(kwargs["processing_class"])
+            data_collator = _default_collator(kwargs["processing_class"], model)
         super().__init__(model, args, data_collator, **kwargs)
         self._prepare_model(self.model)
         self.add_callback(_AfterStep(self))
@@ -376,6 +376,14 @@ class _AfterStep(TrainerCallback):
             maximum = 100.0
         if maximum is not None:
             self._trainer.dual_encoder.clamp_logit_scale(maximum)
+
+
+def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:
+    """Truncates captions to what both tokenizer and text tower can take: some tokenizers state no limit."""
+    tokenizer = getattr(processor, "tokenizer", None)
+    positions = getattr(getattr(getattr(model, "config", None), "text_config", None), "max_position_embeddings", None)
+    known = [limit for limit in (getattr(tokenizer, "model_max_length", None), positions) if limit is not None]
+    return ContrastiveCollator(processor, max_length=int(min(known)) if positions is not None else None)
 
 
 def _rows(batch: Mapping[str, Any]) -> int:

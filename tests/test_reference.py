@@ -42,5 +42,5 @@ def test_equal_ids_are_never_negatives():
 
 
 def test_unknown_objective():
-    with pytest.raises(ValueError, match="softmax.*sigmoid.*'infonce'"):
+    with pytest.raises(ValueError, match=r"softmax.*sigmoid.*'infonce'"):
         reference.contrastive_loss(*features(2, 3), 1.0, objective="infonce")

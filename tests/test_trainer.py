@@ -58,7 +58,8 @@ def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
         epochs.append(list(sampler))
         assert len(epochs[-1]) == len(sampler) == 48
         assert len(set(epochs[-1])) == 48
-    assert epochs[0] != epochs[1] and set(epochs[0]) != set(epochs[1]), "the rows left over change"
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) != set(epochs[1]), "the rows left over change"
     sampler.set_epoch(0)
     assert list(sampler) == epochs[0]
     assert list(WindowSampler(rows, 24, shuffle=True, seed=1)) == epochs[0]

@@ -5,9 +5,9 @@ All kernels walk [BM, BN] tiles of the logits: a program owns a block of BN colu
 that what belongs to the columns stays in registers.
 
 What limits them after the tensor cores is arithmetic on single logits, exponentials first. So where the references of a
-tile's rows and columns lie close together, one exponential serves both directions: exp(z - column) is
+program's rows and columns lie close together, one exponential serves both directions: exp(z - column) is
 exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second holds, and
-both are computed; every tile decides for itself.
+both are computed. Every program decides for itself.
 
 With EXACT, for fp32 features, logits are rounded before anything is subtracted, as plain torch does it, and not fused
 into one multiply-add: at a scale of 1e4 only then are a row's largest logit and its log-sum-exp equal to the last bit.
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-REACH = tl.constexpr(22.0)  # of references from their middle: e^-87, the least exponential, then stands for e^-43
+REACH = tl.constexpr(44.0)  # between references: e^-87, the least exponential of a row, is then e^-43 in its column
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
 
 
@@ -64,6 +64,16 @@ def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
+    """The middle of the references of a program's rows and columns, and whether they lie within REACH."""
+    strip = first + tl.arange(0, SPAN)
+    all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
+    lowest = tl.minimum(tl.min(all_x), tl.min(of_y))
+    highest = tl.maximum(tl.max(all_x), tl.max(of_y))
+    return (lowest + highest) * 0.5, highest - lowest <= REACH
+
+
+@triton.jit
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
     """The left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
@@ -93,8 +103,8 @@ def positives(x, y, scale, out, m, K: tl.constexpr, B: tl.constexpr, BK: tl.cons
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run"])
 def softmax_sums(
     x, y, sum_x, sum_y, positive_x, positive_y, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run,
-    EXACT: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr, WARPS: tl.constexpr,
+    EXACT: tl.constexpr, SPAN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives."""
     s = tl.load(scale)
@@ -103,9 +113,9 @@ def softmax_sums(
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
     own_y = tl.load(positive_y + in_y)
-    middle = (tl.max(own_y) + tl.min(own_y)) * 0.5
-    near_y = (tl.max(own_y) - middle <= REACH) & (not EXACT)
-    base = tl.where(near_y, middle, own_y)  # what the column sums refer to until the end
+    middle, near = _span(positive_x, own_y, first * BM, run * BM, m, SPAN)
+    near = near & (not EXACT)
+    base = tl.where(near, middle, own_y)  # what the column sums refer to until the end
     partials = _within_thread(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)
     for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
         row = (first + t) * BM
@@ -113,7 +123,6 @@ def softmax_sums(
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
         own_x = tl.load(positive_x + in_x)
-        near = near_y & (tl.max(tl.abs(own_x - middle)) <= REACH)
         if near & _inside(row, column, m, n, diagonal, BM, BN):
             e = _exp(acc, s, own_x[:, None], EXACT)
             if IDS:
@@ -187,8 +196,8 @@ def log_odds(
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EXACT: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
     s = tl.load(scale)
@@ -197,8 +206,9 @@ def softmax_coefficients(
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)
     of_y = tl.load(lse_y + in_y) - GAIN / LOG2E
-    middle = (tl.max(of_y) + tl.min(of_y)) * 0.5
-    near_y = (tl.max(of_y) - middle <= REACH) & (not EXACT)
+    middle, near = _span(lse_x, of_y + GAIN / LOG2E, first * BM, run * BM, m, SPAN)
+    near = near & (not EXACT)
+    middle -= GAIN / LOG2E
     below_middle = tl.exp2((middle - of_y) * LOG2E)
     for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
         row = (first + t) * BM
@@ -206,7 +216,6 @@ def softmax_coefficients(
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
         of_x = tl.load(lse_x + in_x) - GAIN / LOG2E
-        near = near_y & (tl.max(tl.abs(of_x - middle)) <= REACH)
         if near & _inside(row, column, m, n, diagonal, BM, BN):
             c = _exp(acc, s, of_x[:, None], EXACT)
             c += c * tl.exp2((of_x - middle) * LOG2E)[:, None] * below_middle[None, :]
@@ -224,7 +233,7 @@ def softmax_coefficients(
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def sigmoid_coefficients(
     x, y, g, losses, totals, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """With l = -t·z: g = -t·σ(l)·2^GAIN, and the program's Σ softplus(l) and Σ -t·σ(l) onto its losses and totals.
