@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from . import kernels
 from .ring import Ring
+from .strategies import STRATEGIES, RingStrategy
 
 OBJECTIVES = ("softmax", "sigmoid")
-STRATEGIES = ("ring",)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -49,8 +49,9 @@ def contrastive_loss(
         logit_scale: multiplier of the cosines (already exponentiated), one element, equal on all processes.
         logit_bias: one element or None (0). Softmax does not depend on it: its gradient is then zero, not None.
         objective: ``"softmax"`` (InfoNCE, CLIP) or ``"sigmoid"`` (SigLIP).
-        strategy: ``"ring"`` (Inf-CL, arXiv 2410.17243): texts travel around the processes, each of which computes its
-            images' rows block by block. Memory O(b·D) per process besides a constant.
+        strategy: how the processes share the work; the result is the same. ``"ring"`` (Inf-CL): texts travel around,
+            memory O(b·D) per process besides a constant. ``"disco"`` (DisCo-CLIP), ``"local"`` (OpenCLIP's local loss
+            with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D); see `hf_infcl.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on GPUs where that can run.
         pair_ids: [b] int64. Pairs with equal ids are the same image or caption and never each other's negatives: the
             cell drops out of both denominators (softmax), or out of the sum (sigmoid).
@@ -121,84 +122,50 @@ def _loss(
     bias = torch.as_tensor(0.0 if bias is None else bias, device=x.device).to(dtype).reshape(())
     function = _Softmax if options.objective == "softmax" else _Sigmoid
     with torch.autocast(x.device.type, enabled=False):
-        return function.apply(x, y, scale, bias, pair_ids, options.backend, ring)
+        return function.apply(x, y, scale, bias, pair_ids, STRATEGIES[options.strategy](ring, options.backend))
 
 
 class _Softmax(torch.autograd.Function):
-    """Symmetric InfoNCE over a ring: four products in all, one forward, one recomputed and two backward."""
+    """Symmetric InfoNCE: four products in all, one forward, one recomputed and two backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, backend: str, ring: Ring
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, strategy: RingStrategy
     ) -> Tensor:
-        positive = kernels.positive_logits(x, y, scale, backend=backend)
-        odds_x = torch.full_like(positive, -torch.inf)
-        columns = ring.traveller(torch.logaddexp)
-        for source, (text, text_positive, text_ids) in ring.rotate(y, positive, ids):
-            diagonal = 0 if source == ring.rank else None
-            rows, part = kernels.softmax_statistics(
-                x, text, scale, positive, text_positive, ids, text_ids, diagonal, backend=backend
-            )
-            odds_x = torch.logaddexp(odds_x, rows)
-            columns.add(part)
-        odds_y = columns.home()
+        positive = kernels.positive_logits(x, y, scale, backend=strategy.backend)
+        odds_x, odds_y = strategy.softmax_statistics(x, y, scale, positive, ids)
         ctx.save_for_backward(x, y, scale, bias, ids, positive, odds_x, odds_y)
-        ctx.backend, ctx.ring = backend, ring
-        batch = len(x) * ring.world_size
-        return ring.sum(F.softplus(odds_x).sum() + F.softplus(odds_y).sum()) / (2 * batch)
+        ctx.strategy = strategy
+        total = strategy.ring.sum(F.softplus(odds_x).sum() + F.softplus(odds_y).sum())
+        return total / (2 * len(x) * strategy.ring.world_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, y, scale, bias, ids, positive, odds_x, odds_y = ctx.saved_tensors
-        ring = ctx.ring
         want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
-            lse_x, lse_y = positive + F.softplus(odds_x), positive + F.softplus(odds_y)
-            own = -(torch.sigmoid(odds_x) + torch.sigmoid(odds_y))
-            # The scale's gradient is a by-product of either side's.
-            grad_x = _zeros(x, positive.dtype) if want_x or (want_scale and not want_y) else None
-            texts = ring.traveller(torch.add)
-            for source, (text, text_lse, text_ids) in ring.rotate(y, lse_y, ids):
-                diagonal = 0 if source == ring.rank else None
-                part = _zeros(y, positive.dtype) if want_y else None
-                kernels.softmax_gradients(
-                    *(x, text, scale, lse_x, text_lse, own, ids, text_ids, diagonal),
-                    grad_x=grad_x,
-                    grad_y=part,
-                    backend=ctx.backend,
-                )
-                if part is not None:
-                    texts.add(part)
-            grad_y = texts.home() if want_y else None
-            factor = ring.sum(grad) / (2 * len(x) * ring.world_size)
+            grad_x, grad_y = ctx.strategy.softmax_gradients(
+                x, y, scale, positive, (odds_x, odds_y), ids, want_x or (want_scale and not want_y), want_y
+            )
+            factor = ctx.strategy.ring.sum(grad) / (2 * len(x) * ctx.strategy.ring.world_size)
         return _input_gradients(ctx, factor, x, y, scale, grad_x, grad_y, torch.zeros_like(bias) if want_bias else None)
 
 
 class _Sigmoid(torch.autograd.Function):
-    """SigLIP's loss over a ring: three products in all, the loss and its coefficients from one pass in the forward."""
+    """SigLIP's loss: three products in all, the loss and its coefficients from one pass in the forward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, backend: str, ring: Ring
+        ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, strategy: RingStrategy
     ) -> Tensor:
         want_x, want_y, want_scale, _ = ctx.needs_input_grad[:4]
-        grad_x = _zeros(x, scale.dtype) if want_x or (want_scale and not want_y) else None
-        texts = ring.traveller(torch.add)
-        loss, grad_bias = torch.zeros_like(scale), torch.zeros_like(scale)
-        for source, (text, text_ids) in ring.rotate(y, ids):
-            diagonal = 0 if source == ring.rank else None
-            part = _zeros(y, scale.dtype) if want_y else None
-            terms, coefficients = kernels.sigmoid_block(
-                x, text, scale, bias, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part, backend=backend
-            )
-            loss, grad_bias = loss + terms, grad_bias + coefficients
-            if part is not None:
-                texts.add(part)
-        grad_y = texts.home() if want_y else None
+        loss, grad_bias, grad_x, grad_y = strategy.sigmoid(
+            x, y, scale, bias, ids, want_x or (want_scale and not want_y), want_y
+        )
         ctx.save_for_backward(x, y, scale, grad_x, grad_y, grad_bias)
-        ctx.ring = ring
-        return ring.sum(loss) / (len(x) * ring.world_size)
+        ctx.ring = strategy.ring
+        return ctx.ring.sum(loss) / (len(x) * ctx.ring.world_size)
 
     @staticmethod
     @once_differentiable
@@ -206,10 +173,6 @@ class _Sigmoid(torch.autograd.Function):
         x, y, scale, grad_x, grad_y, grad_bias = ctx.saved_tensors
         factor = ctx.ring.sum(grad) / (len(x) * ctx.ring.world_size)
         return _input_gradients(ctx, factor, x, y, scale, grad_x, grad_y, grad_bias)
-
-
-def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(like.shape, dtype=dtype, device=like.device)
 
 
 def _input_gradients(
@@ -238,7 +201,6 @@ def _input_gradients(
         (grad_y * (factor * scale)).to(y.dtype) if want_y and grad_y is not None else None,
         grad_scale,
         factor * grad_bias if want_bias and grad_bias is not None else None,
-        None,
         None,
         None,
     )
@@ -274,7 +236,7 @@ def _check(
             bias is None,
             0 if bias is None else _number(bias),
             OBJECTIVES.index(options.objective),
-            STRATEGIES.index(options.strategy),
+            list(STRATEGIES).index(options.strategy),
             pair_ids is not None,
             sum(g << i for i, g in enumerate(gradients)),
         ]

@@ -80,12 +80,32 @@ class Ring:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[world_size, *shape]: every process's tensor, all of one shape."""
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        if self.world_size > 1:
-            dist.all_gather(gathered, tensor.contiguous(), group=self.group)
-        else:
-            gathered = [tensor]
-        return torch.stack(gathered)
+        if self.world_size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        # torch 2.13 renames the collectives of single tensors and deprecates the old names.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered, tensor.contiguous()[None], group=self.group)
+        return gathered
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """From [world_size · b, ...] on every process, the elementwise sum of this process's own b rows."""
+        if self.world_size == 1:
+            return tensor
+        own = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce_scatter(own, tensor.contiguous(), group=self.group)
+        return own
+
+    def scatter_logaddexp(self, tensor: Tensor) -> Tensor:
+        """As `scatter_sum` with `torch.logaddexp` for the sum; the maximum goes ahead, so nothing overflows."""
+        if self.world_size == 1:
+            return tensor
+        largest = tensor.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        anchor = largest.clamp_min(torch.finfo(tensor.dtype).min)  # -inf - -inf is no number
+        rows = len(tensor) // self.world_size
+        return self.scatter_sum(torch.exp(tensor - anchor)).log() + anchor[self.rank * rows : (self.rank + 1) * rows]
 
     def gather_text(self, text: str) -> list[str]:
         """Every process's text."""

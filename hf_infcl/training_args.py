@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from .kernels import BACKENDS
-from .losses import OBJECTIVES, STRATEGIES
+from .losses import OBJECTIVES
+from .strategies import STRATEGIES
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_tiled import LargestTensor, run
 from hf_infcl import contrastive_loss, reference
 from hf_infcl.kernels import tiled
 from hf_infcl.losses import local_contrastive_loss
+from hf_infcl.strategies import STRATEGIES
 
 
 def shard(t: Any, rank: int, world_size: int) -> Any:
@@ -26,20 +28,20 @@ def weighted(function: Any, *args: Any, weight: float, **options: Any) -> Any:
 
 def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
     """Loss equal everywhere; mean over ranks of parameter gradients, sum of losses by the embeddings."""
-    for objective, b, dtype, with_ids, weight in cases:
+    for objective, strategy, b, dtype, with_ids, weight in cases:
         x, y = features(b * world_size, 24, dtype=dtype)
         ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # pairs of equal ids, some across processes
         options = {"objective": objective, "pair_ids": ids, "weight": weight}
         whole_batch = x, y, 50.0, -5.0, torch.float64
         truth, (grad_x, grad_y, *scalars) = run(partial(weighted, reference.contrastive_loss), *whole_batch, **options)
-        options["pair_ids"] = shard(ids, rank, world_size)
+        options |= {"pair_ids": shard(ids, rank, world_size), "strategy": strategy}
         own = shard(x, rank, world_size), shard(y, rank, world_size), 50.0, -5.0, dtype
         loss, gradients = run(partial(weighted, contrastive_loss), *own, **options)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-10
         assert relative_error(loss, truth) < tolerance
         for gradient, whole in zip(gradients[:2], (grad_x, grad_y), strict=True):
             error = gradient.double() / world_size - shard(whole, rank, world_size)
-            assert error.norm() <= tolerance * whole.norm(), (objective, b, dtype, with_ids, error.norm())
+            assert error.norm() <= tolerance * whole.norm(), (objective, strategy, b, dtype, with_ids)
         for gradient, exact in zip(gradients[2:], scalars, strict=True):
             mean = gradient.clone()
             dist.all_reduce(mean)
@@ -49,8 +51,9 @@ def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_contract(ranks, world_size):
     cases = [
-        (objective, b, dtype, with_ids, weight)
+        (objective, strategy, b, dtype, with_ids, weight)
         for objective in ("softmax", "sigmoid")
+        for strategy in STRATEGIES
         for b, weight in ((1, 1.0), (7, 3.0))
         for dtype in (torch.float32, torch.float64)
         for with_ids in (False, True)
@@ -75,25 +78,28 @@ def test_groups_smaller_than_the_world(ranks):
 
 def rank_frozen(rank: int, world_size: int) -> None:
     x, y = features(4 * world_size, 8)
-    for objective in ("softmax", "sigmoid"):
-        leaves = [x.clone().requires_grad_(), y.clone(), torch.tensor(9.0, requires_grad=True)]
-        reference.contrastive_loss(*leaves, objective=objective).backward()
-        own = [
-            shard(x, rank, world_size).clone().requires_grad_(),
-            shard(y, rank, world_size).clone(),
-            torch.tensor(9.0, requires_grad=True),
-        ]
-        loss = contrastive_loss(*own, objective=objective)
-        loss.backward()
-        assert own[1].grad is None
-        assert relative_error(own[0].grad, world_size * shard(leaves[0].grad, rank, world_size)) < 1e-5
-        # The scale alone, and nothing at all.
-        scale = torch.tensor(9.0, requires_grad=True)
-        contrastive_loss(own[0].detach(), own[1], scale, objective=objective).backward()
-        torch.testing.assert_close(scale.grad, own[2].grad)
-        assert not contrastive_loss(own[0].detach(), own[1], 9.0, objective=objective).requires_grad
-        with torch.no_grad():
-            torch.testing.assert_close(contrastive_loss(*own, objective=objective), loss)
+    for objective, strategy in itertools.product(("softmax", "sigmoid"), STRATEGIES):
+        leaves = [t.clone().requires_grad_() for t in (x, y, torch.tensor(9.0))]
+        expected = torch.autograd.grad(reference.contrastive_loss(*leaves, objective=objective), leaves)
+        own = shard(x, rank, world_size), shard(y, rank, world_size), torch.tensor(9.0)
+        options = {"objective": objective, "strategy": strategy}
+        for wanted in itertools.product((False, True), repeat=3):
+            inputs = [t.clone().requires_grad_(want) for t, want in zip(own, wanted, strict=True)]
+            with torch.no_grad():
+                loss = contrastive_loss(*inputs, **options)
+            if not any(wanted):
+                assert not contrastive_loss(*inputs, **options).requires_grad
+                continue
+            seen = contrastive_loss(*inputs, **options)
+            torch.testing.assert_close(seen, loss)
+            seen.backward()
+            assert [t.grad is not None for t in inputs] == list(wanted)
+            for t, whole in zip(inputs[:2], expected[:2], strict=True):
+                assert t.grad is None or relative_error(t.grad, world_size * shard(whole, rank, world_size)) < 1e-5
+            if wanted[2]:
+                mean = inputs[2].grad / world_size
+                dist.all_reduce(mean)
+                torch.testing.assert_close(mean, expected[2])
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
