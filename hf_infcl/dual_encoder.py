@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 # Model types of transformers whose logits are a scaled product of one image vector and one text vector.
 SOFTMAX_MODELS = (
@@ -25,6 +27,9 @@ SOFTMAX_MODELS = (
     "vision-text-dual-encoder",
 )
 SIGMOID_MODELS = ("siglip", "siglip2")
+
+# What `freeze` stops, first the tower itself; not every model has all of the others.
+TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -79,6 +84,8 @@ class DualEncoder:
     def clamp_logit_scale(self, maximum: float) -> None:
         """Keeps the multiplier within [1, maximum]: CLIP's rule (arXiv 2103.00020, section 2.5)."""
         scale = self.parameters[0]
+        if not scale.requires_grad:
+            return
         if self._divides:
             scale.clamp_(1 / maximum, 1)
         else:
@@ -97,14 +104,32 @@ class DualEncoder:
         bias.fill_(-10)
         return True
 
-    def embed(self, forward: Callable[..., Any], batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    def embed(
+        self, forward: Callable[..., Any], batch: Mapping[str, Any], frozen_outputs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """L2-normalised image and text embeddings, [images, D] and [texts, D], through the whole model's forward.
 
         ``forward`` is the model as wrapped for training: what goes around it misses autocast and DDP's gradient
-        synchronisation.
+        synchronisation. ``frozen_outputs`` remembers what the frozen towers say about this batch: empty at its first
+        pass, it spares them the second.
         """
-        outputs = forward(**_select(batch, IMAGE_INPUTS + TEXT_INPUTS), return_dict=True)
+        with contextlib.ExitStack() as stack:
+            if frozen_outputs is not None:
+                for name, tower in self.frozen_towers().items():
+                    stack.enter_context(_remembered(tower, frozen_outputs, name))
+            outputs = forward(**_select(batch, IMAGE_INPUTS + TEXT_INPUTS), return_dict=True)
         return outputs.image_embeds, outputs.text_embeds
+
+    def freeze(self, tower: str) -> None:
+        """Stops the training of one tower and its projection, ``"image"`` or ``"text"`` (LiT, arXiv 2111.07991)."""
+        for name in TOWERS[tower]:
+            if (module := getattr(self.model, name, None)) is not None:
+                module.requires_grad_(False)
+
+    def frozen_towers(self) -> dict[str, nn.Module]:
+        """The towers that do not train, by name, apart from their projections."""
+        towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
+        return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
 
     def encode_images(self, batch: Mapping[str, Any]) -> Tensor:
         """L2-normalised image embeddings [images, D], for evaluation."""
@@ -125,6 +150,28 @@ class DualEncoder:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(p.requires_grad for p in module.parameters())
         ]
+
+
+@contextlib.contextmanager
+def _remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator[None]:
+    """The tower notes its output, or returns the one noted before without computing anything."""
+    forward, overridden = tower.forward, "forward" in vars(tower)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        full = forward(*args, **kwargs)
+        # The models read the pooled vector or the first position; a window of whole sequences would be large.
+        first_position = full.last_hidden_state[:, :1].clone()
+        outputs[name] = BaseModelOutputWithPooling(first_position, full.get("pooler_output"))
+        return full
+
+    tower.forward = (lambda *args, **kwargs: outputs[name]) if name in outputs else first
+    try:
+        yield
+    finally:
+        if overridden:
+            tower.forward = forward
+        else:
+            del tower.forward  # the class's own again
 
 
 def _select(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -19,21 +19,24 @@ Features = tuple[Tensor, ...]
 class CachedWindow:
     """One loss over the features of a window of micro-batches.
 
-    Construction is the first pass: it encodes every micro-batch, evaluates the loss on the features of the whole
-    window, and keeps the loss's gradient by the features. `surrogate` is the second pass for one micro-batch; the
+    Construction is the first pass: it encodes every micro-batch in order, evaluates the loss on the features of the
+    whole window, and keeps the loss's gradient by the features. `surrogate` is the second pass for one micro-batch; the
     gradients of the surrogates of all micro-batches add up to the gradient of the loss, exactly.
 
-    Only micro-batch 0 is encoded with an autograd graph, last in the first pass, and its surrogate uses that graph. So
-    K micro-batches cost K - 1 forwards more than one big batch would, a window of one costs none, and no more than one
-    micro-batch's activations exist at a time as long as the surrogates are taken and differentiated in order.
+    The first ``retain`` micro-batches are encoded with an autograd graph, which their surrogates use; the others are
+    encoded again. So K micro-batches cost K - retain forwards more than one big batch would, a window of one costs
+    none, and at most max(retain, 1) micro-batches' activations exist at a time, if the surrogates are taken and
+    differentiated in order.
 
     Args:
-        encode: from a micro-batch to its features, each [rows, ...].
+        encode: ``encode(micro_batch, following)`` to the micro-batch's features, each [rows, ...]. ``following`` is the
+            micro-batch that will be encoded next, or None, for whoever has to fetch it.
         micro_batches: the window, at least one.
         loss: ``loss(features, parameters)`` of the features of the whole window, each [all rows, ...], to a scalar.
         parameters: what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies; their
             gradients ride on the last micro-batch's surrogate, which is the one that DDP synchronises.
         device: where the random state besides the CPU's lives.
+        retain: how many graphs to keep, at least 1.
         keep_grad_mode: run the whole first pass with autograd enabled and drop the graphs. Compiled models need it,
             since their inference graph would draw other dropout masks than their training graph.
 
@@ -43,59 +46,67 @@ class CachedWindow:
 
     def __init__(
         self,
-        encode: Callable[[Any], Features],
+        encode: Callable[[Any, Any], Features],
         micro_batches: Sequence[Any],
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         *,
         parameters: Sequence[Tensor] = (),
         device: torch.device | None = None,
+        retain: int = 1,
         keep_grad_mode: bool = False,
     ) -> None:
+        assert retain >= 1
         self._encode, self._parameters = encode, tuple(parameters)
         self._micro_batches: list[Any] = list(micro_batches)
         self._states: dict[int, RandomState] = {}
-        cached: dict[int, Features] = {}
-        for index in range(1, len(micro_batches)):
-            self._states[index] = RandomState(device)
-            with torch.set_grad_enabled(keep_grad_mode):
-                cached[index] = tuple(f.detach() for f in encode(micro_batches[index]))
-        # Whether a feature requires a gradient (a frozen tower's does not) is known from the graph alone.
-        with torch.enable_grad():
-            self._graph: Features | None = encode(micro_batches[0])
-        self._micro_batches[0] = None
-        cached[0] = tuple(f.detach() for f in self._graph)
+        self._graphs: dict[int, Features] = {}
+        count = len(micro_batches)
+        cached: list[Features] = []
+        for index, micro_batch in enumerate(micro_batches):
+            # After the first pass the second begins with the first micro-batch that has no graph.
+            following = index + 1 if index + 1 < count else retain
+            keep = index < retain
+            if not keep:
+                self._states[index] = RandomState(device)
+            with torch.set_grad_enabled(keep or keep_grad_mode):
+                features = encode(micro_batch, self._micro_batches[following] if following < count else None)
+            if keep:
+                self._graphs[index] = features
+                self._micro_batches[index] = None  # its last use
+            cached.append(tuple(f.detach() for f in features))
 
-        columns = list(zip(*(cached[index] for index in range(len(micro_batches))), strict=True))
-        features = tuple(
+        columns = list(zip(*cached, strict=True))
+        # Whether a feature requires a gradient (a frozen tower's does not) is known from a graph alone.
+        leaves = tuple(
             torch.cat(column).requires_grad_(graph.requires_grad)
-            for column, graph in zip(columns, self._graph, strict=True)
+            for column, graph in zip(columns, self._graphs[0], strict=True)
         )
         copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in self._parameters)
         with torch.enable_grad():
-            value = loss(features, copies)
+            value = loss(leaves, copies)
         self.loss = value.detach()
-        leaves = [t for t in (*features, *copies) if t.requires_grad]
-        gradients = dict(zip(map(id, leaves), torch.autograd.grad(value, leaves), strict=True)) if leaves else {}
+        wanted = [t for t in (*leaves, *copies) if t.requires_grad]
+        gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
         self._feature_gradients: list[list[Tensor | None]] = [[] for _ in micro_batches]
-        for feature, column in zip(features, columns, strict=True):
-            gradient = gradients.get(id(feature))
-            parts = gradient.split([len(part) for part in column]) if gradient is not None else [None] * len(column)
+        for leaf, column in zip(leaves, columns, strict=True):
+            gradient = gradients.get(id(leaf))
+            parts = gradient.split([len(part) for part in column]) if gradient is not None else [None] * count
             for of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
                 of_micro_batch.append(part)
 
     def surrogate(self, index: int) -> Tensor | None:
         """A scalar whose gradient is micro-batch ``index``'s share of the loss's, or None if it has no share.
 
-        Encodes the micro-batch again, with its random state of the first pass, unless its graph was kept. Each index is
-        to be asked for once.
+        Encodes the micro-batch again, with its random state of the first pass, unless its graph was kept. To be asked
+        for in order, once for each index.
         """
-        if index == 0:
-            features, self._graph = self._graph, None
-            assert features is not None, "the graph of micro-batch 0 serves one surrogate only"
+        if index in self._graphs:
+            features = self._graphs.pop(index)
         else:
-            with self._states[index].replay(), torch.enable_grad():
-                features = self._encode(self._micro_batches[index])
+            following = self._micro_batches[index + 1] if index + 1 < len(self._micro_batches) else None
+            with self._states.pop(index).replay(), torch.enable_grad():
+                features = self._encode(self._micro_batches[index], following)
             self._micro_batches[index] = None  # its last use
         terms = list(zip(features, self._feature_gradients[index], strict=True))
         if index == len(self._micro_batches) - 1:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -22,6 +24,7 @@ from .dual_encoder import DualEncoder
 from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from .grad_cache import CachedWindow, Features
 from .losses import contrastive_loss, local_contrastive_loss
+from .offload import Fetcher
 from .training_args import InfCLTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -79,6 +82,8 @@ class InfCLTrainer(Trainer):
         self._next_micro_batch = 0
         self._cached: CachedWindow | None = None
         self._skipped = 0
+        self._windows_trained = 0
+        self._affordable_graphs: int | None = None
         self._last_log: tuple[float, int] | None = None
 
     # ---- Model ----
@@ -91,6 +96,8 @@ class InfCLTrainer(Trainer):
 
     def _prepare_model(self, model: Any) -> None:
         dual_encoder = DualEncoder(model)
+        if self.args.freeze is not None:
+            dual_encoder.freeze(self.args.freeze)
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
@@ -129,6 +136,18 @@ class InfCLTrainer(Trainer):
             seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
         )
         return self._sampler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
+        dataloader = super().get_train_dataloader()
+        if self.args.offload_window:
+            if isinstance(dataloader, DataLoaderDispatcher):
+                raise ValueError(
+                    "offload_window keeps batches in host memory, but this stream is read by the main process and sent "
+                    'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
+                )
+            dataloader.device = None
+        return dataloader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -176,14 +195,24 @@ class InfCLTrainer(Trainer):
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         inputs.pop("pixel_values", None)
         loss = self._cached.loss.float()
+        self._windows_trained += last
         return loss if last else torch.zeros_like(loss)
 
     def _first_pass(self, model: nn.Module) -> CachedWindow:
-        batches = [self._prepare_inputs(batch) for batch in self._window]
-        ids = [batch["pair_ids"] for batch in batches if "pair_ids" in batch]
-        pair_ids = torch.cat(ids) if ids else None
-        self._skipped += int(sum(batch["skipped"].sum() for batch in batches if "skipped" in batch))
+        for tower in self.dual_encoder.frozen_towers().values():
+            tower.eval()  # what does not train has no use for dropout, and then need not run twice
+        ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
+        pair_ids = torch.cat(ids).to(self.args.device) if ids else None
+        self._skipped += int(sum(batch["skipped"].sum() for batch in self._window if "skipped" in batch))
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        compiled = self.args.torch_compile
+        fetcher = Fetcher(self.args.device)
+
+        def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
+            inputs = fetcher.fetch(micro_batch.inputs, following.inputs if following is not None else None)
+            # A compiled model would compile again for every tower that is left out.
+            frozen_outputs = None if compiled else micro_batch.frozen_outputs
+            return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
             # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype.
@@ -199,13 +228,40 @@ class InfCLTrainer(Trainer):
             )
 
         return CachedWindow(
-            lambda batch: self.dual_encoder.embed(model, batch),
-            batches,
+            encode,
+            [_MicroBatch(batch) for batch in self._window],
             loss,
             parameters=self.dual_encoder.parameters,
             device=self.args.device,
-            keep_grad_mode=self.args.torch_compile,
+            retain=self._graphs_to_retain(),
+            keep_grad_mode=compiled,
         )
+
+    def _graphs_to_retain(self) -> int:
+        """How many micro-batches keep their graph; the first one's costs no memory that the step would not need."""
+        steps = len(self._window)
+        # A wrapper synchronises the last backward, and prepares for that in the forward just before it.
+        most = steps if steps == 1 or self.accelerator.distributed_type == DistributedType.NO else steps - 1
+        if self.args.retain_graphs != "auto":
+            return max(1, min(int(self.args.retain_graphs), most))
+        if self._affordable_graphs is None and self.args.device.type == "cuda":
+            self._affordable_graphs = self._measure_graphs()
+        return max(1, min(self._affordable_graphs or 1, most))
+
+    def _measure_graphs(self) -> int | None:
+        """How many graphs fit, from the memory of the first two windows; None until they have been trained."""
+        device = self.args.device
+        if self._windows_trained < 2:  # the optimizer's state appears at the end of the first
+            torch.cuda.reset_peak_memory_stats(device)
+            return None
+        graph = max(1, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        # One window's peak above its resting state bounds one graph; a tenth stays free for fragmentation.
+        fits = torch.tensor(1 + int(0.9 * unused) // graph, device=device)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)  # wrappers count forwards alike
+        return int(fits)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what a contrastive run is watched by to the training logs."""
@@ -376,6 +432,14 @@ class _AfterStep(TrainerCallback):
             maximum = 100.0
         if maximum is not None:
             self._trainer.dual_encoder.clamp_logit_scale(maximum)
+
+
+@dataclass
+class _MicroBatch:
+    """A batch of the data loader, and what its frozen towers said in the first pass."""
+
+    inputs: dict[str, Any]
+    frozen_outputs: dict[str, Any] = field(default_factory=dict)
 
 
 def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:

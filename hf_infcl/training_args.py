@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from .dual_encoder import TOWERS
 from .kernels import BACKENDS
 from .losses import OBJECTIVES
 from .strategies import STRATEGIES
@@ -25,6 +26,13 @@ class InfCLTrainingArguments(TrainingArguments):
         backend: what computes the blocks of logits; see `hf_infcl.contrastive_loss`.
         max_logit_scale: the multiplier is kept within [1, max_logit_scale] after each step. None: 100 with the softmax
             objective, as CLIP, and no limits with sigmoid.
+        freeze: ``"image"`` or ``"text"`` stops the training of that tower and its projection (LiT, arXiv 2111.07991). A
+            frozen tower runs once per window, in eval mode, and the loss computes no gradient for it.
+        retain_graphs: of how many micro-batches of a window the autograd graph is kept, so that they need no second
+            forward: a number, or ``"auto"`` for as many as GPU memory allows by the measure of the first two windows.
+            Each costs the activations of a micro-batch; the first costs none. The gradient is the same.
+        offload_window: the window's inputs stay in pinned host memory and are moved one micro-batch ahead, so device
+            memory does not grow with gradient_accumulation_steps but by the embeddings.
 
     Raises:
         ValueError: an option is unknown, or contradicts exact windows.
@@ -38,6 +46,13 @@ class InfCLTrainingArguments(TrainingArguments):
     max_logit_scale: float | None = field(
         default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
     )
+    freeze: str | None = field(default=None, metadata={"help": f"Tower that does not train: {' or '.join(TOWERS)}."})
+    retain_graphs: str = field(
+        default="1", metadata={"help": "Micro-batches of a window that keep their graph: a number or 'auto'."}
+    )
+    offload_window: bool = field(
+        default=False, metadata={"help": "Keep the window's inputs in host memory and move them one step ahead."}
+    )
     # Raw image and caption columns are needed by the collator, which processes them.
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Drop columns that the model's forward does not name; breaks raw images."}
@@ -48,6 +63,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("objective", self.objective, (None, *OBJECTIVES)),
             ("strategy", self.strategy, STRATEGIES),
             ("backend", self.backend, BACKENDS),
+            ("freeze", self.freeze, (None, *TOWERS)),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
@@ -56,6 +72,9 @@ class InfCLTrainingArguments(TrainingArguments):
                 f"max_logit_scale must be at least 1 (it limits the multiplier, not its logarithm), got "
                 f"{self.max_logit_scale}. Use {math.inf} for no limit."
             )
+        self.retain_graphs = str(self.retain_graphs)
+        if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
+            raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would change the contrastive batch and with it the objective. Lower "

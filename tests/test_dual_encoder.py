@@ -114,6 +114,31 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
     assert bool(encoder.batch_norms()) == (kind in ("align", "groupvit"))
 
 
+@pytest.mark.parametrize("tower", ["image", "text"])
+@pytest.mark.parametrize("kind", BUILD)
+def test_a_frozen_tower_runs_once(kind, tower):
+    torch.manual_seed(0)
+    model = BUILD[kind]().train()
+    encoder, batch = DualEncoder(model), batch_for(kind)
+    assert not encoder.frozen_towers()
+    encoder.freeze(tower)
+    assert list(encoder.frozen_towers()) == [tower]
+    frozen = encoder.frozen_towers()[tower].eval()
+    runs = []
+    frozen.register_forward_pre_hook(lambda *args: runs.append(1))
+    next(frozen.children()).register_forward_pre_hook(lambda *args: runs.append(1))
+    outputs = {}
+    first = encoder.embed(model, batch, outputs)
+    before = len(runs)
+    second = encoder.embed(model, batch, outputs)
+    assert len(runs) == before + 1, "the tower was called, and computed nothing"
+    index = 0 if tower == "image" else 1
+    assert torch.equal(first[index], second[index])
+    assert not second[index].requires_grad
+    assert second[1 - index].requires_grad
+    assert torch.equal(encoder.embed(model, batch)[index], first[index]), "and computes again afterwards"
+
+
 @pytest.mark.parametrize("kind", ["clip", "align"])
 def test_clamp_limits_the_multiplier(kind):
     encoder = DualEncoder(BUILD[kind]())

@@ -22,8 +22,10 @@ class Counting(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.forwards: list[bool] = []
         self.outputs: list[Tensor] = []
+        self.following: list[Tensor | None] = []
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, following: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self.following.append(following)
         self.forwards.append(torch.is_grad_enabled())
         out = self.drop(self.one(x)), self.drop(self.two(x))
         self.outputs.append(out[0].detach())
@@ -41,13 +43,15 @@ def windows(count: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("retain", [1, 3, 9])
 @pytest.mark.parametrize("keep_grad_mode", [False, True])
-def test_gradient_of_the_whole_window(count, keep_grad_mode):
+def test_gradient_of_the_whole_window(count, retain, keep_grad_mode):
     batches, model = windows(count), Counting(dropout=0.0)
     loss(tuple(torch.cat(c) for c in zip(*map(model, batches), strict=True)), (model.scale,)).backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    window = CachedWindow(model, batches, loss, parameters=(model.scale,), keep_grad_mode=keep_grad_mode)
+    options = {"retain": retain, "keep_grad_mode": keep_grad_mode}
+    window = CachedWindow(model, batches, loss, parameters=(model.scale,), **options)
     for index in range(count):
         assert model.scale.grad is None, "the scale rides on the last micro-batch"
         window.surrogate(index).backward()
@@ -55,28 +59,35 @@ def test_gradient_of_the_whole_window(count, keep_grad_mode):
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_forwards_are_as_few_as_can_be():
-    for count in (1, 3):
-        model = Counting()
-        window = CachedWindow(model, windows(count), loss, parameters=(model.scale,))
-        for index in range(count):
-            window.surrogate(index)
-        assert model.forwards == [False] * (count - 1) + [True] * count
+@pytest.mark.parametrize(("count", "retain"), [(1, 1), (4, 1), (4, 3), (4, 4)])
+def test_forwards_are_as_few_as_can_be_and_announced(count, retain):
+    model, batches = Counting(), windows(count)
+    window = CachedWindow(model, batches, loss, parameters=(model.scale,), retain=retain)
+    for index in range(count):
+        window.surrogate(index)
+    again = count - retain
+    assert model.forwards == [True] * retain + [False] * again + [True] * again
+    order = [*range(count), *range(retain, count)]
+    expected = [batches[i] for i in order[1:]] + [None]
+    assert all(seen is batch for seen, batch in zip(model.following, expected, strict=True))
 
 
-def test_dropout_draws_the_same_masks_in_both_passes_and_goes_on_afterwards():
-    torch.manual_seed(3)
+@pytest.mark.parametrize("retain", [1, 2])
+def test_dropout_draws_the_same_masks_in_both_passes_and_goes_on_afterwards(retain):
     model, batches = Counting(), windows(3)
-    window = CachedWindow(model, batches, loss, parameters=(model.scale,))
+    torch.manual_seed(3)
+    window = CachedWindow(model, batches, loss, parameters=(model.scale,), retain=retain)
     after_first_pass = torch.get_rng_state()
     for index in range(3):
         window.surrogate(index)
-    first, second = {1: model.outputs[0], 2: model.outputs[1]}, {1: model.outputs[3], 2: model.outputs[4]}
-    for index in (1, 2):
-        assert torch.equal(first[index], second[index])
-        assert (first[index] == 0).any()
-        assert (first[index] != 0).any()
+    for first, second in zip(model.outputs[retain:3], model.outputs[3:], strict=True):
+        assert torch.equal(first, second)
+        assert (first == 0).any()
+        assert (first != 0).any()
     assert torch.equal(torch.get_rng_state(), after_first_pass)
+    # The masks do not depend on how many graphs are kept.
+    torch.manual_seed(3)
+    assert torch.equal(CachedWindow(model, batches, loss, parameters=(model.scale,)).loss, window.loss)
 
 
 def test_what_requires_no_gradient_gets_none():
@@ -99,9 +110,11 @@ def test_micro_batches_are_let_go_after_their_last_use():
     model = Counting()
     window = CachedWindow(model, windows(3), loss, parameters=(model.scale,))
     kept = [weakref.ref(b) for b in window._micro_batches if b is not None]
+    model.following.clear()
     assert len(kept) == 2
     window.surrogate(0).backward()
     window.surrogate(1).backward()
+    model.following.clear()
     gc.collect()
     assert [ref() is None for ref in kept] == [True, False]
 

@@ -227,6 +227,41 @@ def test_gradient_checkpointing_and_compile_change_nothing(tmp_path, option, dro
         assert (other[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * whole, name
 
 
+@pytest.mark.parametrize(
+    "option", [{"retain_graphs": "2"}, {"retain_graphs": 9}, {"retain_graphs": "auto"}, {"offload_window": True}]
+)
+def test_retained_graphs_and_offload_change_nothing(tmp_path, option):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    plain = _gradients(tmp_path, models.clip(0.3), **options)
+    other = _gradients(tmp_path, models.clip(0.3), **options, **option)
+    assert all(torch.equal(other[name], gradient) for name, gradient in plain.items())
+
+
+@pytest.mark.parametrize(("retain", "forwards"), [("0", 7), ("1", 7), ("3", 5), ("4", 4), ("8", 4)])
+def test_retained_graphs_spare_forwards(tmp_path, retain, forwards):
+    model, runs = models.clip(), []
+    model.register_forward_pre_hook(lambda *args: runs.append(1))
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    trainer_for(tmp_path, model, retain_graphs=retain, **options).train()
+    assert len(runs) == forwards
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_frozen_tower_runs_once_per_window(tmp_path, tower):
+    model, runs = models.clip(dropout=0.3), []
+    frozen = {"image": model.vision_model, "text": model.text_model}[tower]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    next(frozen.children()).register_forward_pre_hook(lambda *args: runs.append(1))
+    trainer = trainer_for(
+        tmp_path, model, freeze=tower, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1
+    )
+    trainer.train()
+    assert len(runs) == 4
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    still = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}[tower]
+    assert changed == {name for name in before if not name.startswith(still)}
+
+
 def test_bf16_is_within_its_rounding(tmp_path):
     plain, mixed = _gradients(tmp_path), _gradients(tmp_path, bf16=True)
     whole = torch.stack([g.norm() for g in plain.values()]).norm()
@@ -433,6 +468,9 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
         ({"max_logit_scale": 0.5}, "max_logit_scale must be at least 1.*0.5"),
         ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
+        ({"freeze": "vision"}, "freeze must be one of None, 'image', 'text', got 'vision'"),
+        ({"retain_graphs": "all"}, "retain_graphs must be a number from 0 or 'auto', got 'all'"),
+        ({"retain_graphs": -1}, "retain_graphs must be a number from 0 or 'auto', got '-1'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size would change the contrastive batch"),
         ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential', got 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),

@@ -1,0 +1,127 @@
+"""The rooms of the package: who must not know whom, that no arrows go round, and what an import needs installed."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_infcl
+
+PACKAGE = Path(hf_infcl.__file__).parent
+HUGGING_FACE = ("transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers")
+TRAINER = ("transformers.Trainer", "transformers.trainer", "accelerate", "hf_infcl.trainer")
+MODELS = ("hf_infcl.dual_encoder", "transformers.AutoModel", "transformers.PreTrainedModel")
+DISTRIBUTED = ("torch.distributed",)
+
+# What each module must not import, nor reach through an attribute of torch. A new module needs a line here.
+MUST_NOT_KNOW = {
+    "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
+    "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
+    "hf_infcl.kernels": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
+    "hf_infcl.kernels.tiled": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE, "triton"),
+    "hf_infcl.kernels.triton": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
+    "hf_infcl.kernels.triton_kernels": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
+    "hf_infcl.ring": ("hf_infcl", *HUGGING_FACE),
+    "hf_infcl.losses": (*HUGGING_FACE, "hf_infcl.trainer"),
+    "hf_infcl.grad_cache": ("hf_infcl", *HUGGING_FACE),
+    "hf_infcl.dual_encoder": (*TRAINER, "hf_infcl.losses", "hf_infcl.kernels", *DISTRIBUTED),
+    "hf_infcl.training_args": (*MODELS, "hf_infcl.data", "hf_infcl.trainer"),
+    "hf_infcl.trainer": ("hf_infcl.kernels", "hf_infcl.reference"),
+    "hf_infcl.data": (*MODELS, *TRAINER, *DISTRIBUTED),
+    "hf_infcl.evaluation": ("hf_infcl", *HUGGING_FACE),
+    "hf_infcl.metrics": (*DISTRIBUTED, *TRAINER),
+    "hf_infcl.model_card": (*TRAINER, *DISTRIBUTED),
+}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ["hf_infcl", *path.relative_to(PACKAGE).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def names_used(module: str, path: Path) -> set[str]:
+    """Full names of all that is imported anywhere in the file, and all chains of attributes from torch."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    used = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")
+            above = above[: len(above) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            used |= {f"{source}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and (chain := ast.unparse(node)).startswith("torch."):
+            used.add(chain)
+    return used
+
+
+def reaches(name: str, target: str) -> bool:
+    return name == target or name.startswith(f"{target}.")
+
+
+def test_every_module_has_its_rules():
+    assert set(modules()) == set(MUST_NOT_KNOW)
+
+
+@pytest.mark.parametrize("module", MUST_NOT_KNOW)
+def test_no_module_knows_what_it_must_not(module):
+    own = {"hf_infcl.__version__"} if module != "hf_infcl" else set()
+    for name in names_used(module, modules()[module]) - own:
+        for forbidden in MUST_NOT_KNOW[module]:
+            assert not reaches(name, forbidden), f"{module} must not know {forbidden}, but uses {name}"
+
+
+def test_no_import_comes_back_to_itself():
+    every = modules()
+    graph = {}
+    for module, path in every.items():
+        if module != "hf_infcl":  # which names everyone, and loads them on first use
+            used = names_used(module, path)
+            graph[module] = {o for o in every if o not in (module, "hf_infcl") and any(reaches(n, o) for n in used)}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_the_rules_can_fail(tmp_path):
+    source = "import torch\ndef f():\n    from .ring import Ring\n    from ..losses import x\n    torch.distributed.barrier()\n"
+    (tmp_path / "m.py").write_text(source)
+    used = names_used("hf_infcl.kernels.m", tmp_path / "m.py")
+    assert used == {
+        "torch",
+        "hf_infcl.kernels.ring.Ring",
+        "hf_infcl.losses.x",
+        "torch.distributed",
+        "torch.distributed.barrier",
+    }
+
+
+def test_import_needs_only_torch_and_the_trainer_s_packages():
+    """Without the optional packages: the loss runs, and so does everything that the trainer imports."""
+    code = """
+import sys
+for name in ("triton", "datasets", "evaluate", "matplotlib", "sklearn"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch, hf_infcl, hf_infcl.trainer, hf_infcl.model_card
+for name in hf_infcl.__all__:
+    getattr(hf_infcl, name)
+x = torch.eye(4)
+loss = hf_infcl.contrastive_loss(x, x, 1.0)
+assert abs(loss.item() - torch.nn.functional.cross_entropy(x, torch.arange(4)).item()) < 1e-6, loss
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+def test_import_alone_is_light():
+    code = "import sys, hf_infcl; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
