@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 # Model types of transformers whose logits are a scaled product of one image vector and one text vector.
@@ -71,7 +73,9 @@ class DualEncoder:
 
     def scale_and_bias(self, parameters: Iterable[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """logit_scale, the multiplier, and logit_bias or None, from the model's `parameters` or copies of them."""
-        scale, *bias = self.parameters if parameters is None else parameters
+        # FSDP leaves a process with a part of a parameter; the temperature is needed whole.
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters or self.parameters)
+        scale, *bias = whole
         if self._divides:
             scale = 1 / scale
         elif self._ceiling is not None:
@@ -103,6 +107,36 @@ class DualEncoder:
         scale.fill_(math.log(10))
         bias.fill_(-10)
         return True
+
+    def prepare_for_fsdp(self) -> None:
+        """Mends what keeps accelerate's FSDP2 from sharding these models; call it before they are wrapped.
+
+        A scalar parameter cannot be sharded, so the temperature becomes a vector of one; `stock_shapes` undoes that in
+        what is saved. Embeddings would be sharded twice: by their modules' entry in ``_no_split_modules`` and as the
+        input embeddings, which CLIP does not know to name.
+        """
+        scale = self.parameters[0]
+        if scale.ndim == 0:
+            name = "temperature" if self._divides else "logit_scale"
+            setattr(self.model, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
+            self.model.reshaped_for_fsdp = name
+        names = getattr(self.model, "_no_split_modules", None) or ()
+        self.model._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
+        try:
+            self.model.get_input_embeddings()
+        except NotImplementedError:
+            self.model.get_input_embeddings = lambda: None
+
+    def register_fsdp_methods(self) -> None:
+        """Lets FSDP2 gather the parameters for the two towers' own methods, as it does for forward."""
+        for name in ("get_image_features", "get_text_features"):
+            if name not in vars(self.model):
+                register_fsdp_forward_method(self.model, name)
+
+    def stock_shapes(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state with the shapes that plain ``from_pretrained`` expects, after `prepare_for_fsdp`."""
+        name = getattr(self.model, "reshaped_for_fsdp", None)
+        return {key: value.reshape(()) if key == name else value for key, value in state_dict.items()}
 
     def embed(
         self, forward: Callable[..., Any], batch: Mapping[str, Any], frozen_outputs: dict[str, Any] | None = None

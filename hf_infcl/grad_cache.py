@@ -33,8 +33,9 @@ class CachedWindow:
             micro-batch that will be encoded next, or None, for whoever has to fetch it.
         micro_batches: the window, at least one.
         loss: ``loss(features, parameters)`` of the features of the whole window, each [all rows, ...], to a scalar.
-        parameters: what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies; their
-            gradients ride on the last micro-batch's surrogate, which is the one that DDP synchronises.
+        parameters: gives what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies; their
+            gradients ride on the last micro-batch's surrogate, which is the one that DDP synchronises. Asked for anew
+            after that micro-batch's forward, since FSDP exchanges the parameters' tensors.
         device: where the random state besides the CPU's lives.
         retain: how many graphs to keep, at least 1.
         keep_grad_mode: run the whole first pass with autograd enabled and drop the graphs. Compiled models need it,
@@ -50,13 +51,13 @@ class CachedWindow:
         micro_batches: Sequence[Any],
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         *,
-        parameters: Sequence[Tensor] = (),
+        parameters: Callable[[], Sequence[Tensor]] = tuple,
         device: torch.device | None = None,
         retain: int = 1,
         keep_grad_mode: bool = False,
     ) -> None:
         assert retain >= 1
-        self._encode, self._parameters = encode, tuple(parameters)
+        self._encode, self._parameters = encode, parameters
         self._micro_batches: list[Any] = list(micro_batches)
         self._states: dict[int, RandomState] = {}
         self._graphs: dict[int, Features] = {}
@@ -81,7 +82,7 @@ class CachedWindow:
             torch.cat(column).requires_grad_(graph.requires_grad)
             for column, graph in zip(columns, self._graphs[0], strict=True)
         )
-        copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in self._parameters)
+        copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in parameters())
         with torch.enable_grad():
             value = loss(leaves, copies)
         self.loss = value.detach()
@@ -110,7 +111,7 @@ class CachedWindow:
             self._micro_batches[index] = None  # its last use
         terms = list(zip(features, self._feature_gradients[index], strict=True))
         if index == len(self._micro_batches) - 1:
-            terms += list(zip(self._parameters, self._parameter_gradients, strict=True))
+            terms += list(zip(self._parameters(), self._parameter_gradients, strict=True))
         products = [(value * gradient).sum() for value, gradient in terms if gradient is not None]
         return torch.stack(products).sum() if products else None
 

@@ -98,6 +98,8 @@ class InfCLTrainer(Trainer):
         dual_encoder = DualEncoder(model)
         if self.args.freeze is not None:
             dual_encoder.freeze(self.args.freeze)
+        if self.is_fsdp_enabled:
+            dual_encoder.prepare_for_fsdp()
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
@@ -231,7 +233,7 @@ class InfCLTrainer(Trainer):
             encode,
             [_MicroBatch(batch) for batch in self._window],
             loss,
-            parameters=self.dual_encoder.parameters,
+            parameters=lambda: self.dual_encoder.parameters,
             device=self.args.device,
             retain=self._graphs_to_retain(),
             keep_grad_mode=compiled,
@@ -281,6 +283,11 @@ class InfCLTrainer(Trainer):
                 logs["skipped_samples"] = int(skipped)
         super().log(logs, start_time)
 
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is not None and self.is_fsdp_enabled:
+            state_dict = self.dual_encoder.stock_shapes(state_dict)
+        super()._save(output_dir, state_dict)
+
     # ---- Evaluation ----
 
     def prediction_step(
@@ -292,6 +299,8 @@ class InfCLTrainer(Trainer):
     ) -> tuple[None, Any, Any]:
         """Embeddings of one batch: of images and their captions, or of images and their labels."""
         inputs = self._prepare_inputs(inputs)
+        if self.is_fsdp_enabled:
+            self.dual_encoder.register_fsdp_methods()
         with torch.no_grad(), self.accelerator.autocast():
             images = self.dual_encoder.encode_images(inputs).float()
             if "labels" in inputs:

@@ -161,6 +161,19 @@ def test_siglip_from_config_starts_where_the_paper_does_and_a_trained_one_is_lef
     assert not DualEncoder(models.clip()).initialise_sigmoid()
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip", "align"])
+def test_preparation_for_fsdp_leaves_the_model_what_it_was(kind):
+    model, batch = BUILD[kind]().eval(), batch_for(kind)
+    encoder = DualEncoder(model)
+    before, stock = model(**batch).logits_per_image, {n: t.shape for n, t in model.state_dict().items()}
+    encoder.prepare_for_fsdp()
+    torch.testing.assert_close(model(**batch).logits_per_image, before)
+    assert all(p.ndim >= 1 for p in model.parameters()), "a scalar cannot be sharded"
+    assert not any(name.endswith("Embeddings") for name in model._no_split_modules)
+    model.get_input_embeddings()
+    assert {n: t.shape for n, t in DualEncoder(model).stock_shapes(model.state_dict()).items()} == stock
+
+
 def test_other_models_are_refused_by_name():
     xclip = tf.XCLIPModel(
         tf.XCLIPConfig(text_config=TEXT, vision_config={**VISION, "mit_hidden_size": 16}, projection_dim=16)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 from test_parity import MODELS, VARIANTS, check
+from test_trainer import trainer_for
 
 pytestmark = pytest.mark.gpu
 
@@ -26,3 +28,56 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
         pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "backend": backend}
     check(ranks, world_size, CELLS, options, backend="nccl", tolerance=0.05, floor=5e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"retain_graphs": "3", "offload_window": True}, {"torch_compile": True}])
+def test_options_do_not_change_gradients(ranks, options):
+    world_size = min(2, torch.cuda.device_count())
+    cells = [(objective, variant, 4) for objective in MODELS for variant in ("plain", "dropout", "frozen image")]
+    if "torch_compile" in options:  # inductor draws other masks than eager mode
+        cells = [("softmax", "plain", 2)]
+    check(ranks, world_size, cells, {"use_cpu": False, **options}, backend="nccl", tolerance=5e-5, floor=1e-6)
+
+
+@pytest.mark.parametrize("retain", ["1", "auto"])
+def test_fsdp2_gradients_equal_one_process(ranks, retain):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    cells = [(objective, variant, steps) for objective in MODELS for variant in VARIANTS for steps in (1, 4)]
+    cells = [cell for cell in cells if cell[1] != "dropout"]  # FSDP's own forwards come without the batch's name
+    options = {"use_cpu": False, "fsdp": True, "retain_graphs": retain}
+    check(ranks, 2, cells, options, backend="nccl", tolerance=5e-5, floor=1e-6)
+
+
+def rank_fsdp_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float:
+    trainer = trainer_for(
+        f"{folder}/{name}",
+        getattr(models, name)(),
+        models.Pairs(64),
+        use_cpu=False,
+        fsdp=True,
+        learning_rate=1e-2,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        eval_dataset=models.Pairs(13),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/{name}/last")
+    metrics = trainer.evaluate()
+    return metrics["eval_loss"]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_fsdp2_checkpoints_have_the_stock_shapes(ranks, tmp_path, name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    expected, other = ranks.run(rank_fsdp_checkpoint, 2, str(tmp_path), name, backend="nccl")
+    assert expected == other
+    fresh = getattr(models, name)(seed=3)
+    loaded, info = type(fresh).from_pretrained(tmp_path / name / "last", output_loading_info=True)
+    assert not info["mismatched_keys"]
+    assert not info["missing_keys"]
+    assert loaded.logit_scale.shape == fresh.logit_scale.shape
+    trainer = trainer_for(tmp_path / "plain", loaded, eval_dataset=models.Pairs(13), use_cpu=False)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)

@@ -51,7 +51,7 @@ def test_gradient_of_the_whole_window(count, retain, keep_grad_mode):
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     options = {"retain": retain, "keep_grad_mode": keep_grad_mode}
-    window = CachedWindow(model, batches, loss, parameters=(model.scale,), **options)
+    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), **options)
     for index in range(count):
         assert model.scale.grad is None, "the scale rides on the last micro-batch"
         window.surrogate(index).backward()
@@ -62,7 +62,7 @@ def test_gradient_of_the_whole_window(count, retain, keep_grad_mode):
 @pytest.mark.parametrize(("count", "retain"), [(1, 1), (4, 1), (4, 3), (4, 4)])
 def test_forwards_are_as_few_as_can_be_and_announced(count, retain):
     model, batches = Counting(), windows(count)
-    window = CachedWindow(model, batches, loss, parameters=(model.scale,), retain=retain)
+    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), retain=retain)
     for index in range(count):
         window.surrogate(index)
     again = count - retain
@@ -76,7 +76,7 @@ def test_forwards_are_as_few_as_can_be_and_announced(count, retain):
 def test_dropout_draws_the_same_masks_in_both_passes_and_goes_on_afterwards(retain):
     model, batches = Counting(), windows(3)
     torch.manual_seed(3)
-    window = CachedWindow(model, batches, loss, parameters=(model.scale,), retain=retain)
+    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), retain=retain)
     after_first_pass = torch.get_rng_state()
     for index in range(3):
         window.surrogate(index)
@@ -87,20 +87,20 @@ def test_dropout_draws_the_same_masks_in_both_passes_and_goes_on_afterwards(reta
     assert torch.equal(torch.get_rng_state(), after_first_pass)
     # The masks do not depend on how many graphs are kept.
     torch.manual_seed(3)
-    assert torch.equal(CachedWindow(model, batches, loss, parameters=(model.scale,)).loss, window.loss)
+    assert torch.equal(CachedWindow(model, batches, loss, parameters=lambda: (model.scale,)).loss, window.loss)
 
 
 def test_what_requires_no_gradient_gets_none():
     model = Counting(dropout=0.0)
     model.one.requires_grad_(False)
-    window = CachedWindow(model, windows(2), loss, parameters=(model.scale,))
+    window = CachedWindow(model, windows(2), loss, parameters=lambda: (model.scale,))
     for index in range(2):
         window.surrogate(index).backward()
     assert model.one.weight.grad is None
     assert model.two.weight.grad is not None
     assert model.scale.grad is not None
     model.requires_grad_(False)
-    window = CachedWindow(model, windows(2), loss, parameters=(model.scale,))
+    window = CachedWindow(model, windows(2), loss, parameters=lambda: (model.scale,))
     assert window.surrogate(0) is None
     assert window.surrogate(1) is None
     assert torch.isfinite(window.loss)
@@ -108,7 +108,7 @@ def test_what_requires_no_gradient_gets_none():
 
 def test_micro_batches_are_let_go_after_their_last_use():
     model = Counting()
-    window = CachedWindow(model, windows(3), loss, parameters=(model.scale,))
+    window = CachedWindow(model, windows(3), loss, parameters=lambda: (model.scale,))
     kept = [weakref.ref(b) for b in window._micro_batches if b is not None]
     model.following.clear()
     assert len(kept) == 2

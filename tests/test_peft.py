@@ -1,0 +1,38 @@
+"""LoRA adapters on either tower."""
+
+from __future__ import annotations
+
+import models
+import peft
+import pytest
+import torch
+from test_trainer import trainer_for
+
+from hf_infcl.dual_encoder import DualEncoder
+
+
+def lora(tower: str) -> peft.PeftModel:
+    config = peft.LoraConfig(r=2, target_modules=rf".*{tower}.*(q_proj|v_proj)", modules_to_save=["visual_projection"])
+    return peft.get_peft_model(models.clip(), config)
+
+
+@pytest.mark.parametrize("tower", ["vision_model", "text_model"])
+def test_adapters_train_and_everything_else_stays(tmp_path, tower):
+    model = lora(tower)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = trainer_for(tmp_path, model, max_steps=2, learning_rate=0.1, eval_dataset=models.Pairs(9))
+    trainer.train()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(f".{tower}." in name or "visual_projection" in name for name in changed)
+    assert trainer.evaluate()["eval_loss"] > 0
+    # The adapter loads on the stock model, and computes the same.
+    trainer.save_model(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(models.clip(), tmp_path / "adapter").eval()
+    batch = models.Pairs(3).batch()
+    model.eval()
+    with torch.no_grad():
+        for seen, expected in zip(
+            DualEncoder(loaded).embed(loaded, batch), DualEncoder(model).embed(model, batch), strict=True
+        ):
+            torch.testing.assert_close(seen, expected)

@@ -1,0 +1,253 @@
+"""The scripts as a user runs them, small; and what they say when misused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from hf_infcl import InfCLTrainingArguments, load_pairs
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
+DEMO = yaml.safe_load((SCRIPTS / "demo.yaml").read_text())
+
+
+def run(*words: Any) -> str:
+    """Runs Python in the repository root; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What make_digits.py writes."""
+    folder = tmp_path_factory.mktemp("demo")
+    run(SCRIPTS / "make_digits.py", "--output_dir", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(demo: Path) -> Path:
+    """The demo's training by two processes, from its own file, with a few steps."""
+    folder = demo / "small-clip"
+    config = {**DEMO, "model": str(demo / "clip-init"), "dataset": str(demo / "digits"), "output_dir": str(folder)}
+    config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
+    (demo / "small.yaml").write_text(yaml.safe_dump(config))
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
+    run(*launch, SCRIPTS / "train.py", demo / "small.yaml", "--max_steps", 3)
+    return folder
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a script. For one test only: scripts/evaluate.py would stand in for the library of that name."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
+
+
+# ---- The demo's parts ----
+
+
+def test_digits_are_an_ordinary_image_dataset(demo):
+    train, test = (load_pairs(str(demo / "digits"), split=split) for split in ("train", "test"))
+    assert (len(train), len(test)) == (1497, 300)
+    assert train[0]["image"].size == (8, 8)
+    for split in (train, test):
+        share = torch.bincount(torch.tensor(split["label"])) / len(split)
+        assert len(share) == 10
+        assert share.min() > 0.09, "every digit in proportion"
+    captions = [caption for row in train["caption"] for caption in row]
+    assert all(len(row) == len(set(row)) == 4 for row in train["caption"])
+    assert len(set(captions)) > 200
+    prompts = {template.format(name) for template in DEMO["templates"] for name in DEMO["class_names"]}
+    assert not prompts & set(captions), "zero-shot prompts are not training captions"
+
+
+def test_the_untrained_clip_is_an_ordinary_checkpoint(demo):
+    model = transformers.AutoModel.from_pretrained(demo / "clip-init").eval()
+    processor = transformers.AutoProcessor.from_pretrained(demo / "clip-init")
+    tokenizer = processor.tokenizer
+    assert type(model) is transformers.CLIPModel
+    assert model.config.text_config.eos_token_id == tokenizer.eos_token_id != 2
+    assert tokenizer.model_max_length == model.config.text_config.max_position_embeddings
+
+    # The text tower reads its result at the first end-of-text token: padding changes nothing, nor ends a text early.
+    texts = ["a handwritten 7", "the café ~ £ 8!"]
+    for text in texts:
+        ids = tokenizer(text).input_ids
+        assert ids.index(tokenizer.eos_token_id) == len(ids) - 1, tokenizer.convert_ids_to_tokens(ids)
+    with torch.no_grad():
+        alone = [model.get_text_features(**tokenizer(text, return_tensors="pt")).pooler_output for text in texts]
+        padded = tokenizer(texts, padding="max_length", max_length=16, return_tensors="pt")
+        together = model.get_text_features(**padded).pooler_output
+    torch.testing.assert_close(torch.cat(alone), together)
+
+    inputs = processor(images=load_pairs(str(demo / "digits"), split="test")[0]["image"], return_tensors="pt")
+    assert inputs["pixel_values"].shape == (1, 3, 8, 8)
+    assert -1 <= inputs["pixel_values"].min() < inputs["pixel_values"].max() <= 1
+
+
+def test_two_processes_train_and_leave_everything(demo, trained):
+    results = json.loads((trained / "all_results.json").read_text())
+    state = json.loads((trained / "trainer_state.json").read_text())
+    assert state["global_step"] == 3, "the command line wins over the file"
+    logs = [entry for entry in state["log_history"] if "loss" in entry]
+    assert {entry["global_batch_size"] for entry in logs} == {16 * 4 * 2}
+    assert 0 <= results["eval_zero_shot_acc1"] <= 1
+    card = (trained / "README.md").read_text()
+    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes (ring)" in card
+    assert f"{results['eval_zero_shot_acc1']:.4f}" in card
+    assert str(demo) not in card
+    assert (trained / "curves.png").stat().st_size > 10_000
+
+    untrained = transformers.CLIPModel.from_pretrained(demo / "clip-init")
+    model = transformers.CLIPModel.from_pretrained(trained)
+    assert not torch.equal(model.visual_projection.weight, untrained.visual_projection.weight)
+    classifier = transformers.pipeline("zero-shot-image-classification", model=str(trained))
+    scores = classifier(str(demo / "digits/test/0000.png"), candidate_labels=DEMO["class_names"])
+    assert {score["label"] for score in scores} == set(DEMO["class_names"])
+
+
+def test_evaluate_measures_what_training_measured(demo, trained, tmp_path):
+    words = ["--model", trained, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
+    words += ["--zero_shot_dataset", demo / "digits", "--eval_dataset", demo / "digits", "--pair_id_column", "label"]
+    words += ["--class_names", *DEMO["class_names"], "--templates", *DEMO["templates"]]
+    printed = run(SCRIPTS / "evaluate.py", *words)
+    measured = json.loads((tmp_path / "eval_results.json").read_text())
+    before = json.loads((trained / "all_results.json").read_text())
+    assert measured["eval_zero_shot_acc1"] == before["eval_zero_shot_acc1"]
+    assert 0 < measured["eval_pairs_image_retrieval_recall@10"] < 1
+    assert measured["eval_pairs_loss"] > 0
+    assert "eval_zero_shot_acc1" in printed
+    assert str(tmp_path) in printed
+
+
+def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):
+    comparison = script("global_batch")
+    monkeypatch.setattr(comparison, "SIZES", {"train": 512, "validation": 40, "test": 60})
+    monkeypatch.setattr(comparison, "EPOCHS", 2)
+    comparison.data.cache_clear()
+    runs = [comparison.train(method, 1e-3, seed)[-1] for method in comparison.METHODS for seed in (0, 1)]
+    comparison.data.cache_clear()
+    assert {row["pairs_seen"] for row in runs} == {1024}
+    assert [row["optimizer_steps"] for row in runs] == [2, 2, 64, 64, 2, 2]
+    assert len({row["test_loss"] for row in runs}) == 6
+
+    comparison.plot(runs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+    lines = comparison.table(runs, dict.fromkeys(comparison.METHODS, 1e-3)).splitlines()
+    assert len(lines) == 2 + len(comparison.METHODS)
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+
+
+def test_global_batch_data_has_one_right_answer(script, monkeypatch):
+    comparison = script("global_batch")
+    comparison.data.cache_clear()
+    captions = [caption for _, split in comparison.data().values() for caption in split]
+    assert len(set(captions)) == len(captions) == sum(comparison.SIZES.values())
+    images = [images.flatten(1) for images, _ in comparison.data().values()]
+    assert all(-1 <= image.min() < image.max() <= 1 for image in images)
+
+
+# ---- Arguments ----
+
+
+def parsed(script: Any, monkeypatch: pytest.MonkeyPatch, *words: Any) -> tuple[Any, ...]:
+    train = script("train")
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
+    return train.parse(
+        train.ModelArguments,
+        train.TrainArguments,
+        train.PairArguments,
+        train.ZeroShotArguments,
+        InfCLTrainingArguments,
+    )
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_a_file_means_what_it_says(script, monkeypatch, tmp_path, kind):
+    (tmp_path / "c.yaml").write_text(
+        "model: m\ndataset: d\nlearning_rate: 1e-3\nsave_strategy: no\nuse_cpu: true\nbf16: false\nmax_steps: 7\n"
+        "templates: ['a {}', 'b: {}']\nlr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n"
+        f"output_dir: {tmp_path}\nreport_to: none\n"
+    )
+    (tmp_path / "c.json").write_text(
+        json.dumps(yaml.safe_load((tmp_path / "c.yaml").read_text()) | {"save_strategy": "no"})
+    )
+    model, data, _, zero_shot, args = parsed(
+        script, monkeypatch, tmp_path / f"c.{kind}", "--max_steps", 9, "--split", "s"
+    )
+    assert (model.model, data.dataset, data.split) == ("m", "d", "s")
+    assert zero_shot.templates == ["a {}", "b: {}"]
+    assert (args.learning_rate, args.use_cpu, args.bf16, args.max_steps) == (1e-3, True, False, 9)
+    assert args.save_strategy == "no"
+    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "complaint"),
+    [
+        (["--model", "m"], None, "required: --dataset"),
+        (["--model", "m", "--dataset", "d", "--no_such_argument", "1"], None, "no_such_argument"),
+        (["--model", "m", "--dataset", "d", "--learning_rate", "fast"], None, "invalid float value: 'fast'"),
+        (["--model", "m", "--dataset", "d", "--strategy", "star"], None, "strategy must be one of"),
+        (["missing.yaml"], None, "missing.yaml"),
+        (["c.yaml"], "- a\n- list\n", "must hold a mapping"),
+        (["c.yaml"], "model: [unclosed\n", "c.yaml"),
+        (["c.yaml"], "model: m\ndataset: d\nlearning_rat: 1\n", "learning_rat"),
+    ],
+)
+def test_misuse_is_explained(script, monkeypatch, capsys, tmp_path, words, file, complaint):
+    monkeypatch.chdir(tmp_path)
+    if file is not None:
+        (tmp_path / "c.yaml").write_text(file)
+    with pytest.raises(SystemExit, match="2"):
+        parsed(script, monkeypatch, *words)
+    message = capsys.readouterr().err
+    assert complaint in message
+    assert len(message) < 1000, "no page of usage"
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "complaint"),
+    [
+        ("evaluate.py", ["--model", "m"], "pass --eval_dataset, --zero_shot_dataset or both"),
+        ("train.py", ["--model", "m", "--dataset", "nowhere"], "no dataset at 'nowhere'"),
+    ],
+)
+def test_what_is_missing_is_named(script, monkeypatch, tmp_path, name, words, complaint):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(sys, "argv", [name, *words, "--use_cpu", "--output_dir", str(tmp_path)])
+    with pytest.raises((SystemExit, ValueError), match=complaint):
+        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", [*sorted(SCRIPTS.glob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_shell_scripts_are_well_formed(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    if path.name != "environment.sh":  # which is sourced
+        assert os.access(path, os.X_OK)
+        assert "set -euo pipefail" in path.read_text()
