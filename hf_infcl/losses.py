@@ -65,6 +65,7 @@ def contrastive_loss(
         ValueError: on every process alike, if shapes, dtypes or devices do not fit, differ between processes, or the
             scale or bias is not finite. (On a single GPU, where reading the scale would stall the stream, a non-finite
             tensor gives a NaN loss instead.)
+        RuntimeError: another process failed and said so (`hf_infcl.ring.Ring.agree`).
     """
     return _loss(
         image_embeds,
@@ -225,10 +226,11 @@ def _check(
             raise ValueError(problem)
         return
     # One small all-gather in the good case; texts are exchanged only when there is something to say.
-    signature = [-1.0] * 11
+    signature = [0.0] * 12
     if not problem:
         gradients = [torch.is_grad_enabled() and isinstance(t, Tensor) and t.requires_grad for t in (x, y, scale, bias)]
         signature = [
+            1,
             *x.shape,
             _DTYPES.index(x.dtype),
             x.device.type == "cpu",
@@ -240,8 +242,8 @@ def _check(
             pair_ids is not None,
             sum(g << i for i, g in enumerate(gradients)),
         ]
-    signatures = ring.gather(torch.tensor(signature, dtype=torch.float64, device=ring.device))
-    if bool((signatures == signatures[0]).all()) and not problem:
+    signatures = ring.agree(signature)
+    if not problem and all(other == signatures[0] for other in signatures):
         return
     texts = ring.gather_text(problem or _describe(x, y, scale, bias, options, pair_ids))
     listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))

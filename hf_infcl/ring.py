@@ -6,7 +6,7 @@ the computation that they overlap and waited for after it. On NCCL waiting only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,24 @@ class Ring:
         else:
             texts[0] = text
         return texts
+
+    def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:
+        """Every process's numbers, at most 15, for all processes to draw the same conclusion from.
+
+        A process that cannot go on says in ``failure`` what stopped it. Whatever the others come to agree on next, they
+        learn of it instead of waiting for a process that will never come.
+
+        Raises:
+            RuntimeError: on every process, if one of them failed; it names who and why.
+        """
+        row = torch.zeros(16, dtype=torch.float64)
+        row[0] = bool(failure)
+        row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
+        rows = self.gather(row.to(self.device)).tolist()
+        if any(failed for failed, *_ in rows):
+            reasons = [f"  rank {r}: {text}" for r, text in enumerate(self.gather_text(failure)) if text]
+            raise RuntimeError("Stopped together, since a process cannot go on:\n" + "\n".join(reasons))
+        return [values[: len(numbers)] for _, *values in rows]
 
     def _exchange(self, sent: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Transfer:
         # Every process sends before it receives and issues its exchanges in the same order: NCCL pairs them by order.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metri
 from .grad_cache import CachedWindow, Features
 from .losses import contrastive_loss, local_contrastive_loss
 from .offload import Fetcher
+from .ring import Ring
 from .training_args import InfCLTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -75,6 +77,11 @@ class InfCLTrainer(Trainer):
             )
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = _default_collator(kwargs["processing_class"], model)
+        if args.ddp_broadcast_buffers is None and model is not None and not DualEncoder(model).batch_norms():
+            # The buffers are constants; broadcasting them would be a collective in the middle of every first forward.
+            args.ddp_broadcast_buffers = False
+            # accelerate passes it to DDP by the name that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         super().__init__(model, args, data_collator, **kwargs)
         self._prepare_model(self.model)
         self.add_callback(_AfterStep(self))
@@ -156,7 +163,8 @@ class InfCLTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         """Fetches a window. No forward happens here: on resume Trainer restores the random state after this call."""
         self._cached = None
-        self._window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self._failing_together():
+            self._window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._next_micro_batch = 0
         if isinstance(self.train_dataset, IterableDataset) and not self._window_is_full():
             # A short last window of a stream would leave its gradient behind, and another objective.
@@ -164,10 +172,20 @@ class InfCLTrainer(Trainer):
         return self._window, None
 
     def _window_is_full(self) -> bool:
-        rows = sum(_rows(batch) for batch in self._window)
+        rows = sum(len(batch["pixel_values"]) for batch in self._window)
         wanted = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        full = torch.tensor(rows == wanted, device=self.args.device, dtype=torch.int)
-        return bool(self.accelerator.reduce(full, "sum") == self.accelerator.num_processes)
+        return all(seen == wanted for (seen,) in Ring().agree([rows]))
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What stops this process here, a bad batch or lack of memory, stops the others where they next agree."""
+        try:
+            yield
+        except Exception as error:
+            if self.args.world_size > 1:
+                with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
+                    Ring().agree((), failure=f"{type(error).__name__}: {error}")
+            raise
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -211,10 +229,12 @@ class InfCLTrainer(Trainer):
         fetcher = Fetcher(self.args.device)
 
         def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
-            inputs = fetcher.fetch(micro_batch.inputs, following.inputs if following is not None else None)
             # A compiled model would compile again for every tower that is left out.
             frozen_outputs = None if compiled else micro_batch.frozen_outputs
-            return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            # In the second pass the others are in DDP's own collectives, which no message reaches.
+            with self._failing_together() if self._cached is None else nullcontext():
+                inputs = fetcher.fetch(micro_batch.inputs, following.inputs if following is not None else None)
+                return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
             # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype.
@@ -457,7 +477,3 @@ def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:
     positions = getattr(getattr(getattr(model, "config", None), "text_config", None), "max_position_embeddings", None)
     known = [limit for limit in (getattr(tokenizer, "model_max_length", None), positions) if limit is not None]
     return ContrastiveCollator(processor, max_length=int(min(known)) if positions is not None else None)
-
-
-def _rows(batch: Mapping[str, Any]) -> int:
-    return len(batch["pixel_values"])

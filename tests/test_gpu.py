@@ -5,6 +5,7 @@ from __future__ import annotations
 import models
 import pytest
 import torch
+from conftest import Ranks
 from test_parity import MODELS, VARIANTS, check
 from test_trainer import trainer_for
 
@@ -30,23 +31,29 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
     check(ranks, world_size, CELLS, options, backend="nccl", tolerance=0.05, floor=5e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"retain_graphs": "3", "offload_window": True}, {"torch_compile": True}])
+@pytest.mark.parametrize("options", [{"retain_graphs": "3"}, {"retain_graphs": "auto"}, {"offload_window": True}])
 def test_options_do_not_change_gradients(ranks, options):
     world_size = min(2, torch.cuda.device_count())
     cells = [(objective, variant, 4) for objective in MODELS for variant in ("plain", "dropout", "frozen image")]
-    if "torch_compile" in options:  # inductor draws other masks than eager mode
-        cells = [("softmax", "plain", 2)]
     check(ranks, world_size, cells, {"use_cpu": False, **options}, backend="nccl", tolerance=5e-5, floor=1e-6)
 
 
-@pytest.mark.parametrize("retain", ["1", "auto"])
-def test_fsdp2_gradients_equal_one_process(ranks, retain):
+@pytest.fixture
+def fresh_ranks():
+    """DTensor remembers groups by name, and finds none in processes that have left one."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("retain", ["1", "3"])
+def test_fsdp2_gradients_equal_one_process(fresh_ranks, retain):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     cells = [(objective, variant, steps) for objective in MODELS for variant in VARIANTS for steps in (1, 4)]
     cells = [cell for cell in cells if cell[1] != "dropout"]  # FSDP's own forwards come without the batch's name
     options = {"use_cpu": False, "fsdp": True, "retain_graphs": retain}
-    check(ranks, 2, cells, options, backend="nccl", tolerance=5e-5, floor=1e-6)
+    check(fresh_ranks, 2, cells, options, backend="nccl", tolerance=5e-5, floor=1e-6)
 
 
 def rank_fsdp_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float:
@@ -69,10 +76,10 @@ def rank_fsdp_checkpoint(rank: int, world_size: int, folder: str, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_fsdp2_checkpoints_have_the_stock_shapes(ranks, tmp_path, name):
+def test_fsdp2_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, name):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    expected, other = ranks.run(rank_fsdp_checkpoint, 2, str(tmp_path), name, backend="nccl")
+    expected, other = fresh_ranks.run(rank_fsdp_checkpoint, 2, str(tmp_path), name, backend="nccl")
     assert expected == other
     fresh = getattr(models, name)(seed=3)
     loaded, info = type(fresh).from_pretrained(tmp_path / name / "last", output_loading_info=True)

@@ -63,7 +63,11 @@ class Draws:
         embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
         first = self._embeds.setdefault(_key(kwargs["input_ids"]), embeds)
         for seen, now in zip(first, embeds, strict=True):
-            assert torch.equal(seen, now), "the passes encoded different features"
+            if now.is_cuda:  # attention may run another kernel with autograd than without; another mask shows anyway
+                same = torch.allclose(seen.float(), now.float(), atol=0.02 if torch.is_autocast_enabled() else 1e-5)
+            else:
+                same = torch.equal(seen, now)
+            assert same, f"the passes encoded different features: {(seen - now).abs().max()}"
 
 
 def random_state(device: torch.device) -> list[Tensor]:

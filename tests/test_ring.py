@@ -70,3 +70,15 @@ def rank_outside(rank: int, world_size: int) -> None:
 
 def test_a_process_outside_the_group_is_told(ranks):
     ranks.run(rank_outside, 2)
+
+
+def rank_agree(rank: int, world_size: int) -> None:
+    ring = Ring()
+    assert ring.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
+    with pytest.raises(RuntimeError, match=r"a process cannot go on:\n  rank 1: out of paper$"):
+        ring.agree([1.0] if rank != 1 else (), failure="out of paper" if rank == 1 else "")
+    assert ring.agree([]) == [[]] * world_size, "everyone has heard, and could go on"
+
+
+def test_a_failure_reaches_whoever_agrees_next(ranks):
+    ranks.run(rank_agree, 3)

@@ -440,6 +440,40 @@ def test_zero_shot_without_a_tokenizer_is_an_error(tmp_path):
 # ---- Errors ----
 
 
+class BreaksOnRankOne:
+    """A collator, or a model's hook, that fails at rank 1's call of this number."""
+
+    def __init__(self, rank: int, call: int) -> None:
+        self.rank, self.call, self.calls = rank, call, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.rank == 1 and self.calls == self.call:
+            raise MemoryError("no room")
+        return default_collate(args[0]) if isinstance(args[0], list) else None
+
+
+def rank_failure(rank: int, world_size: int, folder: str, where: str, rows: Any) -> str:
+    # A window of two micro-batches calls the model three times: the fourth is the second window's first pass.
+    model, breaks = models.clip(), BreaksOnRankOne(rank, {"data": 3, "model": 4}[where])
+    if where == "model":
+        model.text_model.register_forward_pre_hook(breaks)
+    options = {"data_collator": breaks} if where == "data" else {}
+    try:
+        trainer_for(folder, model, rows, max_steps=5, accelerator_config={"dispatch_batches": False}, **options).train()
+    except (MemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("where", ["data", "model"])
+@pytest.mark.parametrize("data", [models.Pairs(64), Stream(64)], ids=["rows", "stream"])
+def test_a_failing_rank_stops_all_ranks_with_its_reason(ranks, tmp_path, where, data):
+    for rank, error in enumerate(ranks.run(rank_failure, 2, str(tmp_path), where, data, timeout=50)):
+        assert "MemoryError: no room" in error
+        assert error.startswith("MemoryError" if rank == 1 else "RuntimeError: Stopped together")
+
+
 def test_one_process_with_several_gpus_is_refused(tmp_path, monkeypatch):
     args = arguments(tmp_path)
     monkeypatch.setattr(InfCLTrainingArguments, "n_gpu", 2)
