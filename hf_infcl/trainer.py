@@ -54,7 +54,8 @@ class InfCLTrainer(Trainer):
             rest of C is padding), or ``image_embeds`` and the labels for a `ZeroShotDataset`.
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher; ``args`` of another class.
+        ValueError: the model is no dual encoder; several GPUs without a launcher; DeepSpeed or FSDP1; ``args`` of
+            another class.
     """
 
     args: InfCLTrainingArguments
@@ -83,6 +84,11 @@ class InfCLTrainer(Trainer):
             # accelerate passes it to DDP by the name that torch 2.13 deprecates.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         super().__init__(model, args, data_collator, **kwargs)
+        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+            raise ValueError(
+                "InfCLTrainer's gradients have been verified under DDP and FSDP2 only; with DeepSpeed or FSDP1 they might "
+                "differ without a word. Pass --fsdp (version 2) to shard the model."
+            )
         self._prepare_model(self.model)
         self.add_callback(_AfterStep(self))
         self._window: list[Any] = []
@@ -196,6 +202,8 @@ class InfCLTrainer(Trainer):
             The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
         """
         model.train()
+        for tower in self.dual_encoder.frozen_towers().values():
+            tower.eval()  # what does not train has no use for dropout, and then need not run twice
         if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             prepare()
         index = self._next_micro_batch
@@ -208,10 +216,7 @@ class InfCLTrainer(Trainer):
             assert self._cached is not None
             surrogate = self._cached.surrogate(index)
             if surrogate is not None:
-                kwargs = {}
-                if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-                    kwargs["scale_wrt_gas"] = False  # the loss is the whole window's already
-                self.accelerator.backward(surrogate, **kwargs)
+                self.accelerator.backward(surrogate)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         inputs.pop("pixel_values", None)
         loss = self._cached.loss.float()
@@ -219,12 +224,10 @@ class InfCLTrainer(Trainer):
         return loss if last else torch.zeros_like(loss)
 
     def _first_pass(self, model: nn.Module) -> CachedWindow:
-        for tower in self.dual_encoder.frozen_towers().values():
-            tower.eval()  # what does not train has no use for dropout, and then need not run twice
         ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
         pair_ids = torch.cat(ids).to(self.args.device) if ids else None
         self._skipped += int(sum(batch["skipped"].sum() for batch in self._window if "skipped" in batch))
-        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        bf16 = self.accelerator.mixed_precision == "bf16"
         compiled = self.args.torch_compile
         fetcher = Fetcher(self.args.device)
 
@@ -237,8 +240,9 @@ class InfCLTrainer(Trainer):
                 return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-            # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype.
-            images, texts = features if mixed is None else (f.to(mixed) for f in features)
+            # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
+            # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
+            images, texts = (f.bfloat16() if bf16 else f for f in features)
             return contrastive_loss(
                 images,
                 texts,

@@ -19,6 +19,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
+
 MAX_RANKS = 4
 
 
