@@ -33,6 +33,9 @@ SIGMOID_MODELS = ("siglip", "siglip2")
 # What `freeze` stops, first the tower itself; not every model has all of the others.
 TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 
+# Parameters that belong to other uses of a tower: a pooler beside the first position, attention to images.
+_UNUSED = {"align": "text_model.pooler.", "blip": ".crossattention."}
+
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
@@ -59,6 +62,8 @@ class DualEncoder:
                 f"{', '.join(SOFTMAX_MODELS + SIGMOID_MODELS)}."
             )
         self.model: Any = model
+        # With adapters around it, the attributes of the model proper belong to what they wrap.
+        self._base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective = "sigmoid" if kind in SIGMOID_MODELS else "softmax"
         # ALIGN divides by a temperature; the others multiply by the exponential of a logarithm.
         self._divides = kind == "align"
@@ -118,14 +123,14 @@ class DualEncoder:
         scale = self.parameters[0]
         if scale.ndim == 0:
             name = "temperature" if self._divides else "logit_scale"
-            setattr(self.model, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
-            self.model.reshaped_for_fsdp = name
-        names = getattr(self.model, "_no_split_modules", None) or ()
-        self.model._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
+            setattr(self._base, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
+            self._base.reshaped_for_fsdp = name
+        names = getattr(self._base, "_no_split_modules", None) or ()
+        self._base._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
         try:
-            self.model.get_input_embeddings()
+            self._base.get_input_embeddings()
         except NotImplementedError:
-            self.model.get_input_embeddings = lambda: None
+            self._base.get_input_embeddings = lambda: None
 
     def register_fsdp_methods(self) -> None:
         """Lets FSDP2 gather the parameters for the two towers' own methods, as it does for forward."""
@@ -135,8 +140,10 @@ class DualEncoder:
 
     def stock_shapes(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state with the shapes that plain ``from_pretrained`` expects, after `prepare_for_fsdp`."""
-        name = getattr(self.model, "reshaped_for_fsdp", None)
-        return {key: value.reshape(()) if key == name else value for key, value in state_dict.items()}
+        name = getattr(self._base, "reshaped_for_fsdp", None)
+        return {
+            key: value.reshape(()) if key.rpartition(".")[2] == name else value for key, value in state_dict.items()
+        }
 
     def embed(
         self, forward: Callable[..., Any], batch: Mapping[str, Any], frozen_outputs: dict[str, Any] | None = None
@@ -159,6 +166,13 @@ class DualEncoder:
         for name in TOWERS[tower]:
             if (module := getattr(self.model, name, None)) is not None:
                 module.requires_grad_(False)
+
+    def freeze_unused(self) -> None:
+        """Stops the training of parameters that the embeddings do not depend on, for whose gradient DDP would wait."""
+        part = _UNUSED.get(self.model.config.model_type)
+        for name, parameter in self.model.named_parameters():
+            if part is not None and part in name:
+                parameter.requires_grad_(False)
 
     def frozen_towers(self) -> dict[str, nn.Module]:
         """The towers that do not train, by name, apart from their projections."""

@@ -75,13 +75,16 @@ class CachedWindow:
                 self._graphs[index] = features
                 self._micro_batches[index] = None  # its last use
             cached.append(tuple(f.detach() for f in features))
+            del features  # and with it a graph that is not kept
 
         columns = list(zip(*cached, strict=True))
         # Whether a feature requires a gradient (a frozen tower's does not) is known from a graph alone.
+        rows = [[len(part) for part in column] for column in columns]
         leaves = tuple(
             torch.cat(column).requires_grad_(graph.requires_grad)
             for column, graph in zip(columns, self._graphs[0], strict=True)
         )
+        del cached, columns  # the leaves are copies
         copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in parameters())
         with torch.enable_grad():
             value = loss(leaves, copies)
@@ -90,9 +93,9 @@ class CachedWindow:
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
         self._feature_gradients: list[list[Tensor | None]] = [[] for _ in micro_batches]
-        for leaf, column in zip(leaves, columns, strict=True):
+        for leaf, sizes in zip(leaves, rows, strict=True):
             gradient = gradients.get(id(leaf))
-            parts = gradient.split([len(part) for part in column]) if gradient is not None else [None] * count
+            parts = gradient.split(sizes) if gradient is not None else [None] * count
             for of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
                 of_micro_batch.append(part)
 

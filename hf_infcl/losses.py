@@ -119,11 +119,16 @@ def _loss(
     _check(x, y, scale, bias, options, pair_ids, ring)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Scalars live on the features' device, so that no backend has to wait for their values.
-    scale = torch.as_tensor(scale, device=x.device).to(dtype).reshape(())
-    bias = torch.as_tensor(0.0 if bias is None else bias, device=x.device).to(dtype).reshape(())
+    scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
     function = _Softmax if options.objective == "softmax" else _Sigmoid
     with torch.autocast(x.device.type, enabled=False):
         return function.apply(x, y, scale, bias, pair_ids, STRATEGIES[options.strategy](ring, options.backend))
+
+
+def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device, dtype).reshape(())
+    return torch.full((), value, dtype=dtype, device=device)  # unlike a copy from the host allowed in CUDA graphs
 
 
 class _Softmax(torch.autograd.Function):
@@ -134,20 +139,20 @@ class _Softmax(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, strategy: RingStrategy
     ) -> Tensor:
         positive = kernels.positive_logits(x, y, scale, backend=strategy.backend)
-        odds_x, odds_y = strategy.softmax_statistics(x, y, scale, positive, ids)
-        ctx.save_for_backward(x, y, scale, bias, ids, positive, odds_x, odds_y)
+        odds = torch.stack(strategy.softmax_statistics(x, y, scale, positive, ids))
+        ctx.save_for_backward(x, y, scale, bias, ids, positive, odds)
         ctx.strategy = strategy
-        total = strategy.ring.sum(F.softplus(odds_x).sum() + F.softplus(odds_y).sum())
+        total = strategy.ring.sum(F.softplus(odds).sum())
         return total / (2 * len(x) * strategy.ring.world_size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, scale, bias, ids, positive, odds_x, odds_y = ctx.saved_tensors
+        x, y, scale, bias, ids, positive, odds = ctx.saved_tensors
         want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
             grad_x, grad_y = ctx.strategy.softmax_gradients(
-                x, y, scale, positive, (odds_x, odds_y), ids, want_x or (want_scale and not want_y), want_y
+                x, y, scale, positive, odds, ids, want_x or (want_scale and not want_y), want_y
             )
             factor = ctx.strategy.ring.sum(grad) / (2 * len(x) * ctx.strategy.ring.world_size)
         return _input_gradients(ctx, factor, x, y, scale, grad_x, grad_y, torch.zeros_like(bias) if want_bias else None)
@@ -197,14 +202,20 @@ def _input_gradients(
         rows, sums = (x, grad_x) if grad_x is not None else (y, grad_y)
         assert sums is not None
         grad_scale = factor * (rows * sums).sum()
+    factor_of_inputs = factor * scale
     return (
-        (grad_x * (factor * scale)).to(x.dtype) if want_x and grad_x is not None else None,
-        (grad_y * (factor * scale)).to(y.dtype) if want_y and grad_y is not None else None,
+        _scaled(grad_x, factor_of_inputs, x) if want_x and grad_x is not None else None,
+        _scaled(grad_y, factor_of_inputs, y) if want_y and grad_y is not None else None,
         grad_scale,
         factor * grad_bias if want_bias and grad_bias is not None else None,
         None,
         None,
     )
+
+
+def _scaled(gradient: Tensor, factor: Tensor, like: Tensor) -> Tensor:
+    """factor · gradient in the dtype of ``like``, without a copy in between."""
+    return torch.mul(gradient, factor, out=torch.empty(like.shape, dtype=like.dtype, device=like.device))
 
 
 def _check(

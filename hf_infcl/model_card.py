@@ -94,6 +94,7 @@ def model_card(
         "start": f"`{_name(start)}`",
         "data": f"`{_name(dataset)}`, {pairs:,} images with captions",
         "objective": {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as SigLIP)"}[objective],
+        **({"frozen": f"{args.freeze} tower"} if args.freeze else {}),
         "global batch": f"**{args.global_batch_size:,} pairs** = {args.per_device_train_batch_size} per device × "
         f"{args.gradient_accumulation_steps} accumulation steps × {processes} ({args.strategy})",
         "length": f"{state.global_step:,} optimizer steps, {state.global_step * args.global_batch_size:,} pairs seen, "

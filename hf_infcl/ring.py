@@ -72,10 +72,11 @@ class Ring:
         return Traveller(self, combine)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The elementwise sum over the ring, a new tensor, the same on every process."""
+        """The elementwise sum over the ring, the same on every process; of one process the tensor itself."""
+        if self.world_size == 1:
+            return tensor
         total = tensor.clone()
-        if self.world_size > 1:
-            dist.all_reduce(total, group=self.group)
+        dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, tensor: Tensor) -> Tensor:

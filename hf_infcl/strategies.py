@@ -58,14 +58,15 @@ class RingStrategy:
         self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The log-odds of the negatives of this process's images and of its texts, each [b]."""
-        odds_x = torch.full_like(positive, -torch.inf)
+        odds_x: Tensor | None = None
         odds_y = self.collector(torch.logaddexp)
         for diagonal, (text, text_positive, text_ids) in self.columns(y, positive, ids):
             rows, part = kernels.softmax_statistics(
                 x, text, scale, positive, text_positive, ids, text_ids, diagonal, backend=self.backend
             )
-            odds_x = torch.logaddexp(odds_x, rows)
+            odds_x = rows if odds_x is None else torch.logaddexp(odds_x, rows)
             odds_y.add(part)
+        assert odds_x is not None
         return odds_x, odds_y.home()
 
     def softmax_gradients(
@@ -74,17 +75,17 @@ class RingStrategy:
         y: Tensor,
         scale: Tensor,
         positive: Tensor,
-        odds: tuple[Tensor, Tensor],
+        odds: Tensor,
         ids: Tensor | None,
         want_x: bool,
         want_y: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
         """C·Y and Cᵀ·X of this process's images and texts, [b, D]; C is 2B times the loss's derivative by the logits.
 
-        ``odds`` are the statistics; what is not wanted is None.
+        ``odds`` [2, b] are the statistics; what is not wanted is None.
         """
-        lse_x, lse_y = (positive + F.softplus(t) for t in odds)
-        own = -(torch.sigmoid(odds[0]) + torch.sigmoid(odds[1]))
+        lse_x, lse_y = positive + F.softplus(odds)
+        own = -torch.sigmoid(odds).sum(0)
         grad_x = _zeros(x, positive) if want_x else None
         texts = self.collector(torch.add)
         for diagonal, (text, text_lse, text_ids) in self.columns(y, lse_y, ids):
@@ -173,7 +174,7 @@ class LocalStrategy(DiscoStrategy):
         y: Tensor,
         scale: Tensor,
         positive: Tensor,
-        odds: tuple[Tensor, Tensor],
+        odds: Tensor,
         ids: Tensor | None,
         want_x: bool,
         want_y: bool,
@@ -204,7 +205,10 @@ class LocalStrategy(DiscoStrategy):
 
 
 class GatherStrategy(DiscoStrategy):
-    """CLIP: everyone gathers everything and computes the whole loss; nothing returns, for everyone has it all."""
+    """CLIP: everyone gathers everything and computes the whole loss; nothing returns, for everyone has it all.
+
+    Gradients, and the sigmoid loss, are computed of a process's own rows and columns only.
+    """
 
     def softmax_statistics(
         self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
@@ -223,13 +227,13 @@ class GatherStrategy(DiscoStrategy):
         y: Tensor,
         scale: Tensor,
         positive: Tensor,
-        odds: tuple[Tensor, Tensor],
+        odds: Tensor,
         ids: Tensor | None,
         want_x: bool,
         want_y: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        lse_x, lse_y = (positive + F.softplus(t) for t in odds)
-        own = -(torch.sigmoid(odds[0]) + torch.sigmoid(odds[1]))
+        lse_x, lse_y = positive + F.softplus(odds)
+        own = -torch.sigmoid(odds).sum(0)
 
         def of_rows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> Tensor:
             ((diagonal, (columns, column_lse, column_ids)),) = self.columns(b, lse_b, ids)

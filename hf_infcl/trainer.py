@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -51,7 +51,8 @@ class InfCLTrainer(Trainer):
             `ContrastiveCollator` over ``processing_class``.
         **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
             ``(image_embeds [N, D], text_embeds [N, C, D])`` and whose label_ids are the number of captions [N] (the
-            rest of C is padding), or ``image_embeds`` and the labels for a `ZeroShotDataset`.
+            rest of C is padding), with pair ids a tuple of both; or ``image_embeds`` and the labels for a
+            `ZeroShotDataset`.
 
     Raises:
         ValueError: the model is no dual encoder; several GPUs without a launcher; DeepSpeed or FSDP1; ``args`` of
@@ -78,26 +79,35 @@ class InfCLTrainer(Trainer):
             )
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = _default_collator(kwargs["processing_class"], model)
-        if args.ddp_broadcast_buffers is None and model is not None and not DualEncoder(model).batch_norms():
-            # The buffers are constants; broadcasting them would be a collective in the middle of every first forward.
-            args.ddp_broadcast_buffers = False
-            # accelerate passes it to DDP by the name that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
         super().__init__(model, args, data_collator, **kwargs)
         if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
             raise ValueError(
-                "InfCLTrainer's gradients have been verified under DDP and FSDP2 only; with DeepSpeed or FSDP1 they might "
-                "differ without a word. Pass --fsdp (version 2) to shard the model."
+                "InfCLTrainer's gradients have been verified under DDP and FSDP2 only; with DeepSpeed or FSDP1 they "
+                "might differ without a word. Pass --fsdp (version 2) to shard the model."
             )
         self._prepare_model(self.model)
-        self.add_callback(_AfterStep(self))
+        # First, so that the user's callbacks see the clamped logit_scale.
+        self.callback_handler.callbacks.insert(0, _LoopEvents(self))
+        self._fetcher = Fetcher(self.args.device) if self.args.offload_window else None
         self._window: list[Any] = []
         self._next_micro_batch = 0
         self._cached: CachedWindow | None = None
-        self._skipped = 0
+        self._begin_training()
+
+    def _begin_training(self) -> None:
         self._windows_trained = 0
         self._affordable_graphs: int | None = None
-        self._last_log: tuple[float, int] | None = None
+        self._skipped: int | None = None  # None as long as the data does not report it
+        self._last_log = time.perf_counter(), self.state.global_step
+        self._begin_epoch(0)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._windows_in_epoch, self._exhausted = 0, False
+        # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
+        if (sampler := getattr(self, "_sampler", None)) is not None:
+            sampler.set_epoch(epoch)
 
     # ---- Model ----
 
@@ -109,6 +119,7 @@ class InfCLTrainer(Trainer):
 
     def _prepare_model(self, model: Any) -> None:
         dual_encoder = DualEncoder(model)
+        dual_encoder.freeze_unused()
         if self.args.freeze is not None:
             dual_encoder.freeze(self.args.freeze)
         if self.is_fsdp_enabled:
@@ -155,8 +166,9 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
         dataloader = super().get_train_dataloader()
+        self._dispatched = isinstance(dataloader, DataLoaderDispatcher)
         if self.args.offload_window:
-            if isinstance(dataloader, DataLoaderDispatcher):
+            if self._dispatched:
                 raise ValueError(
                     "offload_window keeps batches in host memory, but this stream is read by the main process and sent "
                     'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
@@ -167,31 +179,37 @@ class InfCLTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """Fetches a window. No forward happens here: on resume Trainer restores the random state after this call."""
-        self._cached = None
-        with self._failing_together():
-            self._window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._next_micro_batch = 0
-        if isinstance(self.train_dataset, IterableDataset) and not self._window_is_full():
-            # A short last window of a stream would leave its gradient behind, and another objective.
-            self._window = []
-        return self._window, None
+        """Fetches a window, or nothing where a stream's rest does not fill one.
 
-    def _window_is_full(self) -> bool:
-        rows = sum(len(batch["pixel_values"]) for batch in self._window)
-        wanted = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        return all(seen == wanted for (seen,) in Ring().agree([rows]))
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """What stops this process here, a bad batch or lack of memory, stops the others where they next agree."""
+        All processes agree here on having one, so an error in the data of any stops them all. No forward happens here:
+        on resume Trainer restores the random state after this call.
+        """
+        self._window, self._next_micro_batch = [], 0
+        if self._exhausted:
+            return [], None
         try:
-            yield
+            window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         except Exception as error:
-            if self.args.world_size > 1:
+            # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
+            if self.args.world_size > 1 and not self._dispatched:
                 with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
-                    Ring().agree((), failure=f"{type(error).__name__}: {error}")
+                    Ring().agree([], failure=f"{type(error).__name__}: {error}")
             raise
+        rows = sum(len(batch["pixel_values"]) for batch in window)
+        seen = [int(rows) for (rows,) in Ring().agree([rows])]
+        wanted = self.args.global_batch_size // self.args.world_size
+        if seen != [wanted] * len(seen):
+            # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
+            if self._windows_in_epoch == 0:
+                raise ValueError(
+                    f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: "
+                    f"the processes got {seen} of {wanted} each. Lower the batch, or use more data."
+                )
+            self._exhausted = True
+            return [], None
+        self._windows_in_epoch += 1
+        self._window = window
+        return window, None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -219,25 +237,31 @@ class InfCLTrainer(Trainer):
                 self.accelerator.backward(surrogate)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         inputs.pop("pixel_values", None)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         loss = self._cached.loss.float()
-        self._windows_trained += last
-        return loss if last else torch.zeros_like(loss)
+        if not last:
+            return torch.zeros_like(loss)
+        self._cached = None
+        self._windows_trained += 1
+        return loss
 
     def _first_pass(self, model: nn.Module) -> CachedWindow:
         ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
         pair_ids = torch.cat(ids).to(self.args.device) if ids else None
-        self._skipped += int(sum(batch["skipped"].sum() for batch in self._window if "skipped" in batch))
+        if skipped := [int(batch["skipped"].sum()) for batch in self._window if "skipped" in batch]:
+            self._skipped = (self._skipped or 0) + sum(skipped)
         bf16 = self.accelerator.mixed_precision == "bf16"
-        compiled = self.args.torch_compile
-        fetcher = Fetcher(self.args.device)
+        compiled = is_compiled_module(model) or any(m._compiled_call_impl is not None for m in model.modules())
 
         def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
             # A compiled model would compile again for every tower that is left out.
             frozen_outputs = None if compiled else micro_batch.frozen_outputs
-            # In the second pass the others are in DDP's own collectives, which no message reaches.
-            with self._failing_together() if self._cached is None else nullcontext():
-                inputs = fetcher.fetch(micro_batch.inputs, following.inputs if following is not None else None)
-                return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            inputs = micro_batch.inputs
+            if self._fetcher is not None:
+                inputs = self._fetcher.fetch(inputs, following.inputs if following is not None else None)
+            return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
             # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
@@ -253,7 +277,7 @@ class InfCLTrainer(Trainer):
                 pair_ids=pair_ids,
             )
 
-        return CachedWindow(
+        window = CachedWindow(
             encode,
             [_MicroBatch(batch) for batch in self._window],
             loss,
@@ -262,6 +286,13 @@ class InfCLTrainer(Trainer):
             retain=self._graphs_to_retain(),
             keep_grad_mode=compiled,
         )
+        if not window.loss.isfinite():  # the same on every process, before anything has been changed
+            raise ValueError(
+                f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: an image "
+                "or the model gives embeddings that are not finite. The weights are those of that step. Look at the "
+                "data of this batch, lower the learning rate, or use bf16 instead of fp16."
+            )
+        return window
 
     def _graphs_to_retain(self) -> int:
         """How many micro-batches keep their graph; the first one's costs no memory that the step would not need."""
@@ -298,12 +329,12 @@ class InfCLTrainer(Trainer):
                 logs["logit_bias"] = bias.item()
             logs["global_batch_size"] = self.args.global_batch_size
             now, step = time.perf_counter(), self.state.global_step
-            since, at = self._last_log or (now, step)
+            since, at = self._last_log
             if step > at:
                 logs["samples_per_second"] = round((step - at) * self.args.global_batch_size / (now - since), 3)
             self._last_log = now, step
-            skipped = self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum")
-            if skipped:
+            if self._skipped is not None:
+                skipped = self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum")
                 logs["skipped_samples"] = int(skipped)
         super().log(logs, start_time)
 
@@ -354,10 +385,15 @@ class InfCLTrainer(Trainer):
         """
         output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
         assert output.metrics is not None
-        if isinstance(dataset := dataloader.dataset, ZeroShotDataset):
+        if isinstance(output.predictions, tuple):
+            metrics = self._pairs(output)
+        elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
             metrics = self._zero_shot(dataset, output)
         else:
-            metrics = self._pairs(output)
+            raise ValueError(
+                "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset itself, "
+                f"not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
+            )
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -409,7 +445,7 @@ class WindowSampler(Sampler[int]):
     """The rows of an epoch in the order of its global batches: full ones only, shuffled anew each epoch.
 
     Which rows make up a global batch depends on seed, epoch and its size alone, not on how it is split over processes
-    and accumulation steps. The rows left over differ from epoch to epoch.
+    and accumulation steps. With shuffling the rows left over differ from epoch to epoch.
 
     Args:
         dataset: sized; its ``set_epoch``, if any, is called along.
@@ -445,19 +481,20 @@ class WindowSampler(Sampler[int]):
         return iter(torch.randperm(len(self._dataset), generator=generator)[: self._length].tolist())
 
 
-class _AfterStep(TrainerCallback):
+class _LoopEvents(TrainerCallback):
     """What has to happen at points of Trainer's loop that no method of it marks."""
 
     def __init__(self, trainer: InfCLTrainer) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._last_log = time.perf_counter(), state.global_step
+        self._trainer._begin_training()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
-        if (sampler := getattr(self._trainer, "_sampler", None)) is not None:
-            sampler.set_epoch(int(state.epoch or 0))
+        self._trainer._begin_epoch(int(state.epoch or 0))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._window = []
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         maximum = args.max_logit_scale

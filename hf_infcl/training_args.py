@@ -30,7 +30,7 @@ class InfCLTrainingArguments(TrainingArguments):
             frozen tower runs once per window, in eval mode, and the loss computes no gradient for it.
         retain_graphs: of how many micro-batches of a window the autograd graph is kept, so that they need no second
             forward: a number, or ``"auto"`` for as many as GPU memory allows by the measure of the first two windows.
-            Each costs the activations of a micro-batch; the first costs none. The gradient is the same.
+            Each costs the activations of a micro-batch; the first costs none, so 0 is 1. The gradient is the same.
         offload_window: the window's inputs stay in pinned host memory and are moved one micro-batch ahead, so device
             memory does not grow with gradient_accumulation_steps but by the embeddings.
 
@@ -52,6 +52,10 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     offload_window: bool = field(
         default=False, metadata={"help": "Keep the window's inputs in host memory and move them one step ahead."}
+    )
+    # A loss that is not finite stops the training; a log must not paint it over.
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Log the average of earlier losses for one that is not finite."}
     )
     # Raw image and caption columns are needed by the collator, which processes them.
     remove_unused_columns: bool = field(
@@ -75,6 +79,13 @@ class InfCLTrainingArguments(TrainingArguments):
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
+        for name, unwanted, reason in (
+            ("dataloader_drop_last", True, "it would drop rows of evaluations too; training has full windows anyway"),
+            ("batch_eval_metrics", True, "metrics are of the whole set, not of batches"),
+            ("label_smoothing_factor", self.label_smoothing_factor or None, "the contrastive loss has no labels"),
+        ):
+            if getattr(self, name) == unwanted:
+                raise ValueError(f"{name}={unwanted} is not for InfCLTrainer: {reason}. Leave it off.")
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would change the contrastive batch and with it the objective. Lower "

@@ -114,6 +114,17 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
     assert bool(encoder.batch_norms()) == (kind in ("align", "groupvit"))
 
 
+@pytest.mark.parametrize("kind", BUILD)
+def test_what_trains_takes_part_in_the_loss(kind):
+    model = BUILD[kind]().train()
+    encoder = DualEncoder(model)
+    encoder.freeze_unused()
+    images, texts = encoder.embed(model, batch_for(kind))
+    scale, bias = encoder.scale_and_bias()
+    (scale * images @ texts.t() + (0 if bias is None else bias)).square().sum().backward()
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
 @pytest.mark.parametrize("tower", ["image", "text"])
 @pytest.mark.parametrize("kind", BUILD)
 def test_a_frozen_tower_runs_once(kind, tower):

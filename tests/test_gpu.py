@@ -8,6 +8,7 @@ import torch
 from conftest import Ranks
 from test_parity import MODELS, VARIANTS, check
 from test_trainer import trainer_for
+from transformers import AutoModel
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,8 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "backend": backend}
-    check(ranks, world_size, CELLS, options, backend="nccl", tolerance=0.05, floor=5e-3)
+    cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws other masks in bf16 than in fp32
+    check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
 
 
 @pytest.mark.parametrize("options", [{"retain_graphs": "3"}, {"retain_graphs": "auto"}, {"offload_window": True}])
@@ -75,6 +77,12 @@ def rank_fsdp_checkpoint(rank: int, world_size: int, folder: str, name: str) -> 
     return metrics["eval_loss"]
 
 
+def rank_evaluate(rank: int, world_size: int, folder: str) -> float:
+    model = AutoModel.from_pretrained(f"{folder}/last")
+    trainer = trainer_for(f"{folder}/plain", model, eval_dataset=models.Pairs(13), use_cpu=False)
+    return trainer.evaluate()["eval_loss"]
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_fsdp2_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, name):
     if torch.cuda.device_count() < 2:
@@ -86,5 +94,6 @@ def test_fsdp2_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, name):
     assert not info["mismatched_keys"]
     assert not info["missing_keys"]
     assert loaded.logit_scale.shape == fresh.logit_scale.shape
-    trainer = trainer_for(tmp_path / "plain", loaded, eval_dataset=models.Pairs(13), use_cpu=False)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+    assert fresh_ranks.run(rank_evaluate, 1, str(tmp_path / name), backend="nccl") == [
+        pytest.approx(expected, rel=1e-4)
+    ]

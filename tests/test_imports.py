@@ -31,7 +31,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.losses": (*HUGGING_FACE, "hf_infcl.trainer"),
     "hf_infcl.grad_cache": ("hf_infcl", *HUGGING_FACE),
     "hf_infcl.offload": (*HUGGING_FACE, "hf_infcl.losses", "hf_infcl.trainer"),
-    "hf_infcl.dual_encoder": (*TRAINER, "hf_infcl.losses", "hf_infcl.kernels", *DISTRIBUTED),
+    "hf_infcl.dual_encoder": (*TRAINER, "hf_infcl.losses", "hf_infcl.kernels"),
     "hf_infcl.training_args": ("transformers.AutoModel", "hf_infcl.data", "hf_infcl.trainer"),
     "hf_infcl.trainer": ("hf_infcl.kernels", "hf_infcl.reference"),
     "hf_infcl.data": (*MODELS, *TRAINER, *DISTRIBUTED),

@@ -24,6 +24,7 @@ def card(folder: Any, **changes: Any) -> ModelCard:
         gradient_accumulation_steps=4,
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
+        freeze="image",
         use_cpu=True,
     )
     values: dict[str, Any] = {
@@ -65,6 +66,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         "**32 pairs** = 8 per device × 4 accumulation steps × 1 process (ring)",
         "60 optimizer steps, 1,920 pairs seen, 1.5 epochs",
         "0.001, cosine",
+        "| frozen | image tower |",
         "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
         "| `someone/labelled`, validation | 300 | top-5 accuracy | not defined |",
         "“a photo of a {}.”",

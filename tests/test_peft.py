@@ -36,3 +36,12 @@ def test_adapters_train_and_everything_else_stays(tmp_path, tower):
             DualEncoder(loaded).embed(loaded, batch), DualEncoder(model).embed(model, batch), strict=True
         ):
             torch.testing.assert_close(seen, expected)
+
+
+def test_preparation_for_fsdp_reaches_the_model_inside(tmp_path):
+    model = lora("vision_model")
+    encoder = DualEncoder(model)
+    encoder.prepare_for_fsdp()
+    assert all(p.ndim >= 1 for p in model.parameters())
+    state = DualEncoder(model).stock_shapes(model.state_dict())
+    assert state["base_model.model.logit_scale"].shape == ()

@@ -111,6 +111,16 @@ class Stream(IterableDataset):
         return (self.data[i] for i in range(len(self.data)))
 
 
+def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
+    from hf_infcl.ring import Ring
+
+    calls, agree = [], Ring.agree
+    monkeypatch.setattr(Ring, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
+    trainer_for(tmp_path, data=Stream(20), max_steps=6).train()
+    # Two full windows a pass, and the one that was not in the two passes that came to it.
+    assert len(calls) == 3 + 3 + 2
+
+
 def rank_stream(rank: int, world_size: int, folder: str) -> int:
     class CleanStart(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -133,6 +143,7 @@ def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
 def test_images_are_let_go_after_their_last_use(tmp_path):
     class Watch(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            assert trainer._cached is None
             assert trainer._window
             assert all("pixel_values" not in batch for batch in trainer._window)
             assert all("input_ids" in batch for batch in trainer._window)
@@ -440,38 +451,60 @@ def test_zero_shot_without_a_tokenizer_is_an_error(tmp_path):
 # ---- Errors ----
 
 
-class BreaksOnRankOne:
-    """A collator, or a model's hook, that fails at rank 1's call of this number."""
+class Breaks:
+    """A collator that fails at one rank's batch of this number."""
 
-    def __init__(self, rank: int, call: int) -> None:
-        self.rank, self.call, self.calls = rank, call, 0
+    def __init__(self, here: bool, batch: int) -> None:
+        self.here, self.batch, self.calls = here, batch, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, items: Any) -> Any:
         self.calls += 1
-        if self.rank == 1 and self.calls == self.call:
+        if self.here and self.calls == self.batch:
             raise MemoryError("no room")
-        return default_collate(args[0]) if isinstance(args[0], list) else None
+        return default_collate(items)
 
 
-def rank_failure(rank: int, world_size: int, folder: str, where: str, rows: Any) -> str:
-    # A window of two micro-batches calls the model three times: the fourth is the second window's first pass.
-    model, breaks = models.clip(), BreaksOnRankOne(rank, {"data": 3, "model": 4}[where])
-    if where == "model":
-        model.text_model.register_forward_pre_hook(breaks)
-    options = {"data_collator": breaks} if where == "data" else {}
+def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any) -> str:
+    options = {"accelerator_config": {"dispatch_batches": False}, "data_collator": Breaks(rank == 1, batch)}
     try:
-        trainer_for(folder, model, rows, max_steps=5, accelerator_config={"dispatch_batches": False}, **options).train()
+        trainer_for(folder, data=data, max_steps=5, **options).train()
     except (MemoryError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "went on"
 
 
-@pytest.mark.parametrize("where", ["data", "model"])
-@pytest.mark.parametrize("data", [models.Pairs(64), Stream(64)], ids=["rows", "stream"])
-def test_a_failing_rank_stops_all_ranks_with_its_reason(ranks, tmp_path, where, data):
-    for rank, error in enumerate(ranks.run(rank_failure, 2, str(tmp_path), where, data, timeout=50)):
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("data", [models.Pairs(96), Stream(96)], ids=["rows", "stream"])
+def test_a_rank_with_bad_data_stops_all_ranks_with_its_reason(ranks, tmp_path, batch, data):
+    for rank, error in enumerate(ranks.run(rank_failure, 2, str(tmp_path), batch, data, timeout=50)):
         assert "MemoryError: no room" in error
         assert error.startswith("MemoryError" if rank == 1 else "RuntimeError: Stopped together")
+
+
+def test_a_loss_that_is_not_finite_stops_before_it_does_harm(tmp_path):
+    data, model = models.Pairs(40), models.clip()
+    data.images[:] = torch.nan
+    trainer = trainer_for(tmp_path, model, data)
+    before = parameters(trainer)
+    with pytest.raises(ValueError, match=r"after step 0 is nan.*embeddings that are not finite"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
+
+
+def test_a_stream_without_one_full_window_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"first global batch of 8 pairs was full.*\[5\] of 8"):
+        trainer_for(tmp_path, data=Stream(5)).train()
+
+
+def test_images_with_labels_have_to_be_a_zero_shot_set(tmp_path):
+    subset = torch.utils.data.Subset(labelled(9), range(5))
+    with pytest.raises(ValueError, match="ZeroShotDataset itself, not a Subset"):
+        trainer_for(tmp_path, eval_dataset=subset, data_collator=TinyTokens()).evaluate()
+
+
+def test_a_loss_of_one_s_own_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func"):
+        InfCLTrainer(models.clip(), arguments(tmp_path), default_collate, compute_loss_func=print)
 
 
 def test_one_process_with_several_gpus_is_refused(tmp_path, monkeypatch):
@@ -502,6 +535,9 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
         ({"max_logit_scale": 0.5}, "max_logit_scale must be at least 1.*0.5"),
         ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last=True .*rows of evaluations"),
+        ({"batch_eval_metrics": True}, "batch_eval_metrics=True .*whole set"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .*no labels"),
         ({"freeze": "vision"}, "freeze must be one of None, 'image', 'text', got 'vision'"),
         ({"retain_graphs": "all"}, "retain_graphs must be a number from 0 or 'auto', got 'all'"),
         ({"retain_graphs": -1}, "retain_graphs must be a number from 0 or 'auto', got '-1'"),

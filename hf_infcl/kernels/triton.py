@@ -9,9 +9,10 @@ the gradients' products: each number is the sum of three (``"highest"``, all 24 
 times the work of bf16 features, and as many times their size in copies of the features.
 
 Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order of programs; the softmax's statistics
-then take two products instead of one.
+then take two products instead of one, a third of the time more in all.
 
-Nothing is tuned at run time: tile shapes are functions of the architecture and of D.
+Nothing is tuned at run time: tiles are a function of the architecture. They were measured on Hopper; on others they are
+what is known to fit.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ from . import triton_kernels
 
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
 CHUNK_COLUMNS = 16384
+EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
+NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
 
 INTERPRETED = triton.knobs.runtime.interpret
-# Pairs of parts (of x, of y), largest product first.
-_PAIRS = {1: ((0, 0),), 2: ((0, 0), (0, 1), (1, 0)), 3: ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0))}
+# Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
+_PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 _PARTS = {"highest": 3, "high": 2, "medium": 1}
 
 
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     with _on_device(x):
-        x, y = _operands(x, y)[:2]
+        x, y, _ = _operands(x, y)
         c = _configuration(x)
         out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        triton_kernels.positives[(triton.cdiv(len(x), c.square),)](
-            _tiles(x, c.square, c.bk), _tiles(y, c.square, c.bk), scale, out, len(x),
-            K=x.shape[1], B=c.square, BK=c.bk, num_warps=c.square_warps, num_stages=c.stages,
+        triton_kernels.positives[(triton.cdiv(len(x), c.tile),)](
+            _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), scale, out, len(x),
+            K=c.k, B=c.tile, BK=c.step, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
         return out
 
@@ -61,31 +64,33 @@ def softmax_statistics(
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
         x, y, parts = _operands(x, y)
-        m, n, k = len(x), len(y), x.shape[1]
-        ids = _vectors(ids_x, ids_y)
-        positive_x, positive_y = _vectors(positive_x, positive_y)
+        m, n = len(x), len(y)
+        ids = _classes(ids_x, ids_y)
+        positive_x, positive_y = positive_x.contiguous(), positive_y.contiguous()
         diagonal = triton_kernels.NOWHERE.value if diagonal is None else diagonal
-        c = _configuration(x)
+        c, fused = _configuration(x), parts == 1
         if torch.are_deterministic_algorithms_enabled():
             # As if every sum had overflowed: all of them are then taken in a fixed order.
-            sum_x, sum_y = torch.full((m + n,), torch.inf, device=x.device).split((m, n))
+            sum_x, sum_y = torch.full((m + n,), torch.inf, dtype=torch.float32, device=x.device).split((m, n))
         else:
-            sum_x, sum_y = torch.zeros(m + n, device=x.device).split((m, n))
-            tiles, blocks = triton.cdiv(m, c.bm), triton.cdiv(n, c.bn)
-            run = _run(tiles, blocks, c.resident * _processors(x.device))
-            triton_kernels.softmax_sums[(triton.cdiv(tiles, run) * blocks,)](
-                _tiles(x, c.bm, c.bk), _tiles(y, c.bn, c.bk), sum_x, sum_y, positive_x, positive_y, scale, *ids,
-                m, n, diagonal, tiles, blocks, run,
-                EXACT=parts > 1, IDS=ids_x is not None, K=k, BM=c.bm, BN=c.bn, BK=c.bk, GROUP=c.group, WARPS=c.warps,
-                num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=parts == 1,
-            )  # fmt: skip
-        odds_x, odds_y = torch.empty(m + n, device=x.device).split((m, n))
-        b = c.square
-        triton_kernels.log_odds[(triton.cdiv(m, b) + triton.cdiv(n, b),)](
-            _tiles(x, b, c.bk), _tiles(y, b, c.bk), sum_x, sum_y, positive_x, positive_y, odds_x, odds_y, scale, *ids,
-            m, n, diagonal,
-            IDS=ids_x is not None, K=k, B=b, BK=c.bk,
-            num_warps=c.square_warps, num_stages=c.stages, enable_fp_fusion=parts == 1,
+            sum_x, sum_y = torch.zeros(m + n, dtype=torch.float32, device=x.device).split((m, n))
+            tiles, blocks, run = c.split(m, n, longest=64)
+            # One launch for programs whose references lie near each other, one for the rest; or one for all.
+            forms = ((True, True), (False, True)) if fused and m * n >= NEAR_PAYS else ((False, False),)
+            for near, gated in forms:
+                triton_kernels.softmax_sums[(triton.cdiv(tiles, run) * blocks,)](
+                    _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), sum_x, sum_y, positive_x, positive_y, scale,
+                    *ids, m, n, diagonal, tiles, blocks, run,
+                    NEAR=near, GATED=gated, SPAN=triton.next_power_of_2(run) * c.tile, EXACT=not fused,
+                    IDS=ids_x is not None, K=c.k, BM=c.tile, BN=c.tile, BK=c.step, GROUP=33, WARPS=c.warps,
+                    num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=fused,
+                )  # fmt: skip
+        odds_x, odds_y = torch.empty_like(positive_x), torch.empty_like(positive_y)
+        triton_kernels.log_odds[(triton.cdiv(m, c.tile) + triton.cdiv(n, c.tile),)](
+            _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), sum_x, sum_y, positive_x, positive_y, odds_x, odds_y,
+            scale, *ids, m, n, diagonal,
+            IDS=ids_x is not None, K=c.k, B=c.tile, BK=c.step,
+            num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=fused,
         )  # fmt: skip
         return odds_x, odds_y
 
@@ -104,13 +109,13 @@ def softmax_gradients(
     grad_y: Tensor | None = None,
 ) -> None:
     with _on_device(x):
-        own_coefficient = lse_x if own_coefficient is None else own_coefficient
-        lse_x, lse_y, own_coefficient = _vectors(lse_x, lse_y, own_coefficient)
+        own_coefficient = lse_x if own_coefficient is None else own_coefficient  # never read
+        lse_x, lse_y, own_coefficient = (t.contiguous() for t in (lse_x, lse_y, own_coefficient))
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             rows, columns = chunk.rows, chunk.columns
             triton_kernels.softmax_coefficients[chunk.grid](
                 *chunk.matrices, lse_x[rows], lse_y[columns], own_coefficient[rows], scale, *chunk.arguments,
-                **chunk.constants,
+                EXACT=len(chunk.x) > 1, **chunk.constants,
             )  # fmt: skip
             chunk.accumulate(grad_x, grad_y)
 
@@ -130,7 +135,7 @@ def sigmoid_block(
         sums: Tensor | None = None
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             if sums is None:  # no later chunk is larger
-                sums = torch.zeros(2, chunk.tiles, device=x.device)
+                sums = torch.zeros(2, chunk.tiles, dtype=torch.float32, device=x.device)
             triton_kernels.sigmoid_coefficients[chunk.grid](
                 *chunk.matrices, sums[0], sums[1], scale, bias, *chunk.arguments, **chunk.constants
             )
@@ -159,42 +164,42 @@ class _Chunk:
 
     def accumulate(self, grad_x: Tensor | None, grad_y: Tensor | None) -> None:
         """The products of the coefficients, onto the gradients."""
-        for a, b in _PAIRS[len(self.coefficients)]:
+        parts = len(self.coefficients)
+        longest = 1 << 30 if parts == 1 else EXACT_SUM
+        for a, b in _PAIRS[parts]:
             c = self.coefficients[a]
             if grad_x is not None:
-                _add_product(grad_x[self.rows], c, self.y[b], 1 / self.unit)
+                _add_product(grad_x[self.rows], c, self.y[b], 1 / self.unit, longest)
             if grad_y is not None:
-                _add_product(grad_y[self.columns], c.t(), self.x[b], 1 / self.unit)
+                _add_product(grad_y[self.columns], c.t(), self.x[b], 1 / self.unit, longest)
 
 
 def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, diagonal: int | None) -> Iterator[_Chunk]:
     dimension = x.shape[1]
     x, y, parts = _operands(x, y)
-    ids_x, ids_y = _vectors(ids_x, ids_y)
-    m, n, k = len(x), len(y), x.shape[1]
+    ids_x, ids_y = _classes(ids_x, ids_y)
+    m, n = len(x), len(y)
     c = _configuration(x)
-    b = c.square
-    columns = _even(n, CHUNK_COLUMNS, b)
+    columns = _even(n, CHUNK_COLUMNS, c.tile)
     most = WORKSPACE_BYTES // (columns * parts * x.element_size())
-    rows = _even(m, max(b, most // b * b), b)
+    rows = _even(m, max(c.tile, most // c.tile * c.tile), c.tile)
     workspace = torch.empty(parts, rows, columns, dtype=x.dtype, device=x.device)
     # The smallest coefficients that count lie below the range of float16, whose largest number is 65504.
     gain = 14.0 if x.dtype == torch.float16 else 0.0
     constants = {
-        "EXACT": parts > 1, "PARTS": parts, "GAIN": gain, "IDS": ids_x is not None,
-        "K": k, "BM": b, "BN": b, "BK": c.bk, "GROUP": c.square_group,
-        "num_warps": c.square_warps, "num_stages": c.stages, "enable_fp_fusion": parts == 1,
+        "PARTS": parts, "GAIN": gain, "IDS": ids_x is not None,
+        "K": c.k, "BM": c.tile, "BN": c.tile, "BK": c.step, "GROUP": 16,
+        "num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": parts == 1,
     }  # fmt: skip
-    width = k // len(_PAIRS[parts])
+    width = x.shape[1] // len(_PAIRS[parts])
     x_at, y_at = ([pair[side] for pair in _PAIRS[parts]] for side in (0, 1))
     for row in range(0, m, rows):
         for column in range(0, n, columns):
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
             of_x, of_y = x[r], y[s]
             height, length = len(of_x), len(of_y)
-            tiles, blocks = triton.cdiv(height, b), triton.cdiv(length, b)
-            run = _run(tiles, blocks, c.square_resident * _processors(x.device))
-            ids = None if ids_x is None else ids_x[r], None if ids_y is None else ids_y[s]
+            tiles, blocks, run = c.split(height, length, longest=16)
+            ids = (None, None) if ids_x is None or ids_y is None else (ids_x[r], ids_y[s])
             offset = triton_kernels.NOWHERE.value if diagonal is None else diagonal + row - column
             yield _Chunk(
                 rows=r,
@@ -206,21 +211,23 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 tiles=tiles * blocks,
                 grid=(triton.cdiv(tiles, run) * blocks,),
                 matrices=(
-                    _tiles(of_x, b, c.bk),
-                    _tiles(of_y, b, c.bk),
-                    _tiles(workspace.view(parts * rows, columns), b, b // 2),
+                    _boxes(of_x, c.tile, c.step),
+                    _boxes(of_y, c.tile, c.step),
+                    _boxes(workspace.view(parts * rows, columns), c.tile, c.tile // 2),
                 ),
                 arguments=(*ids, height, length, offset, tiles, blocks, run, rows),
                 constants=constants,
             )
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
-    """out += alpha · a·b in fp32, from tensor cores."""
-    if out.is_cuda:
-        torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, beta=1, alpha=alpha, out=out)
-    else:
-        out.addmm_(a.float(), b.float(), alpha=alpha)
+def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int) -> None:
+    """out += alpha · a·b in fp32, from tensor cores. Sums of more than ``longest`` addends are broken up."""
+    for start in range(0, len(b), longest):
+        left, right = a[:, start : start + longest], b[start : start + longest]
+        if out.is_cuda:
+            torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, beta=1, alpha=alpha, out=out)
+        else:
+            out.addmm_(left.float(), right.float(), alpha=alpha)
 
 
 def _operands(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
@@ -262,11 +269,18 @@ def _aligned(t: Tensor) -> Tensor:
     return out
 
 
-def _vectors(*tensors: Tensor | None) -> Any:
-    return [None if t is None else t.contiguous() for t in tensors]
+def _classes(ids_x: Tensor | None, ids_y: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """int32 numbers, equal where the int64 ids are: kernels that compare 64 bits run out of registers."""
+    if ids_x is None or ids_y is None:
+        return None, None
+    ids, order = torch.cat((ids_x, ids_y)).sort()
+    ranks = torch.zeros_like(ids, dtype=torch.int32)
+    ranks[1:] = (ids[1:] != ids[:-1]).cumsum(0)
+    ids_x, ids_y = torch.empty_like(ranks).scatter_(0, order, ranks).split((len(ids_x), len(ids_y)))
+    return ids_x, ids_y
 
 
-def _tiles(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _boxes(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, [rows, columns])
 
 
@@ -276,37 +290,28 @@ def _even(length: int, most: int, unit: int) -> int:
     return triton.cdiv(triton.cdiv(length, count), unit) * unit
 
 
-@functools.lru_cache
-def _run(tiles: int, blocks: int, slots: int) -> int:
-    """Row tiles per program, at most 64: so that the last wave of programs is full. A program costs a tile to start."""
-    return min(range(1, min(64, tiles) + 1), key=lambda run: -(-blocks * -(-tiles // run) // slots) * (run + 1))
-
-
-@functools.lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _on_device(t: Tensor) -> Any:
     return torch.cuda.device_of(t)  # Triton launches on the current device; of a CPU tensor: nothing
 
 
 @dataclass(frozen=True)
 class _Configuration:
-    # softmax_sums
-    bm: int
-    bn: int
+    tile: int  # rows and columns
+    step: int  # along D
     warps: int
-    resident: int  # programs per multiprocessor
-    group: int
-    # the other kernels: square tiles
-    square: int
-    square_warps: int
-    square_resident: int
-    square_group: int
-    # all
-    bk: int
     stages: int
+    slots: int  # programs that run at the same time
+    k: int  # the length of products: D, or more
+
+    @functools.lru_cache  # noqa: B019 (configurations live as long as the module)
+    def split(self, m: int, n: int, longest: int) -> tuple[int, int, int]:
+        """Row tiles, column blocks, and row tiles per program: so that the last wave of programs is full."""
+        tiles, blocks = triton.cdiv(m, self.tile), triton.cdiv(n, self.tile)
+
+        def time(run: int) -> int:  # a program costs a tile to start
+            return triton.cdiv(blocks * triton.cdiv(tiles, run), self.slots) * (run + 1)
+
+        return tiles, blocks, min(range(1, min(longest, tiles) + 1), key=time)
 
 
 def _configuration(x: Tensor) -> _Configuration:
@@ -316,14 +321,11 @@ def _configuration(x: Tensor) -> _Configuration:
 @functools.lru_cache
 def _configurations(device: torch.device, k: int) -> _Configuration:
     if INTERPRETED:
-        return _Configuration(
-            32, 32, 1, 1, 2, square=32, square_warps=1, square_resident=1, square_group=2, bk=32, stages=1
-        )
-    square = {"square": 128, "square_warps": 4, "square_resident": 2, "square_group": 12}
+        return _Configuration(tile=32, step=32, warps=1, stages=1, slots=4, k=k)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     if torch.version.hip is not None:
-        return _Configuration(128, 128, 8, 2, 33, **square | {"square_warps": 8}, bk=64, stages=2)
+        return _Configuration(tile=128, step=64, warps=8, stages=2, slots=2 * processors, k=max(k, 65))
     if torch.cuda.get_device_capability(device)[0] < 9:
-        return _Configuration(128, 128, 8, 1, 33, **square | {"square_warps": 8}, bk=32, stages=4)
-    if k <= 640:
-        return _Configuration(128, 128, 4, 2, 33, **square, bk=64, stages=3)
-    return _Configuration(256, 128, 8, 1, 33, **square, bk=64, stages=3)
+        return _Configuration(tile=128, step=32, warps=8, stages=4, slots=processors, k=max(k, 33))
+    # From Hopper on. Triton 3.6 cannot pipeline loops of one step: short features are read into the zeros beyond.
+    return _Configuration(tile=128, step=64, warps=4, stages=3, slots=2 * processors, k=max(k, 65))

@@ -4,10 +4,11 @@
 All kernels walk [BM, BN] tiles of the logits: a program owns a block of BN columns and streams row tiles past it, so
 that what belongs to the columns stays in registers.
 
-What limits them after the tensor cores is arithmetic on single logits, exponentials first. So where the references of a
-program's rows and columns lie close together, one exponential serves both directions: exp(z - column) is
-exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second holds, and
-both are computed. Every program decides for itself.
+What limits them after the tensor cores is arithmetic on single logits, exponentials first. In the softmax's forward one
+exponential serves both directions where the references of a program's rows and columns lie NEAR each other: exp(z -
+column) is exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second
+holds, and both are computed. With GATED, two launches share the work: each program is of one of them, and leaves the
+other at once.
 
 With EXACT, for fp32 features, logits are rounded before anything is subtracted, as plain torch does it, and not fused
 into one multiply-add: at a scale of 1e4 only then are a row's largest logit and its log-sum-exp equal to the last bit.
@@ -41,19 +42,17 @@ def _product(x, y, row, column, K: tl.constexpr, BM: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def _within_thread(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
-    """Column sums as far as one thread holds the addends in the layout of Hopper's products."""
+def _column_sums(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
+    """Sums of columns as far as one thread holds the addends, in the layout of Hopper's products."""
     return tl.sum(tl.sum(tl.reshape(tile, (BM // (16 * WARPS), WARPS, 2, 8, BN)), 2), 0)
 
 
 @triton.jit
 def _exp(acc, scale, reference, EXACT: tl.constexpr):
     """exp(scale · acc - reference), the reference a row or a column."""
-    if EXACT:
-        power = tl.exp2((acc * scale - reference) * LOG2E)
-    else:
-        power = tl.exp2(acc * (scale * LOG2E) - reference * LOG2E)  # one fused multiply-add
-    return power
+    # The second form is one fused multiply-add.
+    exponent = (acc * scale - reference) * LOG2E if EXACT else acc * (scale * LOG2E) - reference * LOG2E
+    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -61,6 +60,18 @@ def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
     """Whether a tile lies within the block and off its diagonal, so that nothing has to be masked."""
     distance = row + diagonal - column
     return (row + BM <= m) & (column + BN <= n) & ((distance >= BN) | (distance <= -BM))
+
+
+@triton.jit
+def _exclude(tile, ids_x, ids_y, in_x, in_y, value):
+    """The tile with ``value`` where ids are equal."""
+    return tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], value, tile)
+
+
+@triton.jit
+def _negative(rows, columns, m, n, diagonal):
+    """Which cells of a tile are in the block and no positives."""
+    return ((rows + diagonal)[:, None] != columns[None, :]) & (rows < m)[:, None] & (columns < n)[None, :]
 
 
 @triton.jit
@@ -81,16 +92,18 @@ def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _store(g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Stores a tile as the sum of PARTS low-precision matrices, which lie part_rows apart in g."""
-    left, right = _halves(tile, BM, BN)
-    for part in tl.static_range(PARTS):
-        g.store([part * part_rows + row, column], left.to(g.dtype))
-        g.store([part * part_rows + row, column + BN // 2], right.to(g.dtype))
-        left -= left.to(g.dtype).to(tl.float32)
-        right -= right.to(g.dtype).to(tl.float32)
+    """Stores a tile as the sum of PARTS low-precision matrices, part_rows apart in g, in strips of g's boxes."""
+    if g.block_shape[1] < BN:
+        left, right = _halves(tile, BM, BN)
+        _store(g, left, row, column, part_rows, BM, BN // 2, PARTS)
+        _store(g, right, row, column + BN // 2, part_rows, BM, BN // 2, PARTS)
+    else:
+        for part in tl.static_range(PARTS):
+            g.store([part * part_rows + row, column], tile.to(g.dtype))
+            tile -= tile.to(g.dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def positives(x, y, scale, out, m, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
     """scale · x_i·y_i from the diagonal of a product, to be rounded as the logits in the other kernels are."""
     row = tl.program_id(0) * B
@@ -103,44 +116,51 @@ def positives(x, y, scale, out, m, K: tl.constexpr, B: tl.constexpr, BK: tl.cons
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run"])
 def softmax_sums(
     x, y, sum_x, sum_y, positive_x, positive_y, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run,
-    EXACT: tl.constexpr, SPAN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr,
+    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, IDS: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives."""
     s = tl.load(scale)
     block, first = _place(tiles, blocks, run, GROUP)
+    end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
     own_y = tl.load(positive_y + in_y)
-    middle, near = _span(positive_x, own_y, first * BM, run * BM, m, SPAN)
-    near = near & (not EXACT)
-    base = tl.where(near, middle, own_y)  # what the column sums refer to until the end
-    partials = _within_thread(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)
-    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
-        row = (first + t) * BM
+    limit = n
+    if GATED:
+        middle, near = _span(positive_x, own_y, first * BM, run * BM, m, SPAN)
+        end = tl.where(near == NEAR, end, first)
+        limit = tl.where(near == NEAR, n, 0)
+    base = own_y  # what the column sums refer to until the end
+    if NEAR:
+        base = tl.zeros_like(own_y) + middle
+    partials = _column_sums(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)
+    for t in tl.range(first, end, flatten=True):
+        row = t * BM
         acc = _product(x, y, row, column, K, BM, BN, BK)
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
-        own_x = tl.load(positive_x + in_x)
-        if near & _inside(row, column, m, n, diagonal, BM, BN):
-            e = _exp(acc, s, own_x[:, None], EXACT)
-            if IDS:
-                e = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, e)
+        own_x = tl.load(positive_x + in_x)[:, None]
+        e = _exp(acc, s, own_x, EXACT)
+        if IDS:
+            e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
+        if NEAR:
+            if not _inside(row, column, m, n, diagonal, BM, BN):
+                e = tl.where(_negative(rows, columns, m, n, diagonal), e, 0.0)
             row_sums = tl.sum(e, 1)
-            column_sums = _within_thread(e * tl.exp2((own_x - middle) * LOG2E)[:, None], BM, BN, WARPS)
+            e *= tl.exp2((own_x - middle) * LOG2E)
         else:
-            negative = (rows + diagonal)[:, None] != columns[None, :]
-            negative &= (rows < m)[:, None] & (columns < n)[None, :]
+            negative = _negative(rows, columns, m, n, diagonal)
+            row_sums = tl.sum(tl.where(negative, e, 0.0), 1)
+            e = _exp(acc, s, own_y[None, :], EXACT)
             if IDS:
-                negative &= tl.load(ids_x + in_x)[:, None] != tl.load(ids_y + in_y)[None, :]
-            row_sums = tl.sum(tl.where(negative, _exp(acc, s, own_x[:, None], EXACT), 0.0), 1)
-            e = tl.where(negative, _exp(acc, s, base[None, :], EXACT), 0.0)
-            column_sums = _within_thread(e, BM, BN, WARPS)
+                e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
+            e = tl.where(negative, e, 0.0)
         tl.atomic_add(sum_x + rows, row_sums, mask=rows < m, sem="relaxed")
-        partials += column_sums
+        partials += _column_sums(e, BM, BN, WARPS)
     total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - own_y) * LOG2E)
-    tl.atomic_add(sum_y + columns, total, mask=columns < n, sem="relaxed")
+    tl.atomic_add(sum_y + columns, total, mask=columns < limit, sem="relaxed")
 
 
 @triton.jit
@@ -161,10 +181,9 @@ def _log_odds(
             columns = column + tl.arange(0, B)
             logits = _product(x, y, row, column, K, B, B, BK) * s - own[:, None]
             negative = ((rows + diagonal)[:, None] != columns[None, :]) & (columns < n)[None, :]
-            if IDS:
-                in_y = tl.minimum(columns, n - 1)
-                negative &= tl.load(ids_x + in_x)[:, None] != tl.load(ids_y + in_y)[None, :]
             logits = tl.where(negative, logits, float("-inf"))
+            if IDS:
+                logits = _exclude(logits, ids_x, ids_y, in_x, tl.minimum(columns, n - 1), float("-inf"))
             higher = tl.maximum(highest, tl.max(logits, 1))
             anchor = tl.where(higher == float("-inf"), 0.0, higher)
             total *= tl.exp2((highest - anchor) * LOG2E)
@@ -196,8 +215,8 @@ def log_odds(
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    EXACT: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
     s = tl.load(scale)
@@ -206,28 +225,94 @@ def softmax_coefficients(
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)
     of_y = tl.load(lse_y + in_y) - GAIN / LOG2E
-    middle, near = _span(lse_x, of_y + GAIN / LOG2E, first * BM, run * BM, m, SPAN)
-    near = near & (not EXACT)
-    middle -= GAIN / LOG2E
-    below_middle = tl.exp2((middle - of_y) * LOG2E)
-    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
-        row = (first + t) * BM
-        acc = _product(x, y, row, column, K, BM, BN, BK)
+    for t in tl.range(first, tl.minimum(first + run, tiles), flatten=True):
+        row = t * BM
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
-        of_x = tl.load(lse_x + in_x) - GAIN / LOG2E
-        if near & _inside(row, column, m, n, diagonal, BM, BN):
-            c = _exp(acc, s, of_x[:, None], EXACT)
-            c += c * tl.exp2((of_x - middle) * LOG2E)[:, None] * below_middle[None, :]
-            if IDS:
-                c = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, c)
-        else:
-            c = _exp(acc, s, of_x[:, None], EXACT) + _exp(acc, s, of_y[None, :], EXACT)
-            if IDS:
-                c = tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], 0.0, c)
+        of_x = tl.load(lse_x + in_x) - GAIN / LOG2E  # before the product, which takes longer than the load
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        c = _exp(acc, s, of_x[:, None], EXACT) + _exp(acc, s, of_y[None, :], EXACT)
+        if IDS:
+            c = _exclude(c, ids_x, ids_y, in_x, in_y, 0.0)
+        if not _inside(row, column, m, n, diagonal, BM, BN):
             positive = (rows + diagonal)[:, None] == columns[None, :]
             c = tl.where(positive, tl.load(own + in_x)[:, None] * 2.0**GAIN, c)
         _store(g, c, row, column, part_rows, BM, BN, PARTS)
+
+
+@triton.jit
+def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, 4] sums of rows as far as one thread holds the addends."""
+    return tl.sum(tl.sum(tl.reshape(tile, (BM, BN // 8, 4, 2)), 3), 1)
+
+
+@triton.jit
+def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM // 16, 8, 4] products of 1 + u, less 1, as far as one thread holds the factors.
+
+    (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that one logarithm serves many elements and small ones keep
+    their digits. u <= 1 and BN <= 64 do not overflow.
+    """
+    if BN > 8:
+        a, b = _halves(u, BM, BN)
+        result = _product_less_one(tl.fma(a, b, a + b), BM, BN // 2)
+    else:
+        a, b = tl.split(tl.reshape(u, (BM, 4, 2)))
+        a, b = tl.split(tl.permute(tl.reshape(tl.fma(a, b, a + b), (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
+        result = tl.fma(a, b, a + b)
+    return result
+
+
+@triton.jit
+def _log1p(p):
+    series = p * (1 - p * (1 / 2 - p * (1 / 3 - p * (1 / 4 - p * (1 / 5)))))
+    return tl.where(p < 0.03, series, tl.log2(1 + p) / LOG2E)
+
+
+@triton.jit
+def _store_sigmoid(
+    acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+    INSIDE: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's coefficients, in strips to spare registers.
+
+    s and b are multiplied by log2(e), and so is z. Returns sums: of max(z, 0) and of the coefficients, [BM, 4], and of
+    log(1 + 2^-|z|), [BM // 16, 8, 4].
+    """
+    if g.block_shape[1] < BN:
+        left, right = _halves(acc, BM, BN)
+        highs, totals, logs = _store_sigmoid(
+            left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+            INSIDE, PARTS, GAIN, IDS, BM, BN // 2,
+        )  # fmt: skip
+        more_highs, more_totals, more_logs = _store_sigmoid(
+            right, g, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, part_rows,
+            INSIDE, PARTS, GAIN, IDS, BM, BN // 2,
+        )  # fmt: skip
+        highs += more_highs
+        totals += more_totals
+        logs += more_logs
+    else:
+        rows = row + tl.arange(0, BM)
+        columns = column + tl.arange(0, BN)
+        z = acc * s + b
+        if IDS:
+            z = _exclude(z, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), float("-inf"))
+        if not INSIDE:
+            positive = (rows + diagonal)[:, None] == columns[None, :]
+            z = tl.where(positive, -(acc * s + b), z)
+            z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
+        u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
+        root = tl.rsqrt(1.0 + u)  # one instruction, where a division takes six
+        c = tl.where(z > 0, 1.0, u) * root * root
+        if not INSIDE:
+            c = tl.where(positive, -c, c)
+        _store(g, c * 2.0**GAIN, row, column, part_rows, BM, BN, PARTS)
+        highs = _row_sums(tl.maximum(z, 0.0), BM, BN)
+        totals = _row_sums(c, BM, BN)
+        logs = _log1p(_product_less_one(u, BM, BN))
+    return highs, totals, logs
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
@@ -240,49 +325,28 @@ def sigmoid_coefficients(
 
     No two programs share a sum, so the result does not depend on their order.
     """
-    s = tl.load(scale)
-    b = tl.load(bias)
+    s = tl.load(scale) * LOG2E
+    b = tl.load(bias) * LOG2E
     block, first = _place(tiles, blocks, run, GROUP)
     column = block * BN
-    columns = column + tl.arange(0, BN)
-    in_y = tl.minimum(columns, n - 1)
-    loss = tl.zeros((BM,), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
-    for t in tl.range(0, tl.minimum(run, tiles - first), flatten=True):
-        row = (first + t) * BM
+    high = tl.zeros((BM, 4), tl.float32)
+    total = tl.zeros((BM, 4), tl.float32)
+    log = tl.zeros((BM // 16, 8, 4), tl.float32)
+    for t in tl.range(first, tl.minimum(first + run, tiles), flatten=True):
+        row = t * BM
         acc = _product(x, y, row, column, K, BM, BN, BK)
-        rows = row + tl.arange(0, BM)
-        in_x = tl.minimum(rows, m - 1)
-        z = acc * s + b
-        inside = _inside(row, column, m, n, diagonal, BM, BN)
-        of_own = (rows + diagonal)[:, None] == columns[None, :]
-        if not inside:
-            z = tl.where(of_own, -z, z)
-            z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
-        if IDS:
-            same = tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :]
-            z = tl.where(same & ~of_own, float("-inf"), z)
-        u = tl.exp2(-tl.abs(z) * LOG2E)
-        c = tl.where(z > 0, 1.0, u) / (1.0 + u)
-        if not inside:
-            c = tl.where(of_own, -c, c)
-        loss += tl.sum(tl.maximum(z, 0.0), 1) + _sum_log1p(u, BM, BN)
-        total += tl.sum(c, 1)
-        _store(g, c * 2.0**GAIN, row, column, part_rows, BM, BN, PARTS)
+        if _inside(row, column, m, n, diagonal, BM, BN):
+            more_high, more_total, more_log = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, BM, BN
+            )
+        else:
+            more_high, more_total, more_log = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, BM, BN
+            )
+        high += more_high
+        total += more_total
+        log += more_log
     at = tl.program_id(0)
-    tl.store(losses + at, tl.load(losses + at) + tl.sum(loss))
-    tl.store(totals + at, tl.load(totals + at) + tl.sum(total))
-
-
-@triton.jit
-def _sum_log1p(u, BM: tl.constexpr, BN: tl.constexpr):
-    """Row sums of log(1 + u) for u in [0, 1], by one logarithm for eight elements.
-
-    (1 + a)(1 + b) - 1 = a + b + ab has no cancellation, so that small u keep their digits.
-    """
-    a, b = _halves(u, BM, BN)
-    a, b = _halves(a + b + a * b, BM, BN // 2)
-    a, b = _halves(a + b + a * b, BM, BN // 4)
-    p = a + b + a * b
-    small = p * (1 - p * (1 / 2 - p * (1 / 3 - p * (1 / 4 - p * (1 / 5)))))
-    return tl.sum(tl.where(p < 0.03, small, tl.log2(1 + p) / LOG2E), 1)
+    loss = tl.sum(tl.sum(high, 1), 0) / LOG2E + tl.sum(tl.sum(tl.sum(log, 2), 1), 0)
+    tl.store(losses + at, tl.load(losses + at) + loss)
+    tl.store(totals + at, tl.load(totals + at) + tl.sum(tl.sum(total, 1), 0))

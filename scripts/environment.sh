@@ -1,0 +1,19 @@
+# Sourced by scripts/test.sh, scripts/demo.sh and .ci/run, from the repository root: creates .venv, installs the
+# package into it and activates it. A second call finds everything in place and takes no time.
+
+python="${PYTHON:-python3}"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+  echo "hf_infcl needs Python 3.10 or newer, but $python is $("$python" --version 2>&1): set PYTHON=/path/to/python3" >&2
+  exit 1
+}
+
+# Written only after a complete install, so an interrupted one is done again.
+stamp=.venv/hf_infcl.stamp
+wanted="$(cat pyproject.toml constraints.txt | cksum) $PWD"
+if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
+  echo "== Installing into .venv (a few minutes, once)"
+  "$python" -m venv .venv
+  .venv/bin/python -m pip install -c constraints.txt -e '.[test,demo]'
+  echo "$wanted" > "$stamp"
+fi
+source .venv/bin/activate

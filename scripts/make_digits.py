@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Write scikit-learn's 1,797 handwritten digits as an image dataset with captions, and a small CLIP to train on it.
+
+    python scripts/make_digits.py --output_dir outputs/demo
+
+writes `digits/` (an imagefolder: PNG files and a metadata.jsonl with file_name, caption, label for each split) and
+`clip-init/` (an untrained CLIPModel of 0.2 M parameters with its processor, as `from_pretrained` loads it).
+
+The digits are the test part of https://archive.ics.uci.edu/dataset/80: 8x8 grey images from 13 writers.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+CLASS_NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+CAPTIONS_PER_IMAGE = 4
+CAPTION_TEMPLATES = [
+    "a handwritten {}",
+    "the digit {}",
+    "the number {}",
+    "a photo of the digit {}",
+    "a photo of a handwritten {}",
+    "a scan of the number {}",
+    "a small picture of a {}",
+    "{}, written by hand",
+    "someone wrote a {}",
+    "someone wrote the number {} by hand",
+    "this is the handwritten digit {}",
+    "a {} in white on black",
+    "a grey picture of the number {}",
+    "a {} on a form",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/demo"))
+    parser.add_argument("--test_size", type=int, default=300, help="held-out images, each digit in proportion")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    digits = load_digits()
+    train, test = train_test_split(
+        np.arange(len(digits.images)), test_size=args.test_size, stratify=digits.target, random_state=args.seed
+    )
+    rng = random.Random(args.seed)
+    captions = write_split(args.output_dir / "digits/train", digits.images[train], digits.target[train], rng)
+    write_split(args.output_dir / "digits/test", digits.images[test], digits.target[test], rng)
+    print(f"{args.output_dir / 'digits'}: {len(train)} training and {len(test)} test images")
+
+    model, processor = small_clip(captions, image_size=8, patch_size=2, seed=args.seed)
+    for part in (model, processor):
+        part.save_pretrained(args.output_dir / "clip-init")
+    print(
+        f"{args.output_dir / 'clip-init'}: CLIPModel of {model.num_parameters():,} parameters, "
+        f"a vocabulary of {len(processor.tokenizer)} tokens"
+    )
+
+
+def write_split(folder: Path, images: np.ndarray, labels: np.ndarray, rng: random.Random) -> list[str]:
+    """Write images [N, 8, 8] (ink from 0 to 16) and their captions as one split; return the captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    captions = []
+    with open(folder / "metadata.jsonl", "w", encoding="utf-8") as metadata:
+        for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+            name = f"{index:04d}.png"
+            Image.fromarray((image * (255 / 16)).round().astype(np.uint8)).save(folder / name)
+            caption = [
+                template.format(rng.choice([CLASS_NAMES[label], str(label)]))
+                for template in rng.sample(CAPTION_TEMPLATES, CAPTIONS_PER_IMAGE)
+            ]
+            metadata.write(json.dumps({"file_name": name, "caption": caption, "label": int(label)}) + "\n")
+            captions += caption
+    return captions
+
+
+def small_clip(
+    captions: list[str], *, image_size: int, patch_size: int, width: int = 64, layers: int = 2, seed: int = 0
+) -> tuple[CLIPModel, CLIPProcessor]:
+    """An untrained CLIP of two small transformers, and its processor with a tokenizer learned from the captions."""
+    processor = CLIPProcessor(
+        image_processor=CLIPImageProcessorPil(
+            size={"shortest_edge": image_size},
+            crop_size={"height": image_size, "width": image_size},
+            image_mean=[0.5] * 3,
+            image_std=[0.5] * 3,
+        ),
+        tokenizer=train_tokenizer(captions),
+    )
+    tokenizer = processor.tokenizer
+    tower = {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 16,
+    }
+    config = CLIPConfig(
+        text_config={
+            **tower,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": tokenizer.model_max_length,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={**tower, "image_size": image_size, "patch_size": patch_size},
+        projection_dim=width,
+    )
+    torch.manual_seed(seed)
+    return CLIPModel(config), processor
+
+
+def train_tokenizer(captions: list[str]) -> CLIPTokenizer:
+    """A CLIP tokenizer (lower-case byte-level BPE, words end in </w>) learned from the captions.
+
+    CLIP's text tower reads its result at the first <|endoftext|>, so an unknown character must not become one, as it
+    does by CLIPTokenizer's default. Nor may its id be 2, which CLIPTextModel takes for a mark of old configurations.
+    """
+    special = {"<|startoftext|>": 0, "<|endoftext|>": 1, "<|unknown|>": 2}
+    untrained = CLIPTokenizer(vocab=special, unk_token="<|unknown|>")
+    tokenizer = untrained.train_new_from_iterator(captions, vocab_size=512, show_progress=False)
+    longest = max(len(ids) for ids in tokenizer(captions).input_ids)
+    tokenizer.model_max_length = 2 * longest  # room for prompts longer than any caption
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

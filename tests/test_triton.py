@@ -1,0 +1,391 @@
+"""The Triton kernels against the reference: on a GPU, or interpreted on the CPU with small sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from conftest import features, relative_error
+
+from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl.kernels import tiled
+from hf_infcl.kernels import triton as backend
+
+DEVICE = "cpu" if backend.INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([] if backend.INTERPRETED else [torch.bfloat16])
+# The error that rounded coefficients have in a product, whatever else is done; of float32, that the parts leave out.
+FLOOR = {torch.float32: 5e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+OBJECTIVES = ["softmax", "sigmoid"]
+NAMES = ("loss", "image gradient", "text gradient", "scale gradient", "bias gradient")
+
+Results = tuple[Tensor, ...]
+
+
+class PoisonedTorch:
+    """torch, but memory that nothing has written holds NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
+        out = torch.empty(*args, **kwargs)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    @staticmethod
+    def empty_like(*args: Any, **kwargs: Any) -> Tensor:
+        out = torch.empty_like(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else -1)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "torch", PoisonedTorch())
+
+
+def run(loss: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, dtype: torch.dtype, **options: Any) -> Results:
+    """The loss and its gradients by x, y, scale and bias."""
+    x, y = (t.to(dtype).detach().requires_grad_() for t in (x, y))
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    s, b = (torch.tensor(v, dtype=kind, device=x.device, requires_grad=True) for v in (scale, -3.0))
+    value = loss(x, y, s, b, **options)
+    gradients = torch.autograd.grad(value, (x, y, s, b), allow_unused=True)
+    return (value.detach(), *(torch.zeros_like(b) if g is None else g for g in gradients))
+
+
+def check(
+    x: Tensor, y: Tensor, scale: float = 100.0, *, objective: str = "softmax", pair_ids: Tensor | None = None
+) -> Results:
+    """Compares with float64: no worse than plain torch in the features' dtype, or than the floor."""
+    options = {"objective": objective, "pair_ids": pair_ids}
+    truth = run(reference.contrastive_loss, x, y, scale, torch.float64, **options)
+    plain = run(reference.contrastive_loss, x, y, scale, x.dtype, **options)
+    ours = run(contrastive_loss, x, y, scale, x.dtype, backend="triton", **options)
+    for name, value, true, usual in zip(NAMES, ours, truth, plain, strict=True):
+        if objective == "softmax" and name == "bias gradient":
+            assert value == 0
+        elif torch.linalg.vector_norm(true) < 1e-12:  # nothing to be relative to
+            assert torch.linalg.vector_norm(value) < 1e-6, name
+        else:
+            # Logits of thousands are rounded to 1e-4 in float32.
+            allowed = max(2e-5 if name == "loss" else FLOOR[x.dtype] * max(1, scale / 1e3), relative_error(usual, true))
+            if name == "scale gradient" and scale > 0:  # a sum over pairs that may cancel
+                addends = torch.linalg.vector_norm(x.double()) * torch.linalg.vector_norm(truth[1]) / scale
+                allowed *= max(1.0, (addends / true.abs()).item())
+            assert relative_error(value, true) <= allowed, name
+    return ours
+
+
+def pairs(batch: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    x, y = features(batch, dim, seed, dtype)
+    return x.to(DEVICE), y.to(DEVICE)
+
+
+def halves(batch: int) -> Tensor:
+    """Ids that make neighbours duplicates of each other."""
+    return torch.arange(batch, device=DEVICE) // 2 - (1 << 40)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "dim"), [(1, 3), (7, 40), (67, 24)])
+def test_parity(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None:
+    check(*pairs(batch, dim, dtype), objective=objective)
+    check(*pairs(batch, dim, dtype, 1), objective=objective, pair_ids=halves(batch))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+def test_scales(scale: float, objective: str) -> None:
+    x, y = pairs(40, 16)
+    y[5] = y[6] = x[5]  # duplicates
+    check(x, y, scale, objective=objective)
+    check(3 * x, y, scale / 10, objective=objective)
+
+
+@pytest.mark.parametrize("near_pays", [0, 1 << 60])
+def test_both_forms_of_the_statistics(near_pays: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positives that lie near each other, and such that do not in some of the programs only."""
+    monkeypatch.setattr(backend, "NEAR_PAYS", near_pays)
+    x, y = pairs(100, 16, torch.float16)
+    check(x, y, 20.0)
+    check(x, y, 20.0, pair_ids=halves(100))
+    y[70] = -x[70]
+    y[71] = x[71]
+    check(x, y, 60.0)
+
+
+@pytest.mark.parametrize("near_pays", [0, 1 << 60])
+def test_overflow_of_the_sums(near_pays: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negatives hundreds above the positive: sums overflow and are taken again, for the rows alone that need it."""
+    monkeypatch.setattr(backend, "NEAR_PAYS", near_pays)
+    x, y = pairs(70, 16, torch.float16)
+    y[3], y[4] = -x[3], x[3]  # a row whose positive is at cosine -1, and a negative at +1
+    check(x, y, 200.0)
+    check(x, y, 200.0, pair_ids=halves(70))
+    check(x, -x, 100.0)
+
+
+def test_small_losses_keep_their_digits() -> None:
+    x = torch.eye(64, device=DEVICE)
+    loss = contrastive_loss(x, x, 25.0, backend="triton")
+    expected = torch.log1p(63 * torch.exp(torch.tensor(-25.0, dtype=torch.float64)))
+    assert relative_error(loss.cpu(), expected) < 1e-5
+    bias = torch.tensor(-40.0, device=DEVICE)
+    loss = contrastive_loss(x, x, 80.0, bias, objective="sigmoid", backend="triton")
+    assert relative_error(loss.cpu(), 64 * torch.exp(torch.tensor(-40.0, dtype=torch.float64))) < 1e-5
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_not_a_number_stays(objective: str) -> None:
+    x, y = pairs(40, 16)
+    x[7, 3] = torch.nan
+    assert contrastive_loss(x, y, 10.0, objective=objective, backend="triton").isnan()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_any_strides(objective: str) -> None:
+    x, y = pairs(40, 24, torch.float16)
+    wide = torch.randn(40, 33, device=DEVICE, dtype=torch.float16)
+    wide[:, 1:25] = x
+    check(wide[:, 1:25], y.t().contiguous().t(), objective=objective)
+    check(x[:1].expand(40, 24), y, 10.0, objective=objective)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_small_workspace(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = pairs(150, 16, torch.float16)
+    whole = check(x, y, objective=objective, pair_ids=halves(150))
+    monkeypatch.setattr(backend, "CHUNK_COLUMNS", 128)
+    monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1)
+    parts = check(x, y, objective=objective, pair_ids=halves(150))
+    for name, a, b in zip(NAMES[:3], whole, parts, strict=False):
+        assert relative_error(a, b.double()) < 1e-3, name
+
+
+@pytest.fixture
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_deterministic(objective: str) -> None:
+    x, y = pairs(70 if backend.INTERPRETED else 3000, 16, torch.float16)
+    first, second = (check(x, y, objective=objective) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_precision_of_float32(precision: str) -> None:
+    x, y = pairs(64, 32)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        ours = run(contrastive_loss, x, y, 100.0, torch.float32, backend="triton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    truth = run(reference.contrastive_loss, x, y, 100.0, torch.float64)
+    limit, least = {"highest": (5e-6, 0), "high": (5e-5, 5e-7), "medium": (2e-2, 5e-4)}[precision]
+    assert least <= relative_error(ours[1], truth[1]) < limit
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 5, 40])
+def test_rectangular_blocks(diagonal: int | None) -> None:
+    """What strategies ask for: m images against n texts, with the positives elsewhere."""
+    m, n = 33, 75
+    x, y = pairs(n, 16, torch.float16)
+    x = x[:m]
+    scale, bias = torch.tensor(20.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE)
+    ids_x, ids_y = torch.arange(m, device=DEVICE) // 2, torch.arange(n, device=DEVICE) // 3
+    positive_x, positive_y = torch.randn(m, device=DEVICE), torch.randn(n, device=DEVICE)
+    lse_x, lse_y = positive_x + 25, torch.full((n,), torch.inf, device=DEVICE)  # inf: of no column a share
+
+    def of(module: Any, dtype: torch.dtype) -> list[Tensor]:
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        a, b = x.to(dtype), y.to(dtype)
+        s, c, px, py, lx, ly = (t.to(kind) for t in (scale, bias, positive_x, positive_y, lse_x, lse_y))
+        block = (ids_x, ids_y, diagonal)
+        out = [*module.softmax_statistics(a, b, s, px, py, *block)]
+        for own in (px, -px):
+            gradients = [torch.zeros(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
+            module.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients)
+            out += gradients
+        gradients = [torch.zeros(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
+        return [*out, *module.sigmoid_block(a, b, s, c, *block, *gradients), *gradients]
+
+    for value, true in zip(of(backend, torch.float16), of(tiled, torch.float64), strict=True):
+        assert torch.equal(value.isfinite().cpu(), true.isfinite().cpu())
+        assert relative_error(value[value.isfinite()], true[true.isfinite()]) < 1e-3
+
+
+@pytest.mark.parametrize("want", ["image", "text", "scale"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_some_gradients_only(objective: str, want: str) -> None:
+    x, y = pairs(40, 16)
+    leaves = {"image": x, "text": y, "scale": torch.tensor(10.0, device=DEVICE)}
+    leaves[want].requires_grad_()
+    (ours,) = torch.autograd.grad(
+        contrastive_loss(*leaves.values(), objective=objective, backend="triton"), leaves[want]
+    )
+    (plain,) = torch.autograd.grad(reference.contrastive_loss(*leaves.values(), objective=objective), leaves[want])
+    assert relative_error(ours, plain) < 1e-4
+
+
+def test_autocast_changes_nothing() -> None:
+    x, y = pairs(40, 16)
+    expected = run(contrastive_loss, x, y, 30.0, torch.float32, backend="triton")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        value = run(contrastive_loss, x, y, 30.0, torch.float32, backend="triton")
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(value[:4], expected[:4], strict=True))
+
+
+def operators(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
+    x, y = pairs(20, 16)
+    scale, vector, ids = torch.tensor(10.0, device=DEVICE), torch.randn(20, device=DEVICE), halves(20)
+    gradients = torch.zeros(20, 16, device=DEVICE), torch.zeros(20, 16, device=DEVICE)
+    ops = torch.ops.hf_infcl
+    return [
+        (ops.positive_logits, (x, y, scale, name)),
+        (ops.softmax_statistics, (x, y, scale, vector, vector, ids, ids, 0, name)),
+        (ops.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0, *gradients, name)),
+        (ops.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids, None, gradients[0], None, name)),
+        (ops.sigmoid_block, (x, y, scale, scale, None, None, 0, *gradients, name)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_operators(name: str) -> None:
+    for operator, arguments in operators(name):
+        torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_compiled_without_a_graph_break(objective: str, name: str) -> None:
+    def loss(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        return 2 * contrastive_loss(3 * x, y, scale, bias, objective=objective, backend=name)
+
+    x, y = pairs(40, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if backend.INTERPRETED else "inductor")
+    for a, b in zip(run(compiled, x, y, 5.0, x.dtype), run(loss, x, y, 5.0, x.dtype), strict=True):
+        assert torch.equal(a, b) or relative_error(a, b) < 1e-5
+
+
+@pytest.fixture
+def _fresh_choice() -> Iterator[None]:
+    for cache in (kernels._obstacle_to_triton, kernels._automatic):
+        cache.cache_clear()
+    yield
+    for cache in (kernels._obstacle_to_triton, kernels._automatic):
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_choice")
+def test_where_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = (t.cpu() for t in pairs(8, 16))
+    with pytest.raises(ValueError, match="float64"):
+        contrastive_loss(x.double(), y.double(), 10.0, backend="triton")
+    monkeypatch.setattr(backend, "INTERPRETED", False)
+    kernels._obstacle_to_triton.cache_clear()
+    with pytest.raises(ValueError, match="needs a CUDA or ROCm GPU, and the features are on cpu"):
+        contrastive_loss(x, y, 10.0, backend="triton")
+
+
+@pytest.mark.usefixtures("_fresh_choice")
+def test_automatic_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    x, _ = pairs(8, 16)
+    with caplog.at_level("INFO", "hf_infcl.kernels"):
+        chosen = {kernels.select("auto", x) for _ in range(3)}
+    assert chosen == {tiled if DEVICE == "cpu" else backend}
+    assert len(caplog.records) == 1
+    caplog.clear()
+    assert kernels.select("auto", x.double()) is tiled
+    if DEVICE == "cuda":
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+LARGE = [
+    (1000, 520, torch.bfloat16),
+    (1000, 520, torch.float16),
+    (2049, 1152, torch.bfloat16),
+    (2049, 1152, torch.float32),
+    (8191, 640, torch.bfloat16),
+    (9000, 64, torch.float32),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(("batch", "dim", "dtype"), LARGE, ids=str)
+def test_large(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None:
+    x, y = pairs(batch, dim, dtype, seed=batch)
+    check(x, y, 60.0, objective=objective)
+    check(x, y, 60.0, objective=objective, pair_ids=halves(batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_overflow(dtype: torch.dtype) -> None:
+    x, y = pairs(8192, 128, dtype)
+    y[3], y[4] = -x[3], x[3]
+    check(x, y, 200.0)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_int32() -> None:
+    m, n, d = (1 << 22) + 3, 200, 520
+    x = torch.randn(m, d, device="cuda", dtype=torch.bfloat16) / d**0.5
+    y = torch.randn(n, d, device="cuda", dtype=torch.bfloat16)
+    scale, bias = torch.tensor(1.0, device="cuda"), torch.tensor(0.0, device="cuda")
+    zeros = torch.zeros(m, device="cuda")
+    rows, columns = backend.softmax_statistics(x, y, scale, zeros, zeros[:n])
+    last = x[-300:].double() @ y.double().t()
+    assert relative_error(rows[-300:], last.logsumexp(1)) < 1e-5
+    assert relative_error(columns, torch.logsumexp(x.float() @ y.float().t(), 0)) < 1e-5
+    gradient = torch.zeros(m, d, device="cuda")
+    backend.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=torch.zeros(n, d, device="cuda"))
+    assert relative_error(gradient[-300:], last.sigmoid() @ y.double()) < 3e-3
+    gradient.zero_()
+    backend.softmax_gradients(x, y, scale, rows, columns, None, grad_x=gradient)
+    coefficients = (last - rows[-300:, None]).exp() + (last - columns).exp()
+    assert relative_error(gradient[-300:], coefficients @ y.double()) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_never_waits_for_the_device(objective: str) -> None:
+    x, y = pairs(7000, 64, torch.bfloat16)
+    run(contrastive_loss, x, y, 30.0, x.dtype, objective=objective)
+    x.requires_grad_()
+    scale, bias = torch.tensor(30.0, device="cuda"), torch.tensor(-3.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        contrastive_loss(x, y, scale, bias, objective=objective, pair_ids=halves(7000)).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_other_stream_and_device() -> None:
+    x, y = pairs(3000, 64, torch.bfloat16)
+    expected = run(contrastive_loss, x, y, 30.0, x.dtype)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        value = run(contrastive_loss, x, y, 30.0, x.dtype)
+    stream.synchronize()
+    assert all(relative_error(a, b) < 1e-3 for a, b in zip(value[:4], expected[:4], strict=True))
+    if torch.cuda.device_count() > 1:  # the current device stays the first
+        value = run(contrastive_loss, x.to("cuda:1"), y.to("cuda:1"), 30.0, x.dtype)
+        assert all(relative_error(a.to("cuda:0"), b) < 1e-3 for a, b in zip(value[:4], expected[:4], strict=True))
