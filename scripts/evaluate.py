@@ -27,6 +27,7 @@ def main() -> None:
     trainer.save_metrics("eval", metrics, combined=False)
     if trainer.is_world_process_zero():
         print(f"Written to {Path(args.output_dir) / 'eval_results.json'}")
+    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that leaves while another still works
     trainer.accelerator.end_training()
 
 

@@ -125,9 +125,17 @@ def train_tokenizer(captions: list[str]) -> CLIPTokenizer:
     CLIP's text tower reads its result at the first <|endoftext|>, so an unknown character must not become one, as it
     does by CLIPTokenizer's default. Nor may its id be 2, which CLIPTextModel takes for a mark of old configurations.
     """
-    special = {"<|startoftext|>": 0, "<|endoftext|>": 1, "<|unknown|>": 2}
-    untrained = CLIPTokenizer(vocab=special, unk_token="<|unknown|>")
-    tokenizer = untrained.train_new_from_iterator(captions, vocab_size=512, show_progress=False)
+    special = ["<|startoftext|>", "<|endoftext|>", "<|unknown|>"]
+    untrained = CLIPTokenizer(vocab={token: index for index, token in enumerate(special)}, unk_token=special[2])
+    trained = untrained.train_new_from_iterator(captions, vocab_size=512, show_progress=False)
+    # The trainer numbers tokens in the order of a hash table, each time another. Sorted, runs can be repeated.
+    tokens = special + sorted(trained.get_vocab().keys() - set(special))
+    merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
+    tokenizer = CLIPTokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[tuple(merge) for merge in merges],
+        unk_token=special[2],
+    )
     longest = max(len(ids) for ids in tokenizer(captions).input_ids)
     tokenizer.model_max_length = 2 * longest  # room for prompts longer than any caption
     return tokenizer

@@ -113,6 +113,7 @@ def main() -> None:
             curves=curves,
         ).save(Path(args.output_dir, "README.md"))
         print(f"The model, its card (README.md), its curves and results (*.json) are in {args.output_dir}")
+    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that leaves while another still works
     trainer.accelerator.end_training()
 
 

@@ -110,6 +110,17 @@ def test_the_untrained_clip_is_an_ordinary_checkpoint(demo):
     assert -1 <= inputs["pixel_values"].min() < inputs["pixel_values"].max() <= 1
 
 
+def test_the_tokenizer_is_the_same_every_time(demo, script):
+    captions = [caption for row in load_pairs(str(demo / "digits"), split="train")["caption"] for caption in row]
+    saved = transformers.AutoProcessor.from_pretrained(demo / "clip-init").tokenizer
+    for _ in range(3):
+        again = script("make_digits").train_tokenizer(captions)
+        assert again.get_vocab() == saved.get_vocab()
+        assert (
+            again("a handwritten 7, someone wrote it").input_ids == saved("a handwritten 7, someone wrote it").input_ids
+        )
+
+
 def test_two_processes_train_and_leave_everything(demo, trained):
     results = json.loads((trained / "all_results.json").read_text())
     state = json.loads((trained / "trainer_state.json").read_text())

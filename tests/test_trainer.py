@@ -553,8 +553,6 @@ def test_arguments_that_contradict_exact_windows(tmp_path, options, message):
 
 def test_batch_norm_is_warned_of(tmp_path, caplog):
     from test_dual_encoder import BUILD
-    from transformers.utils import logging
 
-    logging.get_logger("hf_infcl").addHandler(caplog.handler)
     trainer_for(tmp_path, BUILD["groupvit"]())
     assert "normalise over a micro-batch" in caplog.text
