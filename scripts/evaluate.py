@@ -10,7 +10,7 @@ writes eval_results.json into --output_dir.
 
 from pathlib import Path
 
-from train import ModelArguments, PairArguments, ZeroShotArguments, evaluation_datasets, load, parse
+from train import ModelArguments, PairArguments, ZeroShotArguments, evaluation_datasets, leave, load, parse
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 
@@ -27,8 +27,7 @@ def main() -> None:
     trainer.save_metrics("eval", metrics, combined=False)
     if trainer.is_world_process_zero():
         print(f"Written to {Path(args.output_dir) / 'eval_results.json'}")
-    trainer.accelerator.wait_for_everyone()  # gloo may abort a process that leaves while another still works
-    trainer.accelerator.end_training()
+    leave(trainer)
 
 
 if __name__ == "__main__":
