@@ -104,7 +104,7 @@ class InfCLTrainer(Trainer):
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:
-        self._windows_in_epoch, self._exhausted = 0, False
+        self._exhausted = False  # a stream, until the next pass
         # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
         if (sampler := getattr(self, "_sampler", None)) is not None:
             sampler.set_epoch(epoch)
@@ -200,14 +200,13 @@ class InfCLTrainer(Trainer):
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
             # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
-            if self._windows_in_epoch == 0:
+            if self.state.global_step == 0:
                 raise ValueError(
                     f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: "
                     f"the processes got {seen} of {wanted} each. Lower the batch, or use more data."
                 )
             self._exhausted = True
             return [], None
-        self._windows_in_epoch += 1
         self._window = window
         return window, None
 

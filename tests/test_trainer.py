@@ -174,6 +174,15 @@ def rank_resume(rank: int, world_size: int, folder: str) -> None:
     assert len(history[0]) == 6
 
 
+def test_a_stream_resumes_after_its_end_in_the_next_pass(tmp_path):
+    # Two windows a pass; step 2 is the end of the first, so the resumed run finds nothing left of it.
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "data": Stream(20)}
+    trainer_for(tmp_path, callbacks=[StopAt(2)], **options).train()
+    resumed = trainer_for(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+
+
 class StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
