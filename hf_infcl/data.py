@@ -291,12 +291,15 @@ class ContrastiveCollator:
     Args:
         processor: has an `image_processor` and a `tokenizer`, as `CLIPProcessor`, `SiglipProcessor` and the like do.
         max_length: tokens per caption, including special ones; by default the tokenizer's `model_max_length`.
+        fixed_length: pad every caption to `max_length`; by default as said above. `InfCLTrainer` sets it by the model.
 
     Raises:
         ValueError: the processor lacks a part, or no maximum length is known.
     """
 
-    def __init__(self, processor: ProcessorMixin, max_length: int | None = None) -> None:
+    def __init__(
+        self, processor: ProcessorMixin, max_length: int | None = None, fixed_length: bool | None = None
+    ) -> None:
         if missing := [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]:
             raise ValueError(f"the processor, a {type(processor).__name__}, has no {' and no '.join(missing)}")
         self.processor = processor
@@ -308,11 +311,12 @@ class ContrastiveCollator:
                     "pass max_length, at most the text model's max_position_embeddings"
                 )
         self.max_length = max_length
-        reads_padding = (
-            type(processor).__name__.startswith("Siglip")
-            or "attention_mask" not in processor.tokenizer.model_input_names
-        )
-        self._padding = "max_length" if reads_padding else "longest"
+        if fixed_length is None:
+            fixed_length = (
+                type(processor).__name__.startswith("Siglip")
+                or "attention_mask" not in processor.tokenizer.model_input_names
+            )
+        self._padding = "max_length" if fixed_length else "longest"
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate b items with n captions in all.
@@ -328,6 +332,11 @@ class ContrastiveCollator:
         images = [item["image"] for item in items]
         batch = dict(self.processor.image_processor(images=images, return_tensors="pt"))
         if "caption" in items[0]:
+            if any(not isinstance(item["caption"], list) for item in items):
+                raise ValueError(
+                    "Each item needs a list of captions, as ImageTextDataset gives it, but the first has "
+                    f"{items[0]['caption']!r}. Wrap the rows: ImageTextDataset(dataset)."
+                )
             batch |= self.tokenize([caption for item in items for caption in item["caption"]])
             counts = torch.tensor([len(item["caption"]) for item in items])
             if (counts != 1).any():

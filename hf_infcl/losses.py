@@ -42,6 +42,10 @@ def contrastive_loss(
     With B = world_size · b and the logits z_ij = logit_scale · x_i·y_j + logit_bias of all B images and B texts, which
     are never stored: `hf_infcl.reference.contrastive_loss` on the concatenated embeddings.
 
+    The gradient is that of the sum of the returned losses over the processes, so that DDP's and FSDP's mean over the
+    processes gives every parameter the gradient of one process holding the whole batch. The embeddings have to come
+    out of the wrapped model's forward.
+
     Args:
         image_embeds: [b, D] fp32, bf16, fp16 (or fp64 with the torch backend); b is equal on all processes. Pass
             L2-normalised rows for CLIP and SigLIP; nothing here assumes it.
@@ -274,7 +278,7 @@ def _problem(
     y: Tensor,
     scale: Tensor | float,
     bias: Tensor | float | None,
-    pair_ids: Tensor | None,
+    pair_ids: Any,
     backend: str,
     read_values: bool,
 ) -> str:
@@ -299,6 +303,8 @@ def _problem(
         if known and not torch.compiler.is_compiling() and not math.isfinite(_number(value)):
             return f"{name} must be finite, got {_number(value)}."
     if pair_ids is not None:
+        if not isinstance(pair_ids, Tensor):
+            return f"pair_ids must be a tensor, [b] int64, got a {type(pair_ids).__name__}."
         if pair_ids.shape != x.shape[:1] or pair_ids.dtype != torch.int64:
             return f"pair_ids must be [b] = [{len(x)}] int64, got {list(pair_ids.shape)} {pair_ids.dtype}."
         if pair_ids.device != x.device:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from .data import ContrastiveCollator, ZeroShotDataset
-from .dual_encoder import DualEncoder
+from .dual_encoder import SIGMOID_MODELS, DualEncoder
 from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from .grad_cache import CachedWindow, Features
 from .losses import contrastive_loss, local_contrastive_loss
@@ -77,6 +77,8 @@ class InfCLTrainer(Trainer):
                 "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, "
                 "or show this process one GPU with CUDA_VISIBLE_DEVICES=0."
             )
+        if model is not None:
+            DualEncoder(model)  # raises for any other model, before something else does less clearly
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = _default_collator(kwargs["processing_class"], model)
         if kwargs.get("compute_loss_func") is not None:
@@ -189,6 +191,11 @@ class InfCLTrainer(Trainer):
             return [], None
         try:
             window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            if any("caption_image" in batch for batch in window):
+                raise ValueError(
+                    "A training batch has images with several captions or none; one is drawn per epoch by "
+                    "ImageTextDataset(dataset) with all_captions=False. Wrap the training rows in that."
+                )
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
             if self.args.world_size > 1 and not self._dispatched:
@@ -512,8 +519,17 @@ class _MicroBatch:
 
 
 def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:
-    """Truncates captions to what both tokenizer and text tower can take: some tokenizers state no limit."""
+    """Truncates captions to what both tokenizer and text tower can take: some tokenizers state no limit.
+
+    SigLIP reads its padding like text, whatever processor it comes with: all captions must be of one length, or an
+    embedding would depend on which others are in its micro-batch.
+    """
     tokenizer = getattr(processor, "tokenizer", None)
     positions = getattr(getattr(getattr(model, "config", None), "text_config", None), "max_position_embeddings", None)
     known = [limit for limit in (getattr(tokenizer, "model_max_length", None), positions) if limit is not None]
-    return ContrastiveCollator(processor, max_length=int(min(known)) if positions is not None else None)
+    reads_padding = getattr(getattr(model, "config", None), "model_type", None) in SIGMOID_MODELS
+    return ContrastiveCollator(
+        processor,
+        max_length=int(min(known)) if positions is not None else None,
+        fixed_length=True if reads_padding else None,
+    )

@@ -89,14 +89,17 @@ def main() -> None:
     trainer = InfCLTrainer(
         model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
     )
-    trained = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
+    resume: Any = {"true": True}.get((args.resume_from_checkpoint or "").lower(), args.resume_from_checkpoint)
+    trained = trainer.train(resume_from_checkpoint=resume).metrics
     trainer.log_metrics("train", trained)
     trainer.save_metrics("train", trained)
     trainer.save_state()
     trainer.save_model()
-    measured = trainer.evaluate() if eval_datasets else {}
-    trainer.log_metrics("eval", measured)
-    trainer.save_metrics("eval", measured)
+    measured: dict[str, float] = {}
+    if eval_datasets:
+        measured = trainer.evaluate()
+        trainer.log_metrics("eval", measured)
+        trainer.save_metrics("eval", measured)
     if trainer.is_world_process_zero():
         curves = None
         if any("loss" in entry for entry in trainer.state.log_history):  # not with more logging_steps than steps
@@ -114,7 +117,8 @@ def main() -> None:
             evaluations=evaluations(pairs, zero_shot, eval_datasets, measured),
             curves=curves,
         ).save(Path(args.output_dir, "README.md"))
-        print(f"The model, its card (README.md), its curves and results (*.json) are in {args.output_dir}")
+        and_curves = ", its curves" if curves else ""
+        print(f"The model, its card (README.md){and_curves} and results (*.json) are in {args.output_dir}")
     leave(trainer)
 
 

@@ -508,3 +508,8 @@ class TestCollator:
             ContrastiveCollator(tokenizer())
         with pytest.raises(ValueError, match="has no image_processor and no tokenizer"):
             ContrastiveCollator(clip_processor().image_processor)
+
+
+def test_rows_that_are_not_wrapped_are_refused():
+    with pytest.raises(ValueError, match=r"list of captions.*'a dog'.*ImageTextDataset"):
+        ContrastiveCollator(clip_processor())([{"image": Image.new("RGB", (8, 8)), "caption": "a dog"}])

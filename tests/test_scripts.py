@@ -142,6 +142,16 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     assert {score["label"] for score in scores} == set(DEMO["class_names"])
 
 
+def test_training_needs_no_evaluation_and_can_be_resumed(demo, tmp_path):
+    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--use_cpu"]
+    words += ["--report_to", "none", "--per_device_train_batch_size", 16, "--save_steps", 2]
+    printed = run(SCRIPTS / "train.py", *words, "--max_steps", 2)
+    assert "curves" not in printed, "there was nothing logged to draw"
+    assert "not evaluated" in (tmp_path / "README.md").read_text()
+    run(SCRIPTS / "train.py", *words, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
+
+
 def test_evaluate_measures_what_training_measured(demo, trained, tmp_path):
     words = ["--model", trained, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
     words += ["--zero_shot_dataset", demo / "digits", "--eval_dataset", demo / "digits", "--pair_id_column", "label"]

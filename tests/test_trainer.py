@@ -531,6 +531,28 @@ def test_plain_training_arguments_are_refused(tmp_path):
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
 
 
+def test_training_on_several_captions_at_once_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"several captions.*ImageTextDataset"):
+        trainer_for(tmp_path, data=Captioned(30), data_collator=collate_captions).train()
+
+
+def test_the_default_collator_is_made_for_the_model(tmp_path, monkeypatch):
+    made = {}
+    monkeypatch.setattr(
+        "hf_infcl.trainer.ContrastiveCollator", lambda processor, **options: made.update(options) or default_collate
+    )
+    processor = type("Processor", (), {"tokenizer": type("Tokenizer", (), {"model_max_length": 10**30})})()
+    for build, fixed in ((models.clip, None), (models.siglip, True)):
+        InfCLTrainer(build(), arguments(tmp_path), processing_class=processor)
+        # SigLIP reads its padding: of unequal lengths, an embedding would depend on its micro-batch.
+        assert made == {"max_length": 16, "fixed_length": fixed}
+
+
+def test_another_model_is_named_before_its_processor(tmp_path):
+    with pytest.raises(ValueError, match=r"Linear .*not a dual encoder"):
+        InfCLTrainer(torch.nn.Linear(2, 2), arguments(tmp_path), processing_class=object())
+
+
 def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
     with pytest.raises(ValueError, match="7 pairs, fewer than one global batch of 8"):
         trainer_for(tmp_path, data=models.Pairs(7)).train()
