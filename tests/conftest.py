@@ -22,8 +22,6 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 
-MAX_RANKS = 4
-
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """‖value - truth‖ / ‖truth‖ in float64; 0 where both are zero, infinite for NaN."""
