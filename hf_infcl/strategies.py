@@ -54,6 +54,22 @@ class RingStrategy:
         """Takes a part per block of `columns`, in their order; combined by `torch.add` or `torch.logaddexp`."""
         return self.ring.traveller(combine)
 
+    def softmax(
+        self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Four products in all: one of the statistics, one recomputed, two of the gradients.
+
+        Returns:
+            The sum of the cross entropies of this process's images and texts; ΣC, which is 0; and C·Y and Cᵀ·X of its
+            images and texts, [b, D], None if not wanted. C is 2B times the derivative of the loss by the logits.
+        """
+        positive = kernels.positive_logits(x, y, scale, backend=self.backend)
+        odds = torch.stack(self.softmax_statistics(x, y, scale, positive, ids))
+        loss, total = F.softplus(odds).sum(), torch.zeros_like(scale)
+        if not (want_x or want_y):
+            return loss, total, None, None
+        return loss, total, *self.softmax_gradients(x, y, scale, positive, odds, ids, want_x, want_y)
+
     def softmax_statistics(
         self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -80,10 +96,7 @@ class RingStrategy:
         want_x: bool,
         want_y: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """C·Y and Cᵀ·X of this process's images and texts, [b, D]; C is 2B times the loss's derivative by the logits.
-
-        ``odds`` [2, b] are the statistics; what is not wanted is None.
-        """
+        """C·Y and Cᵀ·X as `softmax` returns them; ``odds`` [2, b] are the statistics."""
         lse_x, lse_y = positive + F.softplus(odds)
         own = -torch.sigmoid(odds).sum(0)
         grad_x = _zeros(x, positive) if want_x else None
@@ -103,10 +116,7 @@ class RingStrategy:
     def sigmoid(
         self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The sum of the loss's terms and of C over this process's rows, and C·Y and Cᵀ·X as `softmax_gradients`.
-
-        C is B times the loss's derivative by the logits.
-        """
+        """As `softmax` for the sigmoid loss, in three products: the terms and C are of one pass, and C is B times."""
         loss, total = torch.zeros_like(scale), torch.zeros_like(scale)
         grad_x = _zeros(x, scale) if want_x else None
         texts = self.collector(torch.add)

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from conftest import features, relative_error
 
-from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl import contrastive_loss, graphs, kernels, reference
 from hf_infcl.kernels import tiled
 from hf_infcl.kernels import triton as backend
 
@@ -47,6 +47,12 @@ class PoisonedTorch:
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "torch", PoisonedTorch())
+
+
+@pytest.fixture(autouse=True)
+def _recorded_by_no_earlier_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "PATIENCE", 1 << 30)
+    graphs._recording.cache_clear()
 
 
 def run(loss: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, dtype: torch.dtype, **options: Any) -> Results:
@@ -389,3 +395,54 @@ def test_other_stream_and_device() -> None:
     if torch.cuda.device_count() > 1:  # the current device stays the first
         value = run(contrastive_loss, x.to("cuda:1"), y.to("cuda:1"), 30.0, x.dtype)
         assert all(relative_error(a.to("cuda:0"), b) < 1e-3 for a, b in zip(value[:4], expected[:4], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_replays(objective: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording gives what its computation gives, of other data, and keeps nothing that a later replay overwrites."""
+    batches = [pairs(1000, 72, dtype, seed=seed) for seed in range(5)]
+    for ids in (None, halves(1000)):
+        options = {"objective": objective, "backend": "triton", "pair_ids": ids}
+        expected = [run(contrastive_loss, *batch, 10.0 + i, dtype, **options) for i, batch in enumerate(batches)]
+        monkeypatch.setattr(graphs, "PATIENCE", 1)
+        waiting = []
+        for i, batch in enumerate(batches):
+            leaves = [t.detach().requires_grad_() for t in batch]
+            leaves += [torch.tensor(v, device="cuda", requires_grad=True) for v in (10.0 + i, -3.0)]
+            waiting.append((contrastive_loss(*leaves, **options), leaves))
+        for (loss, leaves), (value, *gradients) in zip(waiting, expected, strict=True):
+            assert relative_error(loss.detach(), value) < 1e-5
+            loss.backward()
+            for leaf, gradient in zip(leaves, gradients, strict=True):
+                assert relative_error(leaf.grad, gradient) < FLOOR[dtype]
+        recording = graphs._recording.cache_info()
+        assert recording.hits >= 4, "each batch would have a recording of its own"
+        monkeypatch.setattr(graphs, "PATIENCE", 1 << 30)
+        graphs._recording.cache_clear()
+
+
+@pytest.mark.gpu
+def test_replays_within_a_graph_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "PATIENCE", 1)
+    x, y = pairs(4096, 512, torch.bfloat16)
+    scale = torch.tensor(30.0, device="cuda")
+    expected = contrastive_loss(x, y, scale)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        loss = contrastive_loss(x, y, scale)
+    graph.replay()
+    assert relative_error(loss, expected) < 1e-5
+
+    leaves = x.requires_grad_(), y.requires_grad_(), scale
+    first = torch.autograd.grad(contrastive_loss(*leaves), leaves[:2])
+    monkeypatch.setattr(graphs._Recording, "_record", _out_of_memory)
+    for _ in range(3):
+        again = torch.autograd.grad(contrastive_loss(*leaves), leaves[:2])
+        assert all(relative_error(a, b) < 1e-3 for a, b in zip(again, first, strict=True))
+
+
+def _out_of_memory(self: Any, function: Any, tensors: Any) -> None:
+    self._inputs = tensors
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.empty(1 << 50, device="cuda", dtype=torch.uint8)

@@ -1,0 +1,77 @@
+"""Kernels of a repeated computation launched at once, as a CUDA graph: for work that is shorter than its launches."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+Results = tuple[Tensor | None, ...]
+
+PATIENCE = 2  # calls before one is recorded: evaluations come in many sizes, a training in one
+KEPT = 2  # recordings at a time, each with the memory of its computation
+
+_lock = threading.Lock()  # a recording's inputs are written and then read by its replay
+
+
+def run(name: Hashable, function: Callable[..., Results], *tensors: Tensor | None) -> Results:
+    """``function(*tensors)``, from the third call with the same name and shapes on by replaying a recording.
+
+    Args:
+        name: says what the function computes; functions of the same name are taken for the same.
+        function: launches the same kernels whenever shapes are the same, and does nothing else: no random numbers, no
+            waiting for the device, no collectives.
+        tensors: on one CUDA device, the first not None.
+
+    Returns:
+        What the function returns, in memory of its own.
+    """
+    if torch.cuda.is_current_stream_capturing():  # it becomes a part of somebody else's graph
+        return function(*tensors)
+    with _lock, torch.cuda.device_of(tensors[0]):
+        shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
+        state = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        return _recording(name, shapes, state, torch.cuda.current_stream())(function, tensors)
+
+
+@functools.lru_cache(KEPT)
+def _recording(*key: Hashable) -> _Recording:
+    return _Recording()
+
+
+class _Recording:
+    def __init__(self) -> None:
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: Results = ()
+        self._outputs: Results = ()
+
+    def __call__(self, function: Callable[..., Results], tensors: tuple[Tensor | None, ...]) -> Results:
+        self._calls += 1
+        if self._calls == PATIENCE + 1:
+            try:
+                self._record(function, tensors)
+            except torch.OutOfMemoryError:  # without a recording less memory is enough, as it was before
+                self._inputs = self._outputs = ()
+        if self._graph is None:
+            return function(*tensors)
+        self._fill(tensors)
+        self._graph.replay()
+        return tuple(None if t is None else t.clone() for t in self._outputs)
+
+    def _record(self, function: Callable[..., Results], tensors: tuple[Tensor | None, ...]) -> None:
+        self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
+        self._fill(tensors)
+        function(*self._inputs)  # compiles what depends on how they are aligned, which a recording cannot
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+            self._outputs = function(*self._inputs)
+        self._graph = graph
+
+    def _fill(self, tensors: tuple[Tensor | None, ...]) -> None:
+        for own, given in zip(self._inputs, tensors, strict=True):
+            if own is not None and given is not None:
+                own.copy_(given)
