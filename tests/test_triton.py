@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +106,18 @@ def halves(batch: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("batch", "dim"), [(1, 3), (7, 40), (67, 24)])
 def test_parity(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None:
+    check(*pairs(batch, dim, dtype), objective=objective)
+    check(*pairs(batch, dim, dtype, 1), objective=objective, pair_ids=halves(batch))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "dim"), [(7, 40), (150, 48)])
+def test_without_descriptors(
+    batch: int, dim: int, dtype: torch.dtype, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GPUs before Hopper and those of AMD read and write."""
+    monkeypatch.setattr(backend, "_has_descriptors", lambda device: False)
     check(*pairs(batch, dim, dtype), objective=objective)
     check(*pairs(batch, dim, dtype, 1), objective=objective, pair_ids=halves(batch))
 
@@ -286,6 +302,21 @@ def test_compiled_without_a_graph_break(objective: str, name: str) -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if backend.INTERPRETED else "inductor")
     for a, b in zip(run(compiled, x, y, 5.0, x.dtype), run(loss, x, y, 5.0, x.dtype), strict=True):
         assert torch.equal(a, b) or relative_error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("target", ["cuda 80", "hip gfx942"])
+def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
+    """Without a GPU: they fit its shared memory and, on NVIDIA's, load no feature alone."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    script = Path(__file__).with_name("compile_kernels.py")
+    output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
+    compiled = [line.split() for line in output.splitlines()]
+    assert {name for name, *_ in compiled} == {
+        *("positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients")
+    }
+    for name, shared, narrow_loads in compiled:
+        assert int(shared) <= {"cuda": 99 << 10, "hip": 64 << 10}[target.split()[0]], name  # the least, of 8.6 and 8.9
+        assert int(narrow_loads) == 0, name
 
 
 @pytest.fixture

@@ -33,11 +33,31 @@ def _place(tiles, blocks, run, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the box of a matrix without a descriptor, and which of them are inside."""
+    base, m, n, stride = matrix
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    return base + rows.to(tl.int64)[:, None] * stride + columns[None, :], (rows < m)[:, None] & (columns < n)[None, :]
+
+
+@triton.jit
+def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The box of a matrix that begins at (row, column); zeros beyond the matrix's end."""
+    if hasattr(matrix, "block_shape"):
+        box = matrix.load([row, column])
+    else:
+        cells, inside = _cells(matrix, row, column, ROWS, COLUMNS)
+        box = tl.load(cells, inside, 0.0)
+    return box
+
+
+@triton.jit
 def _product(x, y, row, column, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """x[row:][:BM] · y[column:][:BN]ᵀ in fp32. Descriptors read zeros beyond the end."""
+    """x[row:][:BM] · y[column:][:BN]ᵀ in fp32."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, tl.cdiv(K, BK)):
-        acc = tl.dot(x.load([row, k * BK]), y.load([column, k * BK]).T, acc)
+        acc = tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, acc)
     return acc
 
 
@@ -93,7 +113,13 @@ def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def _store(g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
     """Stores a tile as the sum of PARTS low-precision matrices, part_rows apart in g, in strips of g's boxes."""
-    if g.block_shape[1] < BN:
+    if not hasattr(g, "block_shape"):
+        dtype: tl.constexpr = g[0].dtype.element_ty
+        for part in tl.static_range(PARTS):
+            cells, inside = _cells(g, part * part_rows + row, column, BM, BN)
+            tl.store(cells, tile.to(dtype), inside)
+            tile -= tile.to(dtype).to(tl.float32)
+    elif g.block_shape[1] < BN:
         left, right = _halves(tile, BM, BN)
         _store(g, left, row, column, part_rows, BM, BN // 2, PARTS)
         _store(g, right, row, column + BN // 2, part_rows, BM, BN // 2, PARTS)
@@ -280,7 +306,7 @@ def _store_sigmoid(
     s and b are multiplied by log2(e), and so is z. Returns sums: of max(z, 0) and of the coefficients, [BM, 4], and of
     log(1 + 2^-|z|), [BM // 16, 8, 4].
     """
-    if g.block_shape[1] < BN:
+    if hasattr(g, "block_shape") and g.block_shape[1] < BN:
         left, right = _halves(acc, BM, BN)
         highs, totals, logs = _store_sigmoid(
             left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,

@@ -1,0 +1,58 @@
+"""Compiles all Triton kernels, as the launchers ask for them, for a GPU that need not be there.
+
+python compile_kernels.py cuda 80 prints a line per kernel: its name, its shared memory in bytes, and how many of its
+PTX instructions load 16 bits.
+"""
+
+import re
+import sys
+import types
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+kind, architecture = sys.argv[1:]
+of_amd = kind == "hip"
+TARGET = GPUTarget(kind, architecture if of_amd else int(architecture), 64 if of_amd else 32)
+
+
+class Driver:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+launch = JITFunction.run
+
+
+def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    narrow_loads = re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", kernel.asm.get("ptx", ""))
+    print(self.fn.__name__, kernel.metadata.shared, len(narrow_loads))
+    return kernel
+
+
+triton.runtime.driver.set_active(Driver())
+JITFunction.run = compile_only
+torch.version.hip = "6.4" if of_amd else None
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=100)
+torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
+
+from hf_infcl.kernels import triton as backend  # noqa: E402
+
+x = torch.zeros(6000, 512, dtype=torch.bfloat16)
+scale, vector = torch.tensor(1.0), torch.zeros(6000)
+backend.positive_logits(x, x, scale)
+backend.softmax_statistics(x, x, scale, vector, vector, None, None, 0)
+backend.softmax_gradients(x, x, scale, vector, vector, vector, None, None, 0)
+backend.sigmoid_block(x, x, scale, scale, None, None, 0)
