@@ -15,7 +15,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from hf_infcl.losses import OBJECTIVES
 
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> None:
                 del step
     if common.rank() == 0:
         plot(args.output)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.end_processes()
 
 
 def plot(table: Path) -> None:

@@ -107,9 +107,13 @@ class Step:
             *(torch.tensor(value, device=device, requires_grad=True) for value in (SCALE, BIAS)),
         )
 
-    def __call__(self) -> None:
+    def forget(self) -> None:
+        """Drops the gradients."""
         for tensor in self.inputs:
             tensor.grad = None
+
+    def __call__(self) -> None:
+        self.forget()
         with self._implementation.context():
             self._implementation.loss(*self.inputs).backward()
 
@@ -117,7 +121,7 @@ class Step:
         """Why it does not fit, computed beforehand: one process that fails would leave the others waiting."""
         needed = self._implementation.matrices(batch, common.world_size())
         free = common.free_bytes(self.inputs[0].device)
-        if needed <= 0.95 * free:
+        if needed <= 0.9 * free:
             return ""
         return f"does not fit: needs {needed / common.GIB:.0f} GiB for matrices of logits (computed)"
 
@@ -133,6 +137,7 @@ def difference(gradient: Tensor, first: Tensor, device: torch.device) -> float:
 
 def measure(step: Step, device: torch.device, budget: float) -> Row:
     step()  # what is compiled on the first call is not measured
+    step.forget()
     peak = common.peak_bytes(step, device)
     row = common.quantiles(common.slowest_seconds(step, device, budget))
     return row if peak is None else row | {"peak_mib": round(peak / common.MIB)}
@@ -147,8 +152,7 @@ def run(args: argparse.Namespace) -> None:
         rows_of(args, device, dtype)
         if common.rank() == 0:
             plot(args.output)
-    dist.barrier()
-    dist.destroy_process_group()
+    common.end_processes()
 
 
 def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
@@ -174,8 +178,8 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
                 except Exception as error:  # the same on every process: an implementation that does not run here
                     row["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
             if "ms" in row:
-                alone = alone or row["ms"]
-                row["efficiency"] = round(alone / row["ms"], 3)
+                alone = row["ms"] if name == ALONE else alone
+                row["efficiency"] = round(alone / row["ms"], 3) if alone else ""
                 row["gpairs_per_s"] = round(w * b * b / row["ms"] / 1e6, 2)
                 if name != ALONE:
                     gradient = step.inputs[0].grad
