@@ -283,6 +283,9 @@ def test_timeline_counts_what_computation_hides(script, tmp_path):
     ]
     assert timeline.hidden(events) == pytest.approx(0.7)
     assert timeline.hidden(events[:2]) is None
+    steps: list[int] = []
+    assert timeline.record(lambda: steps.append(1), torch.device("cpu")) == [], "a CPU has no kernels"
+    assert len(steps) == 3
     title = timeline.draw(events, tmp_path / "timeline.png", "a step")
     assert "70.0%" in title
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
@@ -304,14 +307,24 @@ def test_plots_show_the_newest_rows(script, tmp_path):
         common.append(tmp_path / "t.csv", (*columns, "more"), {})
 
 
-def test_tables_need_no_rows(script, monkeypatch, tmp_path):
-    tables = script("benchmarks.tables")
+def test_tables_need_no_rows_and_extrapolate_by_a_line(script, monkeypatch, tmp_path):
+    tables, step = script("benchmarks.tables"), script("benchmarks.step")
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    tables.run(argparse.Namespace(output=tmp_path / "TABLES.md"))
-    written = (tmp_path / "TABLES.md").read_text()
-    lines = [line for line in written.splitlines() if line.startswith("|")]
-    assert len(lines) == 9 + 8 + 6
+    where = argparse.Namespace(output=tmp_path / "TABLES.md")
+    tables.run(where)
+    written = where.output.read_text()
     assert "2410.17243" in written
+    assert len([line for line in written.splitlines() if line.startswith("|")]) == 9 + 8 + 6
+
+    for batch in (32 * 1024, 128 * 1024, 512 * 1024):
+        row = {"date": "2026-01-01", "device": "NVIDIA H200", "world_size": 4, "model": "vit-b-16"}
+        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": batch, "device_gib": 100}
+        row |= {"loss_gib": 1.5, "peak_gib": 10 + batch / 102_400} if batch < 512 * 1024 else {"note": "does not fit"}
+        step.common.append(tmp_path / "step.csv", step.COLUMNS, row)
+    tables.run(where)
+    written = where.output.read_text()
+    assert "| hf_infcl, 4 × H200 | 1.50 (10.32) | – | 1.50 (11.28) | – | ✗ | – |" in written
+    assert "| vit-b-16, 4 × H200 | – | – | ≥ 128k (1.50 GiB) | 8,500k |" in written
 
 
 def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path):

@@ -2,11 +2,11 @@
 
 A row is a forward and backward of one implementation: L2-normalised features, cosines of positives about 0.24,
 logit_scale 100 (and logit_bias -10 for the sigmoid loss). Times are quantiles over repetitions in milliseconds, and
-first_call_s is the very first step in seconds, with whatever is compiled in it; memory is the peak beyond the inputs;
-errors are relative to float64 on the same inputs. The floor is the time that torch.matmul (cuBLAS), timed in the same
-run, takes for the least number of B×B×D products: four for softmax, three for sigmoid. Other implementations are
-measured where they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, open_clip_torch, torch's own
-linear_cross_entropy.
+first_call_s is the very first step in seconds, with whatever is compiled in it (or found in a cache on disk); memory
+is the peak beyond the inputs; errors are relative to float64 on the same inputs. The floor is the time that
+torch.matmul (cuBLAS), timed in the same run, takes for the least number of B×B×D products: four for softmax, three for
+sigmoid. Other implementations are measured where they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1,
+open_clip_torch, torch's own linear_cross_entropy.
 """
 
 from __future__ import annotations

@@ -122,6 +122,7 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
         retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
         trainers[name] = training.PooledInfCLTrainer, {**options, "retain_graphs": retain}
     trainers["OpenCLIP accumulation"] = training.OpenCLIPTrainer, {}
+    measured(args, training.PlainTrainer, pool, steps, device)  # the first to run would find a cool card
     plain: float | None = None
     for name, (trainer_class, options) in trainers.items():
         if args.implementations and name not in (PLAIN, *args.implementations):

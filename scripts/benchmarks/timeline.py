@@ -30,6 +30,8 @@ COLORS = {
     "copy or fill": "#9a9a9a",
 }
 
+MARK = "the step of the timeline"
+
 
 def kind(name: str) -> str:
     """Which of `COLORS` a kernel is, by its name."""
@@ -54,16 +56,20 @@ def record(step: Callable[[], Any], device: torch.device) -> list[Event]:
             for _ in range(3):
                 if device.type == "cuda":
                     torch.cuda.synchronize()
-                dist.barrier()
-                step()
+                if dist.is_initialized():
+                    dist.barrier()
+                with torch.profiler.record_function(MARK):
+                    step()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 profile.step()
         recorded = json.loads(trace.read_text())["traceEvents"]
+    # What came before, such as the barrier's kernel waiting for the other processes, is not the step's.
+    begin = next(event["ts"] for event in recorded if event["name"] == MARK and event["cat"] == "user_annotation")
     return [
         Event(event["args"]["stream"], event["name"], event["ts"], event["dur"])
         for event in recorded
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event["ts"] >= begin
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -62,7 +64,12 @@ Batch = dict[str, Tensor]
 
 
 def build(name: str) -> transformers.CLIPModel:
-    """With random weights, the same on every process."""
+    """A new model with random weights, always the same."""
+    return copy.deepcopy(_initial(name))
+
+
+@functools.cache
+def _initial(name: str) -> transformers.CLIPModel:
     torch.manual_seed(0)
     config = transformers.CLIPConfig(**MODELS[name])
     return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
