@@ -98,7 +98,7 @@ class _Gather(torch.autograd.Function):
         ring = Ring()
         if not ctx.all_reduce:
             return ring.scatter_sum(grad), None
-        return ring.sum(grad).view(ring.world_size, -1, grad.shape[1])[ring.rank], None
+        return ring.sum(grad.contiguous()).view(ring.world_size, -1, grad.shape[1])[ring.rank], None
 
 
 def clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
