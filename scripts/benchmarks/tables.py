@@ -1,7 +1,8 @@
 """The tables of the Inf-CL paper beside the rows of `memory`, `ring` and `step`: writes TABLES.md.
 
-The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4. Of ours a figure stands where a row of the CSVs
-has it; ✗ is what does not fit, – what was not measured. The paper writes GB, ours are GiB of torch's allocator.
+The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4, as a public transcription gives them. Of ours a
+figure stands where a row of the CSVs has it; ✗ is what does not fit, – what was not measured. The paper writes GB, ours
+are GiB of torch's allocator.
 """
 
 from __future__ import annotations
