@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import csv
 import importlib
 import json
 import os
@@ -191,6 +193,146 @@ def test_global_batch_data_has_one_right_answer(script, monkeypatch):
     assert len(set(captions)) == len(captions) == sum(comparison.SIZES.values())
     images = [images.flatten(1) for images, _ in comparison.data().values()]
     assert all(-1 <= image.min() < image.max() <= 1 for image in images)
+
+
+# ---- Benchmarks: that they run and draw. Their GPU paths (events, memory, NCCL, traces of kernels) need GPUs. ----
+
+
+def rows_of(table: Path) -> list[dict[str, str]]:
+    with table.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def on_two(*words: Any) -> str:
+    return run("-m", "torch.distributed.run", "--nproc-per-node", 2, SCRIPTS / "benchmark.py", *words)
+
+
+def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
+    words = ["--per-gpu-batch-sizes", 32, "--global-batch-sizes", 24, "--dims", 16, "--dtype", "float32"]
+    on_two("ring", *words, "--objectives", "softmax", "sigmoid", "--milliseconds", 5, "--output", tmp_path / "ring.csv")
+    rows = rows_of(tmp_path / "ring.csv")
+    assert {(row["objective"], row["batch_size"]) for row in rows} == {
+        (objective, batch) for objective in ("softmax", "sigmoid") for batch in ("64", "24")
+    }
+    others = [row for row in rows if row["implementation"] != "no communication"]
+    assert {"hf_infcl", "ring untiled (Ring-CL)", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"} < {
+        row["implementation"] for row in others
+    }
+    assert not any(row["note"] for row in rows), rows
+    assert all(float(row["gradient_difference"]) < 1e-5 for row in others), rows
+    assert all(float(row["ms"]) > 0 and float(row["efficiency"]) > 0 for row in rows)
+    assert (tmp_path / "ring.png").stat().st_size > 10_000
+
+
+def test_benchmark_memory_runs_without_torchrun_too(tmp_path):
+    words = ["--per-gpu-batch-sizes", 24, "--global-batch-sizes", 48, "--dim", 16, "--dtype", "float32"]
+    on_two("memory", *words, "--output", tmp_path / "memory.csv")
+    run(SCRIPTS / "benchmark.py", "memory", *words, "--output", tmp_path / "memory.csv")
+    rows = rows_of(tmp_path / "memory.csv")
+    assert {(row["world_size"], row["batch_size"]) for row in rows} == {("2", "48"), ("1", "24"), ("1", "48")}
+    assert not any(row["peak_mib"] for row in rows), "nothing is made up on a CPU"
+
+
+def test_benchmark_step_trains_each_way(script, tmp_path):
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
+    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
+    on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0)
+    rows = rows_of(tmp_path / "step.csv")
+    assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
+        *("Trainer", "hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"),
+    }
+    assert {row["implementation"] for row in rows if row["comparison"] == "table"} == {
+        *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"),
+    }
+    assert all(float(row["images_per_s"]) > 0 for row in rows), rows
+    assert {row["accumulation_steps"] for row in rows} == {"2", "3"}
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
+    training = script("benchmarks.training")
+    pool = training.make_pool("tiny", 3, 4, torch.float32)
+    gradients = []
+    for trainer_class in (training.OpenCLIPTrainer, training.PooledInfCLTrainer):
+
+        class Kept(trainer_class):
+            def _clip_grad_norm(self, model: Any) -> Any:
+                gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+                return super()._clip_grad_norm(model)
+
+        training.train(Kept, training.build("tiny"), pool, 1, 3)
+    theirs, ours = gradients
+    assert theirs.keys() == ours.keys()
+    scale = theirs.pop("logit_scale") / ours.pop("logit_scale")
+    assert scale.item() == pytest.approx(3, rel=1e-4), "counted once per micro-batch"
+    for name, gradient in ours.items():
+        torch.testing.assert_close(theirs[name], gradient, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_timeline_counts_what_computation_hides(script, tmp_path):
+    timeline = script("benchmarks.timeline")
+    events = [
+        timeline.Event(7, "nvjet_gemm", 0, 100),
+        timeline.Event(7, "softmax_kernel", 100, 50),
+        timeline.Event(20, "ncclDevKernel_SendRecv(...)", 50, 60),
+        timeline.Event(20, "ncclDevKernel_SendRecv(...)", 140, 40),
+        timeline.Event(20, "ncclDevKernel_AllReduce_Sum_f32", 300, 500),
+        timeline.Event(7, "Memset (Device)", 150, 30),
+    ]
+    assert timeline.hidden(events) == pytest.approx(0.7)
+    assert timeline.hidden(events[:2]) is None
+    steps: list[int] = []
+    assert timeline.record(lambda: steps.append(1), torch.device("cpu")) == [], "a CPU has no kernels"
+    assert len(steps) == 3
+    title = timeline.draw(events, tmp_path / "timeline.png", "a step")
+    assert "70.0%" in title
+    assert (tmp_path / "timeline.png").stat().st_size > 10_000
+
+
+def test_plots_show_the_newest_rows(script, tmp_path):
+    common = script("benchmarks.common")
+    columns = ("date", "implementation", "ms")
+    for date, name, ms in (
+        ("2026-01-01", "a", 5),
+        ("2026-02-01", "a", 3),
+        ("2026-01-01", "b", 4),
+        ("2026-03-01", "b", ""),
+    ):
+        common.append(tmp_path / "t.csv", columns, {"date": date, "implementation": name, "ms": ms})
+    rows = common.newest(tmp_path / "t.csv", ("implementation",), "ms")
+    assert [(row["implementation"], row["ms"]) for row in rows] == [("a", "3"), ("b", "4")]
+    with pytest.raises(SystemExit, match="other columns"):
+        common.append(tmp_path / "t.csv", (*columns, "more"), {})
+
+
+def test_tables_need_no_rows_and_extrapolate_by_a_line(script, monkeypatch, tmp_path):
+    tables, step = script("benchmarks.tables"), script("benchmarks.step")
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    where = argparse.Namespace(output=tmp_path / "TABLES.md")
+    tables.run(where)
+    written = where.output.read_text()
+    assert "2410.17243" in written
+    assert len([line for line in written.splitlines() if line.startswith("|")]) == 9 + 8 + 6
+
+    for batch in (32 * 1024, 128 * 1024, 512 * 1024):
+        row = {"date": "2026-01-01", "device": "NVIDIA H200", "world_size": 4, "model": "vit-b-16"}
+        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": batch, "device_gib": 100}
+        row |= {"loss_gib": 1.5, "peak_gib": 10 + batch / 102_400} if batch < 512 * 1024 else {"note": "does not fit"}
+        step.common.append(tmp_path / "step.csv", step.COLUMNS, row)
+    tables.run(where)
+    written = where.output.read_text()
+    assert "| hf_infcl, 4 × H200 | 1.50 (10.32) | – | 1.50 (11.28) | – | ✗ | – |" in written
+    assert "| vit-b-16, 4 × H200 | – | – | ≥ 128k (1.50 GiB) | 8,500k |" in written
+
+
+def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path):
+    loss = script("benchmarks.loss")
+    (tmp_path / "loss.csv").write_bytes((SCRIPTS / "benchmarks/loss.csv").read_bytes())
+    loss.plot(tmp_path / "loss.csv")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert tuple(rows_of(tmp_path / "loss.csv")[0]) == loss.COLUMNS
 
 
 # ---- Arguments ----

@@ -1,0 +1,277 @@
+"""What the benchmarks share: processes, inputs, timing, rows of a CSV, and the style of plots."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+FOLDER = Path(__file__).parent
+SCALE, BIAS = 100.0, -10.0
+MIB, GIB = 2**20, 2**30
+
+Row = dict[str, Any]
+
+
+# ---- Processes ----
+
+
+def start_processes() -> torch.device:
+    """Joins torchrun's processes, or makes a group of this process alone; the device of this process.
+
+    Without a GPU everything runs on CPUs over gloo: that shows that it runs, not how fast.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpu else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, device_id=device if on_gpu else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def end_processes() -> None:
+    """Leaves together. Several leave without Python's clean-up, in which gloo's threads sometimes abort."""
+    if dist.is_initialized():
+        several = world_size() > 1
+        dist.barrier()
+        dist.destroy_process_group()
+        if several:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def over_processes(value: float, device: torch.device, operation: Any = dist.ReduceOp.MAX) -> float:
+    """The largest of the processes' values, or what another operation makes of them; the same on every process."""
+    if not dist.is_initialized():
+        return value
+    tensor = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, operation)
+    return tensor.item()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ---- Inputs ----
+
+
+def features(batch: int, dim: int, dtype: torch.dtype, device: Any, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """L2-normalised images and texts [batch, dim] whose positives have cosines of about 0.24."""
+    g = torch.Generator(device).manual_seed(batch + dim + seed)
+
+    def unit() -> Tensor:
+        return F.normalize(torch.randn(batch, dim, device=device, generator=g), dim=-1)
+
+    x = unit()
+    return x.to(dtype), F.normalize(x + 4 * unit(), dim=-1).to(dtype)
+
+
+# ---- Time and memory ----
+
+
+def seconds(step: Callable[[], Any], device: torch.device) -> float:
+    """Of one step on this process, all processes starting together."""
+    if dist.is_initialized():
+        dist.barrier()
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def slowest_seconds(step: Callable[[], Any], device: torch.device, budget: float) -> list[float]:
+    """Times of repetitions for about ``budget`` seconds, each that of the slowest process."""
+    once = over_processes(seconds(step, device), device)
+    if once > budget:
+        return [once]
+    count = min(100, round(budget / once))
+    return [over_processes(seconds(step, device), device) for _ in range(count)]
+
+
+def quantiles(values: Iterable[float]) -> Row:
+    """Median, first and last decile of seconds, as columns in ms."""
+    q = torch.quantile(torch.tensor(list(values), dtype=torch.float64), torch.tensor([0.5, 0.1, 0.9]).double())
+    return {name: round(1000 * value, 4) for name, value in zip(("ms", "ms_p10", "ms_p90"), q.tolist(), strict=True)}
+
+
+def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
+    """What a step allocates at most beyond what is there before, on the process with the most; None on a CPU.
+
+    NCCL's own buffers are not torch's and do not show.
+    """
+    if device.type == "cpu":
+        step()
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return int(over_processes(torch.cuda.max_memory_allocated() - before, device))
+
+
+def free_bytes(device: torch.device) -> float:
+    """The memory that every process has left; without limit on a CPU."""
+    if device.type == "cpu":
+        return float("inf")
+    torch.cuda.empty_cache()
+    return over_processes(torch.cuda.mem_get_info()[0], device, dist.ReduceOp.MIN)
+
+
+# ---- Rows ----
+
+
+def environment(device: torch.device, *packages: str) -> Row:
+    """Date, device and versions, for every row."""
+    row: Row = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        "torch": torch.__version__,
+    }
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            row[package] = importlib.metadata.version(package)
+    return row
+
+
+def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
+    """Writes a row to the CSV and prints it; the process of rank 0 does, the others do nothing."""
+    if rank() != 0:
+        return
+    table.parent.mkdir(parents=True, exist_ok=True)
+    begun = table.exists()
+    if begun:
+        with table.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != list(columns):
+            raise SystemExit(
+                f"{table} has other columns than this benchmark writes: move it, or pass another --output."
+            )
+    with table.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        if not begun:
+            writer.writeheader()
+        writer.writerow(row)
+    unsaid = ("date", "device", "torch", "triton", "transformers")
+    print(*(f"{key}={row[key]}" for key in columns if row.get(key, "") != "" and key not in unsaid), flush=True)
+
+
+def newest(table: Path, keys: tuple[str, ...], value: str) -> list[Row]:
+    """Of rows that agree in ``keys`` the last one, so that a repeated measurement replaces an older; with a value."""
+    if not table.exists():
+        return []
+    with table.open(newline="") as file:
+        rows = {tuple(row[key] for key in keys): row for row in csv.DictReader(file) if row[value]}
+    return list(rows.values())
+
+
+# ---- Plots ----
+
+OURS, MUTED = "#c1121f", ("#4a6fa5", "#6b8f71", "#a98467", "#7d6b91", "#5f7a7f", "#b08ea2", "#8a8a5c", "#737373")
+MARKERS = "sD^vP*Xh<>"
+
+
+def styles(names: Iterable[str]) -> dict[str, Row]:
+    """Line styles by implementation: this package strong, its variants in the same colour and thin, others muted."""
+    ours = [name for name in names if name.startswith("hf_infcl")]
+    others = [name for name in names if not name.startswith("hf_infcl")]
+    lines: dict[str, Row] = {
+        name: {"color": OURS, "lw": 3.0 if i == 0 else 1.2, "ls": ("-", "--", ":", "-.")[i % 4], "zorder": 3}
+        | {"marker": "o", "ms": 6 if i == 0 else 3}
+        for i, name in enumerate(sorted(ours, key=lambda name: (name != "hf_infcl", ours.index(name))))
+    }
+    for i, name in enumerate(others):
+        lines[name] = {"color": MUTED[i % len(MUTED)], "lw": 1.2, "marker": MARKERS[i % len(MARKERS)], "ms": 5}
+    return lines
+
+
+def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: dict[str, Row]) -> None:
+    """Lines on logarithmic axes, each named beside its last point."""
+    for name, points in lines.items():
+        axis.plot(*zip(*sorted(points), strict=True), **style[name])
+    axis.set(xscale="log", yscale="log")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.figure.canvas.draw()
+    to_axes = (axis.transScale + axis.transLimits).transform
+    ends = sorted((*to_axes(max(points)), name) for name, points in lines.items())
+    low, right = -1.0, max((x for x, _, _ in ends), default=0.0) + 0.035
+    for x, y, name in sorted(ends, key=lambda end: end[1]):
+        low = max(y, low + 0.052)
+        axis.annotate(
+            name,
+            (x, y),
+            (right, low),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8.5,
+            color=style[name]["color"],
+            weight="bold" if name == "hf_infcl" else "normal",
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": style[name]["color"], "alpha": 0.6},
+            annotation_clip=False,
+        )
+
+
+def draw_bars(axis: Any, values: dict[str, float], notes: dict[str, str]) -> None:
+    """Horizontal bars, the smallest on top, each with its value and a note."""
+    names = sorted(values, key=values.__getitem__, reverse=True)
+    variant = "#e08a90"
+    colors = [OURS if name == "hf_infcl" else variant if name.startswith("hf_infcl") else MUTED[-1] for name in names]
+    axis.barh(names, [values[name] for name in names], color=colors, height=0.65)
+    for position, name in enumerate(names):
+        axis.text(values[name], position, f" {notes[name]}", va="center", fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    axis.margins(x=0.45)
+    axis.set_xlim(left=0)
+
+
+def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    """A figure and its axes [rows, columns], drawn without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False)
+
+
+def save(figure: Any, path: Path, rows: list[Row]) -> None:
+    """Writes the picture, titled with what its rows were measured on and when."""
+    dates = sorted({row["date"] for row in rows})
+    last = max(rows, key=lambda row: row["date"])
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    figure.suptitle(f"{last['device']}, torch {last['torch']}, {when}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,105 @@
+"""Memory of the loss across GPUs: at b pairs per GPU, and against the global batch until it does not fit.
+
+    for w in 1 2 4; do torchrun --nproc-per-node $w scripts/benchmark.py memory --global-batch-sizes; done
+    torchrun --nproc-per-node 4 scripts/benchmark.py memory --per-gpu-batch-sizes
+
+A row is the peak of one forward and backward on the GPU that allocates the most. ``peak_mib`` is beyond the images and
+texts, which take ``inputs_mib``; of it ``gradients_mib`` are their gradients, which every implementation has to give.
+What computation of the logits' bytes shows not to fit is a row with a note and without a peak. NCCL's buffers and the
+models do not show here; see `step` for a whole training step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from hf_infcl.losses import OBJECTIVES
+
+from . import common, ring
+from .common import FOLDER, Row
+
+COLUMNS = (
+    *("date", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
+    *("batch_size", "implementation", "peak_mib", "inputs_mib", "gradients_mib", "note"),
+)
+SMALL = 256  # a first step's libraries and workspaces are none of the loss's memory
+
+
+def run(args: argparse.Namespace) -> None:
+    device = common.start_processes()
+    w, dtype = common.world_size(), getattr(torch, args.dtype)
+    environment = common.environment(device, "triton") | {"world_size": w, "dtype": args.dtype}
+    sizes = [*args.per_gpu_batch_sizes, *(batch // w for batch in args.global_batch_sizes)]
+    for objective in args.objectives:
+        for name, implementation in ring.implementations(objective, dtype.itemsize).items():
+            if args.implementations and name not in args.implementations:
+                continue
+            try:
+                ring.Step(implementation, SMALL, args.dim, dtype, device)()
+            except Exception as error:  # the same on every process: an implementation that does not run here
+                print(f"{name}: {type(error).__name__}: {error}")
+                continue
+            for b in sorted(dict.fromkeys(sizes)):
+                step = ring.Step(implementation, b, args.dim, dtype, device)
+                inputs = 2 * b * args.dim * dtype.itemsize
+                row: Row = {"objective": objective, "dim": args.dim, "per_gpu_batch_size": b, "batch_size": w * b}
+                row |= environment | {"implementation": name, "inputs_mib": round(inputs / common.MIB)}
+                row["gradients_mib"] = row["inputs_mib"]  # in the inputs' dtype
+                if note := step.obstacle(b):
+                    row["note"] = note
+                elif (peak := common.peak_bytes(step, device)) is not None:
+                    row["peak_mib"] = round(peak / common.MIB)
+                else:
+                    row["note"] = "runs; memory is measured on GPUs only"
+                common.append(args.output, COLUMNS, row)
+                del step
+    if common.rank() == 0:
+        plot(args.output)
+    common.end_processes()
+
+
+def plot(table: Path) -> None:
+    """For each objective: memory against the global batch at the most GPUs, and against the GPUs at one b."""
+    keys = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size", "implementation")
+    rows = common.newest(table, keys, "peak_mib")
+    objectives = list(dict.fromkeys(row["objective"] for row in rows))
+    if not rows:
+        return
+    style = common.styles(dict.fromkeys(row["implementation"] for row in rows))
+    most = max(int(row["world_size"]) for row in rows)
+    worlds: dict[str, set[str]] = {}
+    for row in rows:
+        worlds.setdefault(row["per_gpu_batch_size"], set()).add(row["world_size"])
+    common_b = max(worlds, key=lambda b: (len(worlds[b]), int(b)))
+    figure, axes = common.subplots(len(objectives), 2, (7.4, 4.6))
+    for objective, (growth, scaling) in zip(objectives, axes, strict=True):
+        lines: tuple[dict[str, list[tuple[float, float]]], ...] = ({}, {})
+        for row in (row for row in rows if row["objective"] == objective):
+            name, w, peak = row["implementation"], int(row["world_size"]), float(row["peak_mib"])
+            if w == most:
+                lines[0].setdefault(name, []).append((int(row["batch_size"]), peak))
+            if row["per_gpu_batch_size"] == common_b:
+                lines[1].setdefault(name, []).append((w, peak))
+        for axis, of_axis in zip((growth, scaling), lines, strict=True):
+            common.draw_lines(axis, of_axis, style)
+        label = "peak memory of the loss per GPU, MiB"
+        growth.set(title=f"{objective}, {most} GPUs", xlabel="global batch", ylabel=label)
+        scaling.set(title=f"{objective}, {int(common_b):,} pairs per GPU", xlabel="GPUs", ylabel=label)
+        scaling.set_xticks([1, 2, 4, 8][: most.bit_length()], ["1", "2", "4", "8"][: most.bit_length()], minor=False)
+        scaling.minorticks_off()
+    common.save(figure, table.with_suffix(".png"), rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--per-gpu-batch-sizes", type=int, nargs="*", default=[65536], help="b of each GPU")
+    parser.add_argument(
+        "--global-batch-sizes", type=int, nargs="*", default=[2**n for n in range(15, 21)], help="W·b, besides"
+    )
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
+    parser.add_argument("--implementations", nargs="+", help="by name, default: all that are installed")
+    parser.add_argument("--output", type=Path, default=FOLDER / "memory.csv", help="appended to; plot beside it")

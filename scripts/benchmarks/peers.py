@@ -1,0 +1,128 @@
+"""What others compute: losses to measure this package's beside, from libraries or as one writes them in plain torch.
+
+All take image_embeds, text_embeds [b, D], logit_scale and logit_bias, and give a loss. The logits of those in plain
+torch are in the features' dtype; under autocast cross_entropy would make them fp32 and double their memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_infcl.ring import Ring
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# ---- One process ----
+
+
+def vanilla(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
+    """What one writes first; the logits in the features' dtype."""
+    logits = scale.to(x.dtype) * x @ y.t()
+    if objective == "sigmoid":
+        return F.softplus(
+            torch.where(torch.eye(len(x), dtype=torch.bool, device=x.device), -1, 1) * (logits + bias)
+        ).sum() / len(x)
+    target = torch.arange(len(x), device=x.device)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
+
+
+def checkpointed(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str, rows: int = 4096) -> Tensor:
+    """What a careful user writes: chunks of rows, recomputed in the backward."""
+
+    def direction(a: Tensor, b: Tensor, start: int) -> Tensor:
+        logits = scale.to(a.dtype) * a @ b.t()
+        target = torch.arange(start, start + len(a), device=a.device)
+        if objective == "sigmoid":
+            logits = logits + bias
+            own = logits.gather(1, target[:, None])
+            return F.softplus(logits).sum() - F.softplus(own).sum() + F.softplus(-own).sum()
+        return F.cross_entropy(logits, target, reduction="sum") / 2
+
+    pairs = ((x, y), (y, x)) if objective == "softmax" else ((x, y),)
+    terms = [
+        checkpoint(direction, a[start : start + rows], b, start, use_reentrant=False)
+        for a, b in pairs
+        for start in range(0, len(a), rows)
+    ]
+    return torch.stack(terms).sum() / len(x)
+
+
+def inf_cl(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    loss = importlib.import_module("inf_cl").cal_flash_loss  # one process's tiles
+    x, y = x.float(), y.float()
+    return (loss(x, y, scale=scale).mean() + loss(y, x, scale=scale).mean()) / 2
+
+
+def cut_cross_entropy(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    loss = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    target = torch.arange(len(x), device=x.device)
+    return (loss((scale * x).to(x.dtype), y, target) + loss((scale * y).to(y.dtype), x, target)) / 2
+
+
+def torch_linear_cross_entropy(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    target = torch.arange(len(x), device=x.device)
+    loss: Any = getattr(F, "linear_cross_entropy")  # noqa: B009 (from torch 2.12 on)
+    return (loss((scale * x).to(x.dtype), y, target) + loss((scale * y).to(y.dtype), x, target)) / 2
+
+
+def open_clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
+    losses = importlib.import_module("open_clip.loss")
+    if objective == "sigmoid":
+        return losses.SigLipLoss()(x, y, scale.to(x.dtype), bias.to(x.dtype))
+    return losses.ClipLoss()(x, y, scale.to(x.dtype))
+
+
+# ---- Several processes, softmax. The gradients add up to world_size times the global mean's, as DDP expects. ----
+
+# Each takes, at its peak, four matrices of its logits: those of both directions, their log-softmax or its gradient.
+MATRICES = 4
+
+
+class _Gather(torch.autograd.Function):
+    """[W·b, D] from everyone's [b, D]; the backward sums the gradients of a process's own rows over all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, all_reduce: bool) -> Tensor:
+        ctx.all_reduce = all_reduce
+        return Ring().gather(x).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ring = Ring()
+        if not ctx.all_reduce:
+            return ring.scatter_sum(grad), None
+        return ring.sum(grad.contiguous()).view(ring.world_size, -1, grad.shape[1])[ring.rank], None
+
+
+def clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """CLIP: every process gathers everything and computes all B×B logits."""
+    return vanilla(_Gather.apply(x, False), _Gather.apply(y, False), scale, bias, objective="softmax")
+
+
+def open_clip_local(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, all_reduce: bool = False) -> Tensor:
+    """OpenCLIP's --local-loss --gather-with-grad: own images against all texts, own texts against all images, b×B."""
+    target = torch.arange(len(x), device=x.device) + Ring().rank * len(x)
+
+    def direction(a: Tensor, b: Tensor) -> Tensor:
+        return F.cross_entropy(scale.to(a.dtype) * a @ _Gather.apply(b, all_reduce).t(), target)
+
+    return (direction(x, y) + direction(y, x)) / 2
+
+
+def disco(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """DisCo-CLIP as its authors' code has it: the same two b×B, gradients of all embeddings all-reduced."""
+    return open_clip_local(x, y, scale, bias, all_reduce=True)
+
+
+def inf_cl_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """inf_cl's tiles in its ring, once for each direction; it computes in fp32 and wants a group, also of one."""
+    loss = importlib.import_module("inf_cl").cal_inf_loss
+    x, y = x.float(), y.float()
+    return (loss(x, y, scale=scale) + loss(y, x, scale=scale)) / 2

@@ -1,0 +1,242 @@
+"""Time of the loss across GPUs: the strategies, other implementations, and how communication overlaps computation.
+
+    torchrun --nproc-per-node 4 scripts/benchmark.py ring --objectives softmax sigmoid
+    torchrun --nproc-per-node 4 scripts/benchmark.py ring --timeline scripts/benchmarks/ring_timeline.png
+
+A row is a forward and backward of one implementation on W GPUs of b pairs each (inputs as in `loss`). Repetitions begin
+together, and each takes as long as its slowest process; quantiles in milliseconds.
+
+The yardstick is the row "no communication": W losses of b pairs, one after another on each GPU, all GPUs at the same
+time. That is the work of a GPU in a batch of W·b pairs, W blocks of b×b, with nothing exchanged, and at the clock that
+the cards settle at under that load. ``efficiency`` is its time over a row's: the rate at which a GPU goes through
+pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the rate alone.
+
+``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
+``gradient_difference`` is that of the images' gradient to the first row's, relative. "ring untiled" is the paper's
+ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured where it is
+installed; it converts to fp32, as it demands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_infcl import contrastive_loss
+from hf_infcl.kernels import tiled
+from hf_infcl.losses import OBJECTIVES, local_contrastive_loss
+from hf_infcl.strategies import STRATEGIES
+
+from . import common, peers, timeline
+from .common import BIAS, FOLDER, SCALE, Row
+from .peers import Loss
+
+COLUMNS = (
+    *("date", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
+    *("batch_size", "implementation", "ms", "ms_p10", "ms_p90", "gpairs_per_s", "efficiency", "peak_mib"),
+    *("gradient_difference", "note"),
+)
+SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
+ALONE, OURS = "no communication", "hf_infcl"
+
+
+@dataclass
+class Implementation:
+    """A loss, the bytes that its matrices take for W processes of b pairs, and what it has to run within."""
+
+    loss: Loss
+    matrices: Callable[[int, int], int] = lambda b, w: 0
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@contextmanager
+def untiled() -> Iterator[None]:
+    """The torch backend computes a block as a whole, as the paper's Ring-CL."""
+    with mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
+        yield
+
+
+def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
+    """This package's strategies, the ring first, and for softmax the others."""
+    ours = functools.partial(contrastive_loss, objective=objective)
+    known = {OURS: Implementation(ours)}
+    known |= {
+        f"hf_infcl {strategy}": Implementation(functools.partial(ours, strategy=strategy))
+        for strategy in STRATEGIES
+        if strategy != "ring"
+    }
+    known["ring untiled (Ring-CL)"] = Implementation(
+        functools.partial(ours, backend="torch"), lambda b, w: 5 * 4 * b * b, untiled
+    )
+    if objective == "softmax":
+        known["CLIP"] = Implementation(peers.clip, lambda b, w: peers.MATRICES * itemsize * (w * b) ** 2)
+        rows = lambda b, w: peers.MATRICES * itemsize * w * b * b  # noqa: E731
+        known["OpenCLIP local loss"] = Implementation(peers.open_clip_local, rows)
+        known["DisCo-CLIP"] = Implementation(peers.disco, rows)
+        if importlib.util.find_spec("inf_cl") is not None:
+            known["inf_cl ring"] = Implementation(peers.inf_cl_ring)
+    return known
+
+
+def repeated_alone(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
+    """W losses of this process's own pairs, each with its backward, and nothing exchanged."""
+    for _ in range(common.world_size() - 1):
+        local_contrastive_loss(x, y, scale, bias, objective=objective).backward()
+    return local_contrastive_loss(x, y, scale, bias, objective=objective)
+
+
+class Step:
+    """A forward and backward of an implementation on this process's pairs."""
+
+    def __init__(self, implementation: Implementation, batch: int, dim: int, dtype: torch.dtype, device: Any) -> None:
+        self._implementation = implementation
+        x, y = common.features(batch, dim, dtype, device, seed=1000 * common.rank())
+        self.inputs = (
+            *(t.requires_grad_() for t in (x, y)),
+            *(torch.tensor(value, device=device, requires_grad=True) for value in (SCALE, BIAS)),
+        )
+
+    def forget(self) -> None:
+        """Drops the gradients."""
+        for tensor in self.inputs:
+            tensor.grad = None
+
+    def __call__(self) -> None:
+        self.forget()
+        with self._implementation.context():
+            self._implementation.loss(*self.inputs).backward()
+
+    def obstacle(self, batch: int) -> str:
+        """Why it does not fit, computed beforehand: one process that fails would leave the others waiting."""
+        needed = self._implementation.matrices(batch, common.world_size())
+        free = common.free_bytes(self.inputs[0].device)
+        if needed <= 0.9 * free:
+            return ""
+        return f"does not fit: needs {needed / common.GIB:.0f} GiB for matrices of logits (computed)"
+
+
+def difference(gradient: Tensor, first: Tensor, device: torch.device) -> float:
+    """The norm of the difference of all processes' gradients, relative."""
+    first = first.double()
+    squares = [
+        common.over_processes(a.square().sum().item(), device, dist.ReduceOp.SUM) for a in (gradient - first, first)
+    ]
+    return (squares[0] / squares[1]) ** 0.5
+
+
+def measure(step: Step, device: torch.device, budget: float) -> Row:
+    step()  # what is compiled on the first call is not measured
+    step.forget()
+    peak = common.peak_bytes(step, device)
+    row = common.quantiles(common.slowest_seconds(step, device, budget))
+    return row if peak is None else row | {"peak_mib": round(peak / common.MIB)}
+
+
+def run(args: argparse.Namespace) -> None:
+    device = common.start_processes()
+    dtype = getattr(torch, args.dtype)
+    if args.timeline:
+        draw_timeline(args, device, dtype)
+    else:
+        rows_of(args, device, dtype)
+        if common.rank() == 0:
+            plot(args.output)
+    common.end_processes()
+
+
+def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    w = common.world_size()
+    environment = common.environment(device, "triton") | {"world_size": w, "dtype": args.dtype}
+    sizes = [*args.per_gpu_batch_sizes, *(batch // w for batch in args.global_batch_sizes)]
+    for objective, dim, b in ((o, d, b) for o in args.objectives for d in args.dims for b in dict.fromkeys(sizes)):
+        first: Tensor | None = None
+        alone: float | None = None
+        known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective))}
+        known |= implementations(objective, dtype.itemsize)
+        for name, implementation in known.items():
+            if args.implementations and name not in (ALONE, *args.implementations):
+                continue
+            row = environment | {"objective": objective, "dim": dim, "per_gpu_batch_size": b, "batch_size": w * b}
+            row["implementation"] = name
+            step = Step(implementation, b, dim, dtype, device)
+            if note := step.obstacle(b):
+                row["note"] = note
+            else:
+                try:
+                    row |= measure(step, device, args.milliseconds / 1000)
+                except Exception as error:  # the same on every process: an implementation that does not run here
+                    row["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            if "ms" in row:
+                alone = row["ms"] if name == ALONE else alone
+                row["efficiency"] = round(alone / row["ms"], 3) if alone else ""
+                row["gpairs_per_s"] = round(w * b * b / row["ms"] / 1e6, 2)
+                if name != ALONE:
+                    gradient = step.inputs[0].grad
+                    assert gradient is not None
+                    first = gradient if first is None else first
+                    row["gradient_difference"] = f"{difference(gradient, first, device):.1e}"
+            common.append(args.output, COLUMNS, row)
+
+
+def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
+    """Of the ring, for the first of each option."""
+    objective, dim, b = args.objectives[0], args.dims[0], args.per_gpu_batch_sizes[0]
+    step = Step(implementations(objective, dtype.itemsize)[OURS], b, dim, dtype, device)
+    events = timeline.record(step, device)
+    if common.rank() != 0:
+        return
+    if not events:
+        raise SystemExit("A timeline shows GPU kernels, and this run had none.")
+    what = f"{objective} loss over {common.world_size()} GPUs, b = {b:,}, D = {dim}, {args.dtype}, rank 0"
+    print(timeline.draw(events, args.timeline, what))
+
+
+def plot(table: Path) -> None:
+    """Time per implementation, a panel for each setting at the most GPUs measured."""
+    rows = common.newest(table, (*SETTING, "implementation"), "ms")
+    most = max((int(row["world_size"]) for row in rows), default=0)
+    settings: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if int(row["world_size"]) == most:
+            settings.setdefault(tuple(row[key] for key in SETTING), []).append(row)
+    if not settings:
+        return
+    columns = min(2, len(settings))
+    figure, axes = common.subplots(-(-len(settings) // columns), columns, (7.5, 3.8))
+    for axis in axes.flat[len(settings) :]:
+        axis.axis("off")
+    for axis, ((w, objective, dtype, dim, b), group) in zip(axes.flat, settings.items(), strict=False):
+        notes = {
+            row["implementation"]: f"{float(row['ms']):.4g} ms, {float(row['efficiency']):.1%}"
+            + (f", {int(row['peak_mib']):,} MiB" if row["peak_mib"] else "")
+            for row in group
+        }
+        common.draw_bars(axis, {row["implementation"]: float(row["ms"]) for row in group}, notes)
+        axis.set(
+            title=f"{objective}, {w} × {int(b):,} pairs, D = {dim}, {dtype}",
+            xlabel="forward + backward, ms; rate relative to no communication; peak memory",
+        )
+    common.save(figure, table.with_suffix(".png"), [row for group in settings.values() for row in group])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--per-gpu-batch-sizes", type=int, nargs="*", default=[65536], help="b of each GPU")
+    parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=[], help="W·b, besides")
+    parser.add_argument("--dims", type=int, nargs="+", default=[512])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
+    parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
+    parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
+    parser.add_argument("--timeline", type=Path, help="instead: draw the GPU streams of one step of the ring here")
+    parser.add_argument("--output", type=Path, default=FOLDER / "ring.csv", help="appended to; its plot lies beside it")

@@ -1,0 +1,232 @@
+"""Time and memory of a training step of a CLIP ViT-B/16: bf16 autocast, sdpa, fused AdamW, random weights.
+
+    python scripts/benchmark.py step
+    torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
+
+Without --global-batch-sizes: what InfCLTrainer costs over the plain Trainer with the same model, micro-batch and
+accumulation steps, which has a loss of each micro-batch by itself; and what OpenCLIP's --accum-freq costs, which has
+the loss of the whole batch as InfCLTrainer does. Times are quantiles of single steps after a warm-up; ``ratio`` is the
+rate of images relative to the plain Trainer's in the same run.
+
+With them: a row per global batch and loss, as the first table of the Inf-CL paper: ``loss_gib``, what the loss
+allocates from its call to its gradients, and ``peak_gib`` of the whole step, on the GPU with the most; and the time of
+a step. CLIP's, OpenCLIP's and DisCo's losses take the place of ours in InfCLTrainer's window, with logits in bf16. With
+--warmup 0 a single step is measured, after a window of two micro-batches has warmed up model and libraries and each
+loss has been called once at its full size; Adam's state exists before. What would not fit by computation (the peak of
+that window, the window's inputs, the logits) is a row with a note.
+
+Inputs come from a pool of a few micro-batches of random images, over and over, in pinned memory: no data loading is
+measured, and host memory does not hold a window of a million. On the device every micro-batch is a tensor of its own,
+except with offload_window, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_infcl import contrastive_loss
+
+from . import common, peers, training
+from .common import FOLDER, SCALE, Row
+
+COLUMNS = (
+    *("date", "device", "torch", "transformers", "world_size", "model", "pixel_dtype", "micro_batch_size"),
+    *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
+    *("images_per_s", "ratio", "loss_gib", "peak_gib", "device_gib", "note"),
+)
+PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
+# Our options by implementation; all is replaced by the number of accumulation steps.
+OVERHEAD: dict[str, dict[str, Any]] = {
+    "hf_infcl": {"retain_graphs": "1"},
+    "hf_infcl retain all": {"retain_graphs": "all"},
+    "hf_infcl retain auto": {"retain_graphs": "auto"},
+    "hf_infcl offload": {"retain_graphs": "1", "offload_window": True},
+    "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_window": True},
+    "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
+}
+LOSSES: dict[str, Any] = {
+    OURS: contrastive_loss,
+    OFFLOAD: contrastive_loss,
+    "CLIP": lambda x, y, scale, bias, **options: peers.clip(x, y, scale, scale),
+    "OpenCLIP local loss": lambda x, y, scale, bias, **options: peers.open_clip_local(x, y, scale, scale),
+    "DisCo-CLIP": lambda x, y, scale, bias, **options: peers.disco(x, y, scale, scale),
+}
+
+
+def run(args: argparse.Namespace) -> None:
+    if "RANK" in os.environ:
+        common.start_processes()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    pool = training.make_pool(args.model, args.pool, args.micro_batch_size, getattr(torch, args.pixel_dtype))
+    environment = common.environment(device, "transformers") | {
+        "world_size": common.world_size(),
+        "model": args.model,
+        "pixel_dtype": args.pixel_dtype,
+        "micro_batch_size": args.micro_batch_size,
+    }
+    if device.type == "cuda":
+        environment["device_gib"] = round(torch.cuda.mem_get_info()[1] / common.GIB, 1)
+    measure = table if args.global_batch_sizes else overhead
+    for row in measure(args, pool, device):
+        common.append(args.output, COLUMNS, environment | row)
+    if common.rank() == 0:
+        plot(args.output)
+    common.end_processes()
+
+
+def measured(
+    args: argparse.Namespace,
+    trainer_class: Any,
+    pool: list[Any],
+    accumulation: int,
+    device: torch.device,
+    **options: Any,
+) -> Row:
+    """Columns of one trainer's steps with a new model; a note where memory did not suffice."""
+    batch = accumulation * args.micro_batch_size * common.world_size()
+    row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
+    try:
+        clock, trainer = training.train(
+            *(trainer_class, training.build(args.model), pool, args.warmup + args.steps, accumulation), **options
+        )
+    except torch.OutOfMemoryError:
+        trainer = None
+        row["note"] = "out of memory"
+    else:
+        times = [b - a for a, b in zip(clock.stamps, clock.stamps[1:], strict=False)][args.warmup :]
+        row |= common.quantiles(common.over_processes(t, device) for t in times)
+        row["images_per_s"] = round(1000 * batch / row["ms"], 1)
+        if device.type == "cuda":
+            row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
+            row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
+        if options.get("retain_graphs") == "auto":
+            row["note"] = f"keeps {min(trainer._affordable_graphs or 1, accumulation)} graphs"
+    del trainer
+    gc.collect()  # trainers and models refer to each other
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
+    """Rows of the plain Trainer, ours with its options, and OpenCLIP's accumulation."""
+    steps = args.accumulation_steps
+    trainers: dict[str, tuple[Any, dict[str, Any]]] = {PLAIN: (training.PlainTrainer, {})}
+    for name, options in OVERHEAD.items():
+        retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
+        trainers[name] = training.PooledInfCLTrainer, {**options, "retain_graphs": retain}
+    trainers["OpenCLIP accumulation"] = training.OpenCLIPTrainer, {}
+    measured(args, training.PlainTrainer, pool, steps, device)  # the first to run would find a cool card
+    plain: float | None = None
+    for name, (trainer_class, options) in trainers.items():
+        if args.implementations and name not in (PLAIN, *args.implementations):
+            continue
+        row = measured(args, trainer_class, pool, steps, device, **options)
+        plain = plain or row.get("images_per_s")
+        if plain and "images_per_s" in row:
+            row["ratio"] = round(row["images_per_s"] / plain, 3)
+        yield {"comparison": "overhead", "implementation": name} | row
+
+
+def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
+    """Rows of each loss at each global batch."""
+    w = common.world_size()
+    # Whatever is compiled, allocated or timed on first use; its peak is what a step takes besides window and loss.
+    once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
+    small = measured(once, training.PooledInfCLTrainer, pool, 2, device)
+    free = common.free_bytes(device)
+    window = sum(value.nbytes for value in pool[0].values())
+    for batch in args.global_batch_sizes:
+        accumulation, rest = divmod(batch, w * args.micro_batch_size)
+        if rest:
+            raise SystemExit(f"A global batch of {batch} is no multiple of {w} × --micro-batch-size.")
+        for name, loss in LOSSES.items():
+            if args.implementations and name not in args.implementations:
+                continue
+            rows = batch if name == "CLIP" else batch // w
+            logits = 0 if loss is contrastive_loss else peers.MATRICES * 2 * rows * batch
+            needed = small.get("peak_gib", 0) * common.GIB + logits + (name != OFFLOAD) * accumulation * window
+            row: Row = {"comparison": "table", "implementation": name, "accumulation_steps": accumulation}
+            if needed > 0.95 * free:
+                gib = needed / common.GIB
+                yield row | {"batch_size": batch, "note": f"does not fit: needs {gib:.0f} GiB (computed)"}
+                continue
+            warm_up(loss, batch // w, args.model, device)
+            row |= measured(
+                *(args, training.PooledInfCLTrainer, pool, accumulation, device),
+                loss=loss,
+                offload_window=name == OFFLOAD,
+            )
+            row["note"] = f"inputs repeat from a pool of {len(pool)} micro-batches"
+            yield row
+
+
+def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
+    """Calls a loss once on features of the window's shape."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, y = common.features(rows, training.MODELS[model]["projection_dim"], dtype, device, seed=common.rank())
+    loss(x.requires_grad_(), y.requires_grad_(), torch.tensor(SCALE, device=device), None).backward()
+
+
+def plot(table: Path) -> None:
+    """The rate of images of each trainer relative to the plain one, and memory against the global batch."""
+    keys = (
+        "world_size",
+        "model",
+        "comparison",
+        "accumulation_steps",
+        "micro_batch_size",
+        "batch_size",
+        "implementation",
+    )
+    rows = common.newest(table, keys, "ms")
+    panels: list[tuple[str, list[Row]]] = []
+    for comparison, value in (("overhead", "ratio"), ("table", "peak_gib")):
+        group = [row for row in rows if row["comparison"] == comparison and row[value]]
+        if group:
+            last = {key: group[-1][key] for key in ("world_size", "model", "micro_batch_size")}
+            panels.append((comparison, [row for row in group if all(row[k] == v for k, v in last.items())]))
+    if not panels:
+        return
+    figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
+    for axis, (comparison, group) in zip(axes, panels, strict=True):
+        first = group[-1]
+        setting = f"{first['model']}, {first['world_size']} GPU, micro-batches of {first['micro_batch_size']}"
+        if comparison == "overhead":
+            group = [row for row in group if row["accumulation_steps"] == first["accumulation_steps"]]
+            notes = {
+                row["implementation"]: f"{float(row['ratio']):.2f}"
+                + (f", {float(row['peak_gib']):.3g} GiB" if row["peak_gib"] else "")
+                for row in group
+            }
+            common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
+            axis.set(title=f"{setting}, {first['accumulation_steps']} of them", xlabel="images per second, Trainer = 1")
+            axis.axvline(1, color="black", lw=0.8)
+        else:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in group:
+                lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row["peak_gib"])))
+            common.draw_lines(axis, lines, common.styles(lines))
+            axis.set(title=setting, xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
+    common.save(figure, table.with_suffix(".png"), [row for _, group in panels for row in group])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="vit-b-16", choices=training.MODELS)
+    parser.add_argument("--micro-batch-size", type=int, default=64)
+    parser.add_argument("--accumulation-steps", type=int, default=8, help="where no global batch is given")
+    parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=[], help="measure the table instead")
+    parser.add_argument("--warmup", type=int, default=4, help="steps before; retain_graphs='auto' needs two")
+    parser.add_argument("--steps", type=int, default=8, help="steps measured")
+    parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
+    parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--implementations", nargs="+", help="by name, default: all")
+    parser.add_argument("--output", type=Path, default=FOLDER / "step.csv", help="appended to; plot beside it")

@@ -1,0 +1,189 @@
+"""The tables of the Inf-CL paper beside the rows of `memory`, `ring` and `step`: writes TABLES.md.
+
+The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4, as a public transcription gives them. Of ours a
+figure stands where a row of the CSVs has it; ✗ is what does not fit, – what was not measured. The paper writes GB, ours
+are GiB of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .common import FOLDER, Row
+
+K = 1024
+PAPER_MEMORY = {  # table 1: ViT-L/14, gradient cache with micro-batches of 128, AdamW; loss (peak) in GB
+    "8 × A800": {
+        "CLIP": {32: "16.67 (46.40)", 64: "66.11 (77.94)", 128: "✗", 256: "✗", 1024: "✗"},
+        "OpenCLIP": {32: "2.27 (43.97)", 64: "8.63 (46.38)", 128: "33.64 (51.23)", 256: "✗", 1024: "✗"},
+        "Inf-CL": {32: "0.18 (44.20)", 64: "0.36 (46.63)", 128: "0.72 (51.46)", 256: "1.45 (61.13)", 1024: "✗"},
+        "Inf-CL, data offload": {
+            32: "0.18 (42.40)",
+            64: "0.36 (42.49)",
+            128: "0.72 (42.69)",
+            256: "1.45 (43.07)",
+            1024: "6.53 (45.40)",
+        },
+    },
+    "32 × A800": {
+        "CLIP": {32: "16.66 (42.85)", 64: "66.11 (75.52)", 128: "✗", 256: "✗", 1024: "✗"},
+        "OpenCLIP": {32: "0.71 (42.46)", 64: "2.45 (43.06)", 128: "8.98 (44.26)", 256: "34.35 (46.71)", 1024: "✗"},
+        "Inf-CL": {
+            32: "0.05 (42.48)",
+            64: "0.09 (43.08)",
+            128: "0.18 (44.30)",
+            256: "0.35 (46.71)",
+            1024: "1.44 (61.20)",
+        },
+    },
+}
+PAPER_MAXIMUM = (  # table 2: budget, then batch (loss memory) of CLIP, OpenCLIP and Inf-CL
+    ("ViT-B/16, 8 × A800", "68k (74.39 GB)", "172k (59.95 GB)", "800k (3.01 GB)"),
+    ("ViT-B/16, 32 × A800", "68k (74.39 GB)", "360k (66.29 GB)", "3456k (3.27 GB)"),
+    ("ViT-L/14, 8 × A800", "64k (66.11 GB)", "152k (47.23 GB)", "448k (2.52 GB)"),
+    ("ViT-L/14, 32 × A800", "64k (66.11 GB)", "352k (64.13 GB)", "2048k (2.89 GB)"),
+    ("ViT-L/14, data offload, 8 × A800", "64k (66.11 GB)", "184k (69.10 GB)", "4096k (26.12 GB)"),
+    ("ViT-L/14, data offload, 32 × A800", "64k (66.11 GB)", "368k (64.13 GB)", "12288k (19.59 GB)"),
+)
+PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak memory in GB; and what of ours it is
+    ("nothing (CLIP)", "66.21", "O(B²)", "69.24", "CLIP"),
+    ("nothing, local loss (OpenCLIP)", "16.96", "O(B²/W)", "20.79", "OpenCLIP local loss"),
+    ("across GPUs (Ring-CL)", "4.81", "O(B²/W²)", "12.30", "ring untiled (Ring-CL)"),
+    ("across and inside GPUs (Inf-CL)", "0.81", "O(B/W²)", "12.30", "hf_infcl"),
+)
+STEP_KEYS = ("world_size", "model", "pixel_dtype", "micro_batch_size", "batch_size", "implementation")
+
+
+def read(name: str, keys: tuple[str, ...], wanted: Callable[[Row], bool]) -> list[Row]:
+    """Of rows that agree in ``keys`` the last, of a model and GPUs as the most that were measured."""
+    table = FOLDER / f"{name}.csv"
+    if not table.exists():
+        return []
+    with table.open(newline="") as file:
+        rows = {tuple(row[key] for key in keys): row for row in csv.DictReader(file) if wanted(row)}
+    most = max((int(row["world_size"]) for row in rows.values()), default=0)
+    return [row for row in rows.values() if int(row["world_size"]) == most]
+
+
+def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows))
+
+
+def thousands(batch: int) -> str:
+    return f"{batch // K}k" if batch % K == 0 else f"{batch:,}"
+
+
+def memory(steps: list[Row]) -> str:
+    sizes = sorted({K * size for size in (32, 64, 128, 256, 1024)} | {int(row["batch_size"]) for row in steps})
+    lines: list[tuple[str, ...]] = []
+    for hardware, losses in PAPER_MEMORY.items():
+        for loss, figures in losses.items():
+            lines.append((f"{loss}, {hardware} (paper)", *(figures.get(size // K, "–") for size in sizes)))
+    for name in dict.fromkeys(row["implementation"] for row in steps):
+        cells = dict.fromkeys(sizes, "–")
+        for row in (row for row in steps if row["implementation"] == name):
+            fits = f"{float(row['loss_gib'] or 0):.2f} ({float(row['peak_gib'] or 0):.2f})" if row["peak_gib"] else "✗"
+            cells[int(row["batch_size"])] = fits
+        lines.append((f"{name}, {hardware_of(steps[0])}", *cells.values()))
+    return markdown(("loss (peak) memory per GPU", *map(thousands, sizes)), lines)
+
+
+def hardware_of(row: Row) -> str:
+    return f"{row['world_size']} × {row['device'].removeprefix('NVIDIA ')}"
+
+
+def maximum(steps: list[Row]) -> str:
+    lines = [(budget, clip, local, ours, "–") for budget, clip, local, ours in PAPER_MAXIMUM]
+    for ours in ("hf_infcl", "hf_infcl offload"):
+        cells = [largest(steps, name) for name in ("CLIP", "OpenCLIP local loss", ours)]
+        if steps:
+            budget = f"{steps[0]['model']}{', offload_window' * (ours != 'hf_infcl')}, {hardware_of(steps[0])}"
+            lines.append((budget, *cells, extrapolated(steps, ours)))
+    return markdown(("budget", "CLIP", "OpenCLIP", "Inf-CL / hf_infcl", "hf_infcl, extrapolated"), lines)
+
+
+def largest(steps: list[Row], name: str) -> str:
+    """The largest batch that was trained on."""
+    ran = [row for row in steps if row["implementation"] == name and row["peak_gib"]]
+    if not ran:
+        return "–"
+    row = max(ran, key=lambda row: int(row["batch_size"]))
+    return f"≥ {thousands(int(row['batch_size']))} ({float(row['loss_gib'] or 0):.2f} GiB)"
+
+
+def extrapolated(steps: list[Row], name: str) -> str:
+    """Where a line through the measured peaks meets 95% of the GPU's memory."""
+    ran = sorted(
+        (int(row["batch_size"]), float(row["peak_gib"]))
+        for row in steps
+        if row["implementation"] == name and row["peak_gib"]
+    )
+    if len(ran) < 2:
+        return "–"
+    batches, peaks = (torch.tensor(column, dtype=torch.float64) for column in zip(*ran, strict=True))
+    slope = ((batches - batches.mean()) * (peaks - peaks.mean())).sum() / (batches - batches.mean()).square().sum()
+    limit = batches.mean() + (0.95 * float(steps[0]["device_gib"]) - peaks.mean()) / slope
+    return f"{limit / K:,.0f}k" if slope > 0 else "–"
+
+
+def ablation(memories: list[Row], times: list[Row]) -> str:
+    def figure(rows: list[Row], name: str, column: str) -> str:
+        found = [row[column] for row in rows if row["implementation"] == name]
+        return found[-1] if found else "–"
+
+    lines = []
+    for tiled, loss, complexity, peak, name in PAPER_ABLATION:
+        mib = figure(memories, name, "peak_mib")
+        ours = f"{int(mib) / K:.2f}" if mib.isdigit() else mib
+        lines.append((tiled, complexity, loss, peak, ours, figure(times, name, "ms")))
+    where = hardware_of(memories[0]) if memories else "–"
+    return markdown(
+        ("tiled", "logits", "loss, GB (paper)", "peak, GB (paper)", f"loss, GiB ({where})", f"ms ({where})"), lines
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    steps = read("step", STEP_KEYS, lambda row: row["comparison"] == "table")
+    same = ("world_size", "objective", "batch_size", "implementation")
+
+    def at_64k(row: Row) -> bool:
+        return row["batch_size"] == str(64 * K) and row["objective"] == "softmax" and row["dim"] == "512"
+
+    memories = read("memory", same, lambda row: at_64k(row) and bool(row["peak_mib"]))
+    times = read("ring", same, lambda row: at_64k(row) and bool(row["ms"]))
+    dates = sorted({row["date"] for row in (*steps, *memories, *times)})
+    when = " to ".join(sorted({*dates[:1], *dates[-1:]})) or "no run yet"
+    text = f"""# The paper's tables
+
+{__doc__.split(chr(10) * 2)[1].strip()}
+Made by `scripts/benchmark.py tables`; rows of ours: {when}.
+
+## Memory of a training step (table 1)
+
+The paper's model is ViT-L/14, ours is named in table 2; the figures are of the loss, and in brackets the peak.
+
+{memory(steps)}
+
+## Largest batch (table 2)
+
+Ours are batches that were trained on, and where a line through their peaks meets 95% of the GPU's memory.
+
+{maximum(steps)}
+
+## What is tiled (table 4)
+
+Ours at a global batch of 64k, where the paper's CLIP takes about as much as this row of it; D = 512, bf16.
+
+{ablation(memories, times)}
+"""
+    args.output.write_text(text)
+    print(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", type=Path, default=FOLDER / "TABLES.md")

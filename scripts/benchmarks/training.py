@@ -1,0 +1,257 @@
+"""What the benchmark of a training step trains: a CLIP from a config, batches from a pool, trainers that take them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+
+import hf_infcl.trainer
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+
+from . import common, peers
+
+# ViT-B/16 as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
+MODELS: dict[str, dict[str, Any]] = {
+    "vit-b-16": {
+        "vision_config": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "patch_size": 16,
+            "image_size": 224,
+        },
+        "text_config": {
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 77,
+        },
+        "projection_dim": 512,
+    },
+    "tiny": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 8,
+            "image_size": 16,
+        },
+        "text_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 8,
+        },
+        "projection_dim": 16,
+    },
+}
+
+Batch = dict[str, Tensor]
+
+
+def build(name: str) -> transformers.CLIPModel:
+    """A new model with random weights, always the same."""
+    return copy.deepcopy(_initial(name))
+
+
+@functools.cache
+def _initial(name: str) -> transformers.CLIPModel:
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(**MODELS[name])
+    return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
+
+
+def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype) -> list[Batch]:
+    """Different micro-batches of random images and full-length captions in host memory, pinned if there is a GPU."""
+    config = transformers.CLIPConfig(**MODELS[name])
+    size, length = config.vision_config.image_size, config.text_config.max_position_embeddings
+    g = torch.Generator().manual_seed(common.rank())
+    last = config.text_config.eos_token_id
+    pool = []
+    for _ in range(count):
+        tokens = torch.randint(3, last - 1, (rows, length), generator=g)
+        tokens[:, -1] = last
+        images = torch.randn(rows, 3, size, size, generator=g).to(pixel_dtype)
+        batch = {"pixel_values": images, "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
+    return pool
+
+
+class Loader:
+    """As many batches as are asked for, from a pool over and over.
+
+    With a device each is a copy of its own there, as a data loader's would be: a window of them takes its full memory.
+    """
+
+    def __init__(self, pool: list[Batch], length: int, device: torch.device | None) -> None:
+        self._pool, self._length, self._device = pool, length, device
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self._length):
+            batch = self._pool[index % len(self._pool)]
+            if self._device is not None:
+                batch = {name: value.to(self._device, non_blocking=True, copy=True) for name, value in batch.items()}
+            yield dict(batch)  # trainers remove from it what they have used
+
+
+class Clock(transformers.TrainerCallback):
+    """The time at which each step ended, and the memory of all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.stamps: list[float] = []
+        self.peak, self.loss_peak = 0, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def look(self) -> None:
+        """Remembers the peak so far; the next begins here."""
+        if self._device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated())
+        self.stamps.append(time.perf_counter())
+
+    def recorded(self, loss: Any) -> Any:
+        """The loss, keeping what it allocates from its call to its gradients beyond what was there before."""
+
+        def measured(images: Tensor, texts: Tensor, scale: Any, bias: Any = None, **options: Any) -> Tensor:
+            self.look()
+            before = torch.cuda.memory_allocated() if images.is_cuda else 0
+
+            def ended(gradient: Tensor) -> None:
+                if gradient.is_cuda:
+                    self.loss_peak = max(self.loss_peak, torch.cuda.max_memory_allocated() - before)
+
+            for tensor in (images, texts):
+                if tensor.requires_grad:
+                    tensor.register_hook(ended)
+            return loss(images, texts, scale, bias, **options)
+
+        return measured
+
+
+class PlainTrainer(transformers.Trainer):
+    """Trainer with batches from a pool. Its loss is the model's own, of each micro-batch."""
+
+    pool: list[Batch]
+
+    def get_train_dataloader(self) -> Any:
+        return Loader(self.pool, self.args.max_steps * self.args.gradient_accumulation_steps, self.args.device)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "return_loss": True}, *args, **kwargs)
+
+
+class OpenCLIPTrainer(PlainTrainer):
+    """OpenCLIP's --accum-freq: features of all micro-batches without a graph, then of each again, with a loss each.
+
+    Each loss is of the whole batch, with one micro-batch's features fresh. So K micro-batches cost K more forwards and
+    K losses of the whole batch. The loss's products are in bf16 where the model's are, as in ours.
+    """
+
+    def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
+        self._window, _ = super().get_batch_samples(*args)
+        self._cached: list[tuple[Tensor, ...]] = []
+        self._index = 0
+        return self._window, None
+
+    def _features(self, model: Any, batch: Batch) -> tuple[Tensor, ...]:
+        outputs = model(**batch)
+        parts = outputs.image_embeds, outputs.text_embeds
+        return tuple(part.bfloat16() for part in parts) if self.args.bf16 else parts
+
+    def training_step(self, model: Any, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        if not self._cached:
+            with torch.no_grad():
+                self._cached = [self._features(model, batch) for batch in self._window]
+        j, self._index = self._index, self._index + 1
+        fresh = [*self._cached[:j], self._features(model, inputs), *self._cached[j + 1 :]]
+        images, texts = (torch.cat(column) for column in zip(*fresh, strict=True))
+        scale = self.accelerator.unwrap_model(model).logit_scale.exp()
+        loss = (peers.clip if self.args.world_size == 1 else peers.open_clip_local)(images, texts, scale, scale)
+        self.accelerator.backward(loss)
+        return loss.detach().float() / len(self._window)
+
+
+class PooledInfCLTrainer(InfCLTrainer):
+    """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_window``."""
+
+    pool: list[Batch]
+    _dispatched = False
+
+    def get_train_dataloader(self) -> Any:
+        device = None if self.args.offload_window else self.args.device
+        return Loader(self.pool, self.args.max_steps * self.args.gradient_accumulation_steps, device)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """With Adam's state, which otherwise appears at the end of the first step: a single step shows all memory."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+
+def train(
+    trainer_class: Any,
+    model: Any,
+    pool: list[Batch],
+    steps: int,
+    accumulation: int,
+    loss: Any = None,
+    **options: Any,
+) -> tuple[Clock, Any]:
+    """Trains, with a loss given InfCLTrainer's window with that and its memory recorded; the clock and the trainer."""
+    on_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
+            output_dir=folder,
+            per_device_train_batch_size=len(pool[0]["pixel_values"]),
+            gradient_accumulation_steps=accumulation,
+            max_steps=steps,
+            learning_rate=1e-6,
+            optim="adamw_torch_fused",
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            ddp_find_unused_parameters=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        clock = Clock(args.device)
+        trainer = trainer_class(model=model, args=args, callbacks=[clock])
+        trainer.pool = pool
+        trainer.remove_callback(transformers.PrinterCallback)
+        with mock.patch.object(hf_infcl.trainer, "contrastive_loss", clock.recorded(loss)) if loss else nullcontext():
+            trainer.train()
+        return clock, trainer
