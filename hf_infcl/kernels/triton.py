@@ -75,7 +75,9 @@ def softmax_statistics(
         else:
             sum_x, sum_y = torch.zeros(m + n, dtype=torch.float32, device=x.device).split((m, n))
             tiles, blocks, run = c.split(m, n, longest=64)
-            for near, gated in _forms(m, n, fused):
+            # One launch for programs whose references lie near each other, one for the rest; or one for all.
+            forms = ((True, True), (False, True)) if fused and m * n >= NEAR_PAYS else ((False, False),)
+            for near, gated in forms:
                 triton_kernels.softmax_sums[(triton.cdiv(tiles, run) * blocks,)](
                     _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), sum_x, sum_y, positive_x, positive_y, scale,
                     *ids, m, n, diagonal, tiles, blocks, run,
@@ -110,12 +112,11 @@ def softmax_gradients(
         own_coefficient = lse_x if own_coefficient is None else own_coefficient  # never read
         lse_x, lse_y, own_coefficient = (t.contiguous() for t in (lse_x, lse_y, own_coefficient))
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
-            rows, columns, fused = chunk.rows, chunk.columns, len(chunk.x) == 1
-            for near, gated in _forms(len(chunk.x[0]), len(chunk.y[0]), fused):
-                triton_kernels.softmax_coefficients[chunk.grid](
-                    *chunk.matrices, lse_x[rows], lse_y[columns], own_coefficient[rows], scale, *chunk.arguments,
-                    NEAR=near, GATED=gated, SPAN=chunk.span, EXACT=not fused, **chunk.constants,
-                )  # fmt: skip
+            rows, columns = chunk.rows, chunk.columns
+            triton_kernels.softmax_coefficients[chunk.grid](
+                *chunk.matrices, lse_x[rows], lse_y[columns], own_coefficient[rows], scale, *chunk.arguments,
+                EXACT=len(chunk.x) > 1, **chunk.constants,
+            )  # fmt: skip
             chunk.accumulate(grad_x, grad_y)
 
 
@@ -144,12 +145,6 @@ def sigmoid_block(
         return loss, total.clone()  # outputs of an operator do not share memory
 
 
-def _forms(m: int, n: int, fused: bool) -> tuple[tuple[bool, bool], ...]:
-    """NEAR and GATED of the launches for a block: one launch for programs whose references lie near each other and one
-    for the rest, or one for all."""
-    return ((True, True), (False, True)) if fused and m * n >= NEAR_PAYS else ((False, False),)
-
-
 @dataclass(frozen=True)
 class _Chunk:
     """A part of the block whose coefficients fit the workspace."""
@@ -161,7 +156,6 @@ class _Chunk:
     coefficients: Tensor  # [parts, m, n]
     unit: float  # what a coefficient of 1 is stored as
     tiles: int
-    span: int  # rows of a program, or more
     # of the kernel
     grid: tuple[int]
     matrices: tuple[Any, ...]
@@ -215,7 +209,6 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 coefficients=workspace[:, :height, :length],
                 unit=2.0**gain,
                 tiles=tiles * blocks,
-                span=triton.next_power_of_2(run) * c.tile,
                 grid=(triton.cdiv(tiles, run) * blocks,),
                 matrices=(
                     _boxes(of_x, c.tile, c.step),

@@ -4,11 +4,11 @@
 All kernels walk [BM, BN] tiles of the logits: a program owns a block of BN columns and streams row tiles past it, so
 that what belongs to the columns stays in registers.
 
-What limits them after the tensor cores is arithmetic on single logits, exponentials first. For softmax one exponential
-serves both directions where the references of a program's rows and columns lie NEAR each other: exp(z - column) is
-exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second holds, and
-both are computed. With GATED, two launches share the work: each program is of one of them, and leaves the other at
-once.
+What limits them after the tensor cores is arithmetic on single logits, exponentials first. In the softmax's forward one
+exponential serves both directions where the references of a program's rows and columns lie NEAR each other: exp(z -
+column) is exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second
+holds, and both are computed. With GATED, two launches share the work: each program is of one of them, and leaves the
+other at once.
 
 With EXACT, for fp32 features, logits are rounded before anything is subtracted, as plain torch does it, and not fused
 into one multiply-add: at a scale of 1e4 only then are a row's largest logit and its log-sum-exp equal to the last bit.
@@ -241,36 +241,23 @@ def log_odds(
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, PARTS: tl.constexpr,
-    GAIN: tl.constexpr, IDS: tl.constexpr,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
     s = tl.load(scale)
     block, first = _place(tiles, blocks, run, GROUP)
-    end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)
-    of_y = tl.load(lse_y + in_y)
-    if GATED:
-        middle, near = _span(lse_x, of_y, first * BM, run * BM, m, SPAN)
-        end = tl.where(near == NEAR, end, first)
-    if NEAR:
-        of_y = tl.exp2((middle - of_y) * LOG2E + GAIN)
-    else:
-        of_y -= GAIN / LOG2E
-    for t in tl.range(first, end, flatten=True):
+    of_y = tl.load(lse_y + in_y) - GAIN / LOG2E
+    for t in tl.range(first, tl.minimum(first + run, tiles), flatten=True):
         row = t * BM
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
-        of_x = tl.load(lse_x + in_x)  # before the product, which takes longer than the load
+        of_x = tl.load(lse_x + in_x) - GAIN / LOG2E  # before the product, which takes longer than the load
         acc = _product(x, y, row, column, K, BM, BN, BK)
-        if NEAR:
-            of_x = tl.exp2((middle - of_x) * LOG2E + GAIN)
-            c = _exp(acc, s, middle, EXACT) * (of_x[:, None] + of_y[None, :])
-        else:
-            c = _exp(acc, s, of_x[:, None] - GAIN / LOG2E, EXACT) + _exp(acc, s, of_y[None, :], EXACT)
+        c = _exp(acc, s, of_x[:, None], EXACT) + _exp(acc, s, of_y[None, :], EXACT)
         if IDS:
             c = _exclude(c, ids_x, ids_y, in_x, in_y, 0.0)
         if not _inside(row, column, m, n, diagonal, BM, BN):
