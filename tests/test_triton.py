@@ -154,6 +154,26 @@ def test_overflow_of_the_sums(near_pays: int, monkeypatch: pytest.MonkeyPatch) -
     check(x, -x, 100.0)
 
 
+@pytest.mark.parametrize("chunks", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_overflow_of_sigmoids(dtype: torch.dtype, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negatives too large for the short way: alone, only several together, and by little; in some tiles only."""
+    tile = backend._configuration(pairs(1, 8)[0]).tile
+    if chunks:
+        monkeypatch.setattr(backend, "CHUNK_COLUMNS", 2 * tile)
+        monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1)
+    for scale, copies in ((100.0, 1), (40.0, 4)):
+        x, y = pairs(3 * tile, 16, dtype)
+        y[tile + 5 :: 8][:copies] = x[3]
+        check(x, y, scale, objective="sigmoid")
+        check(x, y, scale, objective="sigmoid", pair_ids=halves(3 * tile))
+    # Two of 2^63.15 over one denominator, whose reciprocal is no normal number: a GPU makes it 0.
+    x, y = torch.zeros(2, 3 * tile, 8, dtype=dtype, device=DEVICE)
+    x[3, 0], y[:, 0] = 1, -1
+    y[[tile + 5, tile + 5 + tile // 4], 0] = 1
+    check(x, y, 46.77, objective="sigmoid")
+
+
 def test_small_losses_keep_their_digits() -> None:
     x = torch.eye(64, device=DEVICE)
     loss = contrastive_loss(x, x, 25.0, backend="triton")

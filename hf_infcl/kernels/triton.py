@@ -134,14 +134,14 @@ def sigmoid_block(
     with _on_device(x):
         sums: Tensor | None = None
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
-            if sums is None:  # no later chunk is larger
-                sums = torch.zeros(2, chunk.tiles, dtype=torch.float32, device=x.device)
+            if sums is None:  # no later chunk is larger; rows of one alignment, for which kernels are compiled
+                sums = torch.zeros(3, triton.cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
             triton_kernels.sigmoid_coefficients[chunk.grid](
-                *chunk.matrices, sums[0], sums[1], scale, bias, *chunk.arguments, **chunk.constants
+                *chunk.matrices, *sums, scale, bias, *chunk.arguments, **chunk.constants
             )
             chunk.accumulate(grad_x, grad_y)
         assert sums is not None
-        loss, total = sums.sum(1).unbind()
+        loss, total = sums[:2].sum(1).unbind()
         return loss, total.clone()  # outputs of an operator do not share memory
 
 

@@ -19,6 +19,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 REACH = tl.constexpr(44.0)  # between references: e^-87, the least exponential of a row, is then e^-43 in its column
+LIMIT = tl.constexpr(1e36)  # of products whose reciprocals are normal numbers
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
 
 
@@ -108,6 +109,12 @@ def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
     """The left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
+    """The tile that _halves takes apart."""
+    return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
 
 
 @triton.jit
@@ -267,9 +274,9 @@ def softmax_coefficients(
 
 
 @triton.jit
-def _row_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, 4] sums of rows as far as one thread holds the addends."""
-    return tl.sum(tl.sum(tl.reshape(tile, (BM, BN // 8, 4, 2)), 3), 1)
+def _thread_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM // 16, 8, 4] sums as far as one thread holds the addends."""
+    return tl.sum(tl.sum(tl.sum(tl.reshape(tile, (BM // 16, 2, 8, BN // 8, 4, 2)), 5), 3), 1)
 
 
 @triton.jit
@@ -277,16 +284,34 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
     """[BM // 16, 8, 4] products of 1 + u, less 1, as far as one thread holds the factors.
 
     (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that one logarithm serves many elements and small ones keep
-    their digits. u <= 1 and BN <= 64 do not overflow.
+    their digits. u <= 1 and 32 factors, of 64 columns, do not overflow.
     """
-    if BN > 8:
-        a, b = _halves(u, BM, BN)
+    if BN > 4:
+        if BN > 8:
+            a, b = _halves(u, BM, BN)
+        else:
+            a, b = tl.split(tl.reshape(u, (BM, 4, 2)))
         result = _product_less_one(tl.fma(a, b, a + b), BM, BN // 2)
     else:
-        a, b = tl.split(tl.reshape(u, (BM, 4, 2)))
-        a, b = tl.split(tl.permute(tl.reshape(tl.fma(a, b, a + b), (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
+        a, b = tl.split(tl.permute(tl.reshape(u, (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
         result = tl.fma(a, b, a + b)
     return result
+
+
+@triton.jit
+def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
+    """2^GAIN · tile / (1 + u), one reciprocal for four elements, and _product_less_one of u."""
+    a, b = _halves(u, BM, BN)
+    of_a, of_b = _halves(tile, BM, BN)
+    of_a, of_b = tl.fma(of_a, b, of_a), tl.fma(of_b, a, of_b)  # over the same denominator (1 + a)(1 + b)
+    two = a + tl.fma(b, a, b)
+    left, right = _halves(two, BM, BN // 2)
+    whole_left, whole_right = _halves(1.0 + two, BM, BN // 2)
+    four = tl.fma(left, whole_right, right)
+    root = tl.rsqrt(1.0 + four)  # one instruction, where a division takes six
+    inverse = root * root * 2.0**GAIN
+    inverse = _joined(inverse * whole_right, inverse * whole_left, BM, BN // 2)
+    return _joined(of_a * inverse, of_b * inverse, BM, BN), _product_less_one(four, BM, BN // 4)
 
 
 @triton.jit
@@ -298,81 +323,101 @@ def _log1p(p):
 @triton.jit
 def _store_sigmoid(
     acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-    INSIDE: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
+    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's coefficients, in strips to spare registers.
+    """Stores a tile's coefficients, in strips to spare registers. Returns _thread_sums of losses and coefficients.
 
-    s and b are multiplied by log2(e), and so is z. Returns sums: of max(z, 0) and of the coefficients, [BM, 4], and of
-    log(1 + 2^-|z|), [BM // 16, 8, 4].
+    s and b are multiplied by log2(e), and so is z. BOLD is for tiles _inside the block, and as long as their logits
+    are not too large: products of 1 + 2^z must not reach LIMIT. Otherwise the loss is infinite.
     """
     if hasattr(g, "block_shape") and g.block_shape[1] < BN:
         left, right = _halves(acc, BM, BN)
-        highs, totals, logs = _store_sigmoid(
+        loss, total = _store_sigmoid(
             left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-            INSIDE, PARTS, GAIN, IDS, BM, BN // 2,
+            BOLD, PARTS, GAIN, IDS, BM, BN // 2,
         )  # fmt: skip
-        more_highs, more_totals, more_logs = _store_sigmoid(
+        more_loss, more_total = _store_sigmoid(
             right, g, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, part_rows,
-            INSIDE, PARTS, GAIN, IDS, BM, BN // 2,
+            BOLD, PARTS, GAIN, IDS, BM, BN // 2,
         )  # fmt: skip
-        highs += more_highs
-        totals += more_totals
-        logs += more_logs
+        loss += more_loss
+        total += more_total
     else:
         rows = row + tl.arange(0, BM)
         columns = column + tl.arange(0, BN)
         z = acc * s + b
         if IDS:
             z = _exclude(z, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), float("-inf"))
-        if not INSIDE:
+        if BOLD:
+            u = tl.exp2(z)
+            c, product = _quotients(u, u, BM, BN, GAIN)
+            loss = tl.where(product < LIMIT, _log1p(product), float("inf"))
+        else:
             positive = (rows + diagonal)[:, None] == columns[None, :]
             z = tl.where(positive, -(acc * s + b), z)
             z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
-        u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
-        root = tl.rsqrt(1.0 + u)  # one instruction, where a division takes six
-        c = tl.where(z > 0, 1.0, u) * root * root
-        if not INSIDE:
+            u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
+            c, product = _quotients(tl.where(z > 0, 1.0, u), u, BM, BN, GAIN)
             c = tl.where(positive, -c, c)
-        _store(g, c * 2.0**GAIN, row, column, part_rows, BM, BN, PARTS)
-        highs = _row_sums(tl.maximum(z, 0.0), BM, BN)
-        totals = _row_sums(c, BM, BN)
-        logs = _log1p(_product_less_one(u, BM, BN))
-    return highs, totals, logs
+            loss = _thread_sums(tl.maximum(z, 0.0), BM, BN) / LOG2E + _log1p(product)
+        _store(g, c, row, column, part_rows, BM, BN, PARTS)
+        total = _thread_sums(c, BM, BN)
+    return loss, total
+
+
+@triton.jit
+def _store_sigmoids(
+    x, y, g, s, b, ids_x, ids_y, first, end, column, m, n, diagonal, part_rows,
+    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """_store_sigmoid for row tiles from first to end. Returns sums."""
+    loss = tl.zeros((BM // 16, 8, 4), tl.float32)
+    total = tl.zeros((BM // 16, 8, 4), tl.float32)
+    for t in tl.range(first, end, flatten=True):
+        row = t * BM
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        if BOLD & _inside(row, column, m, n, diagonal, BM, BN):
+            more_loss, more_total = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, BM, BN
+            )
+        else:
+            more_loss, more_total = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, BM, BN
+            )
+        loss += more_loss
+        total += more_total
+    return tl.sum(tl.sum(tl.sum(loss, 2), 1), 0), tl.sum(tl.sum(tl.sum(total, 2), 1), 0)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def sigmoid_coefficients(
-    x, y, g, losses, totals, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
+    x, y, g, losses, totals, cautions, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
     PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """With l = -t·z: g = -t·σ(l)·2^GAIN, and the program's Σ softplus(l) and Σ -t·σ(l) onto its losses and totals.
 
+    Programs whose logits turn out too large for the short way start again, and leave a caution to the next launch.
     No two programs share a sum, so the result does not depend on their order.
     """
     s = tl.load(scale) * LOG2E
     b = tl.load(bias) * LOG2E
     block, first = _place(tiles, blocks, run, GROUP)
     column = block * BN
-    high = tl.zeros((BM, 4), tl.float32)
-    total = tl.zeros((BM, 4), tl.float32)
-    log = tl.zeros((BM // 16, 8, 4), tl.float32)
-    for t in tl.range(first, tl.minimum(first + run, tiles), flatten=True):
-        row = t * BM
-        acc = _product(x, y, row, column, K, BM, BN, BK)
-        if _inside(row, column, m, n, diagonal, BM, BN):
-            more_high, more_total, more_log = _store_sigmoid(
-                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, BM, BN
-            )
-        else:
-            more_high, more_total, more_log = _store_sigmoid(
-                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, BM, BN
-            )
-        high += more_high
-        total += more_total
-        log += more_log
+    end = tl.minimum(first + run, tiles)
     at = tl.program_id(0)
-    loss = tl.sum(tl.sum(high, 1), 0) / LOG2E + tl.sum(tl.sum(tl.sum(log, 2), 1), 0)
+    caution = tl.load(cautions + at) > 0
+    loss, total = _store_sigmoids(
+        x, y, g, s, b, ids_x, ids_y, first, tl.where(caution, first, end), column, m, n, diagonal, part_rows,
+        True, PARTS, GAIN, IDS, K, BM, BN, BK,
+    )  # fmt: skip
+    if caution | ~(loss < float("inf")):  # or NaN
+        loss, total = _store_sigmoids(
+            x, y, g, s, b, ids_x, ids_y, first, end, column, m, n, diagonal, part_rows,
+            False, PARTS, GAIN, IDS, K, BM, BN, BK,
+        )  # fmt: skip
+        tl.store(cautions + at, 1.0)
     tl.store(losses + at, tl.load(losses + at) + loss)
-    tl.store(totals + at, tl.load(totals + at) + tl.sum(tl.sum(total, 1), 0))
+    tl.store(totals + at, tl.load(totals + at) + total * 2.0**-GAIN)
