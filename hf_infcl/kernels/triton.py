@@ -136,9 +136,10 @@ def sigmoid_block(
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             if sums is None:  # no later chunk is larger; rows of one alignment, for which kernels are compiled
                 sums = torch.zeros(3, triton.cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
-            triton_kernels.sigmoid_coefficients[chunk.grid](
-                *chunk.matrices, *sums, scale, bias, *chunk.arguments, **chunk.constants
-            )
+            for bold in (True, False):
+                triton_kernels.sigmoid_coefficients[chunk.grid](
+                    *chunk.matrices, *sums, scale, bias, *chunk.arguments, BOLD=bold, **chunk.constants
+                )
             chunk.accumulate(grad_x, grad_y)
         assert sums is not None
         loss, total = sums[:2].sum(1).unbind()
@@ -188,7 +189,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
     gain = 14.0 if x.dtype == torch.float16 else 0.0
     constants = {
         "PARTS": parts, "GAIN": gain, "IDS": ids_x is not None,
-        "K": c.k, "BM": c.tile, "BN": c.tile, "BK": c.step, "GROUP": 16,
+        "K": c.k, "BM": c.tile, "BN": c.tile, "BK": c.step, "STRIP": c.tile // 2, "GROUP": 16,
         "num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": parts == 1,
     }  # fmt: skip
     width = x.shape[1] // len(_PAIRS[parts])
@@ -333,7 +334,7 @@ def _configurations(device: torch.device, k: int) -> _Configuration:
         return _Configuration(tile=32, step=32, warps=1, stages=1, slots=4, k=k)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     if torch.version.hip is not None:
-        return _Configuration(tile=128, step=64, warps=8, stages=2, slots=2 * processors, k=max(k, 65))
+        return _Configuration(tile=64, step=64, warps=4, stages=2, slots=4 * processors, k=max(k, 65))
     if torch.cuda.get_device_capability(device)[0] < 9:
         return _Configuration(tile=128, step=32, warps=8, stages=4, slots=processors, k=max(k, 33))
     # From Hopper on. Triton 3.6 cannot pipeline loops of one step: short features are read into the zeros beyond.

@@ -45,7 +45,7 @@ def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The box of a matrix that begins at (row, column); zeros beyond the matrix's end."""
-    if hasattr(matrix, "block_shape"):
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
         box = matrix.load([row, column])
     else:
         cells, inside = _cells(matrix, row, column, ROWS, COLUMNS)
@@ -118,22 +118,24 @@ def _joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _store(g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Stores a tile as the sum of PARTS low-precision matrices, part_rows apart in g, in strips of g's boxes."""
-    if not hasattr(g, "block_shape"):
-        dtype: tl.constexpr = g[0].dtype.element_ty
-        for part in tl.static_range(PARTS):
-            cells, inside = _cells(g, part * part_rows + row, column, BM, BN)
-            tl.store(cells, tile.to(dtype), inside)
-            tile -= tile.to(dtype).to(tl.float32)
-    elif g.block_shape[1] < BN:
+def _store(
+    g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, PARTS: tl.constexpr
+):
+    """Stores a tile as the sum of PARTS low-precision matrices, part_rows apart in g, in strips of STRIP columns."""
+    if STRIP < BN:
         left, right = _halves(tile, BM, BN)
-        _store(g, left, row, column, part_rows, BM, BN // 2, PARTS)
-        _store(g, right, row, column + BN // 2, part_rows, BM, BN // 2, PARTS)
+        _store(g, left, row, column, part_rows, BM, BN // 2, STRIP, PARTS)
+        _store(g, right, row, column + BN // 2, part_rows, BM, BN // 2, STRIP, PARTS)
     else:
         for part in tl.static_range(PARTS):
-            g.store([part * part_rows + row, column], tile.to(g.dtype))
-            tile -= tile.to(g.dtype).to(tl.float32)
+            if isinstance(g, tl.core.tensor_descriptor_base):
+                rounded = tile.to(g.dtype)
+                g.store([part * part_rows + row, column], rounded)
+            else:
+                rounded = tile.to(g[0].dtype.element_ty)
+                cells, inside = _cells(g, part * part_rows + row, column, BM, BN)
+                tl.store(cells, rounded, inside)
+            tile -= rounded.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -249,7 +251,7 @@ def log_odds(
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
     EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
     s = tl.load(scale)
@@ -270,7 +272,7 @@ def softmax_coefficients(
         if not _inside(row, column, m, n, diagonal, BM, BN):
             positive = (rows + diagonal)[:, None] == columns[None, :]
             c = tl.where(positive, tl.load(own + in_x)[:, None] * 2.0**GAIN, c)
-        _store(g, c, row, column, part_rows, BM, BN, PARTS)
+        _store(g, c, row, column, part_rows, BM, BN, STRIP, PARTS)
 
 
 @triton.jit
@@ -324,22 +326,22 @@ def _log1p(p):
 def _store_sigmoid(
     acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
     BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's coefficients, in strips to spare registers. Returns _thread_sums of losses and coefficients.
 
     s and b are multiplied by log2(e), and so is z. BOLD is for tiles _inside the block, and as long as their logits
     are not too large: products of 1 + 2^z must not reach LIMIT. Otherwise the loss is infinite.
     """
-    if hasattr(g, "block_shape") and g.block_shape[1] < BN:
+    if STRIP < BN:
         left, right = _halves(acc, BM, BN)
         loss, total = _store_sigmoid(
             left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-            BOLD, PARTS, GAIN, IDS, BM, BN // 2,
+            BOLD, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
         )  # fmt: skip
         more_loss, more_total = _store_sigmoid(
             right, g, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, part_rows,
-            BOLD, PARTS, GAIN, IDS, BM, BN // 2,
+            BOLD, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
         )  # fmt: skip
         loss += more_loss
         total += more_total
@@ -361,63 +363,51 @@ def _store_sigmoid(
             c, product = _quotients(tl.where(z > 0, 1.0, u), u, BM, BN, GAIN)
             c = tl.where(positive, -c, c)
             loss = _thread_sums(tl.maximum(z, 0.0), BM, BN) / LOG2E + _log1p(product)
-        _store(g, c, row, column, part_rows, BM, BN, PARTS)
+        _store(g, c, row, column, part_rows, BM, BN, STRIP, PARTS)
         total = _thread_sums(c, BM, BN)
     return loss, total
-
-
-@triton.jit
-def _store_sigmoids(
-    x, y, g, s, b, ids_x, ids_y, first, end, column, m, n, diagonal, part_rows,
-    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """_store_sigmoid for row tiles from first to end. Returns sums."""
-    loss = tl.zeros((BM // 16, 8, 4), tl.float32)
-    total = tl.zeros((BM // 16, 8, 4), tl.float32)
-    for t in tl.range(first, end, flatten=True):
-        row = t * BM
-        acc = _product(x, y, row, column, K, BM, BN, BK)
-        if BOLD & _inside(row, column, m, n, diagonal, BM, BN):
-            more_loss, more_total = _store_sigmoid(
-                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, BM, BN
-            )
-        else:
-            more_loss, more_total = _store_sigmoid(
-                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, BM, BN
-            )
-        loss += more_loss
-        total += more_total
-    return tl.sum(tl.sum(tl.sum(loss, 2), 1), 0), tl.sum(tl.sum(tl.sum(total, 2), 1), 0)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def sigmoid_coefficients(
     x, y, g, losses, totals, cautions, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """With l = -t·z: g = -t·σ(l)·2^GAIN, and the program's Σ softplus(l) and Σ -t·σ(l) onto its losses and totals.
 
-    Programs whose logits turn out too large for the short way start again, and leave a caution to the next launch.
-    No two programs share a sum, so the result does not depend on their order.
+    Two launches share the work. In the BOLD one, a program whose logits are too large leaves a caution instead of sums;
+    the other is of the programs with cautions, which are not bold again in later chunks. No two programs share a sum,
+    so the result does not depend on their order.
     """
     s = tl.load(scale) * LOG2E
     b = tl.load(bias) * LOG2E
+    at = tl.program_id(0)
     block, first = _place(tiles, blocks, run, GROUP)
     column = block * BN
-    end = tl.minimum(first + run, tiles)
-    at = tl.program_id(0)
-    caution = tl.load(cautions + at) > 0
-    loss, total = _store_sigmoids(
-        x, y, g, s, b, ids_x, ids_y, first, tl.where(caution, first, end), column, m, n, diagonal, part_rows,
-        True, PARTS, GAIN, IDS, K, BM, BN, BK,
-    )  # fmt: skip
-    if caution | ~(loss < float("inf")):  # or NaN
-        loss, total = _store_sigmoids(
-            x, y, g, s, b, ids_x, ids_y, first, end, column, m, n, diagonal, part_rows,
-            False, PARTS, GAIN, IDS, K, BM, BN, BK,
-        )  # fmt: skip
+    end = tl.where((tl.load(cautions + at) == 0) == BOLD, tl.minimum(first + run, tiles), first)
+    loss = tl.zeros((BM // 16, 8, 4), tl.float32)
+    total = tl.zeros((BM // 16, 8, 4), tl.float32)
+    for t in tl.range(first, end, flatten=True):
+        row = t * BM
+        acc = _product(x, y, row, column, K, BM, BN, BK)
+        bold = _inside(row, column, m, n, diagonal, BM, BN) if BOLD else False
+        if bold:
+            more_loss, more_total = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+                True, PARTS, GAIN, IDS, BM, BN, STRIP,
+            )  # fmt: skip
+        else:
+            more_loss, more_total = _store_sigmoid(
+                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+                False, PARTS, GAIN, IDS, BM, BN, STRIP,
+            )  # fmt: skip
+        loss += more_loss
+        total += more_total
+    sum_loss = tl.sum(tl.sum(tl.sum(loss, 2), 1), 0)
+    sum_total = tl.sum(tl.sum(tl.sum(total, 2), 1), 0) * 2.0**-GAIN
+    if BOLD & ~(sum_loss < float("inf")):  # or NaN
         tl.store(cautions + at, 1.0)
-    tl.store(losses + at, tl.load(losses + at) + loss)
-    tl.store(totals + at, tl.load(totals + at) + total * 2.0**-GAIN)
+    else:
+        tl.store(losses + at, tl.load(losses + at) + sum_loss)
+        tl.store(totals + at, tl.load(totals + at) + sum_total)
