@@ -14,6 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
@@ -128,6 +129,9 @@ class InfCLTrainer(Trainer):
             dual_encoder.prepare_for_fsdp()
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
+        if self.args.ddp_broadcast_buffers is None and not any(isinstance(m, _BatchNorm) for m in model.modules()):
+            # No other buffer ever changes. A forward that exchanges nothing can fail without anybody waiting for it.
+            self.accelerator.ddp_handler.broadcast_buffers = False
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
             names := dual_encoder.batch_norms()
         ):
@@ -198,9 +202,8 @@ class InfCLTrainer(Trainer):
                 )
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
-            if self.args.world_size > 1 and not self._dispatched:
-                with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
-                    Ring().agree([], failure=f"{type(error).__name__}: {error}")
+            if not self._dispatched:
+                _tell_the_others(error)
             raise
         rows = sum(len(batch["pixel_values"]) for batch in window)
         seen = [int(rows) for (rows,) in Ring().agree([rows])]
@@ -260,6 +263,8 @@ class InfCLTrainer(Trainer):
             self._skipped = (self._skipped or 0) + sum(skipped)
         bf16 = self.accelerator.mixed_precision == "bf16"
         compiled = is_compiled_module(model) or any(m._compiled_call_impl is not None for m in model.modules())
+        encoded = False
+        finite: Tensor | None = None
 
         def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
             # A compiled model would compile again for every tower that is left out.
@@ -270,6 +275,9 @@ class InfCLTrainer(Trainer):
             return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+            nonlocal encoded, finite
+            encoded = True
+            finite = torch.stack([f.detach().isfinite().all() for f in features]).all()
             # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
             # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
             images, texts = (f.bfloat16() if bf16 else f for f in features)
@@ -283,20 +291,30 @@ class InfCLTrainer(Trainer):
                 pair_ids=pair_ids,
             )
 
-        window = CachedWindow(
-            encode,
-            [_MicroBatch(batch) for batch in self._window],
-            loss,
-            parameters=lambda: self.dual_encoder.parameters,
-            device=self.args.device,
-            retain=self._graphs_to_retain(),
-            keep_grad_mode=compiled,
-        )
+        retain = self._graphs_to_retain()
+        try:
+            window = CachedWindow(
+                encode,
+                [_MicroBatch(batch) for batch in self._window],
+                loss,
+                parameters=lambda: self.dual_encoder.parameters,
+                device=self.args.device,
+                retain=retain,
+                keep_grad_mode=compiled,
+            )
+        except Exception as error:
+            # The others come to agree on the loss's inputs next; under FSDP they are waiting within their forwards.
+            if not encoded and not self.is_fsdp_enabled:
+                _tell_the_others(error)
+            raise
         if not window.loss.isfinite():  # the same on every process, before anything has been changed
+            assert finite is not None
+            ranks = [rank for rank, (own,) in enumerate(Ring().agree([finite.item()])) if not own]
             raise ValueError(
                 f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: an image "
-                "or the model gives embeddings that are not finite. The weights are those of that step. Look at the "
-                "data of this batch, lower the learning rate, or use bf16 instead of fp16."
+                f"or the model gives embeddings that are not finite (those of ranks {ranks} are not). The weights are "
+                "those of that step. Look at the data of this batch, lower the learning rate, or use bf16 instead of "
+                "fp16."
             )
         return window
 
@@ -516,6 +534,14 @@ class _MicroBatch:
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
+
+
+def _tell_the_others(error: Exception) -> None:
+    """Where the other processes agree on something next, they learn of an error here and stop with its reason."""
+    ring = Ring()
+    if ring.world_size > 1:
+        with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
+            ring.agree([], failure=f"{type(error).__name__}: {error}")
 
 
 def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:
