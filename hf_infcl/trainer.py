@@ -56,8 +56,8 @@ class InfCLTrainer(Trainer):
             `ZeroShotDataset`.
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher; DeepSpeed or FSDP1; ``args`` of
-            another class.
+        ValueError: the model is no dual encoder; several GPUs without a launcher; FSDP1, or DeepSpeed but for ZeRO
+            stages 1 and 2; ``args`` of another class.
     """
 
     args: InfCLTrainingArguments
@@ -85,10 +85,15 @@ class InfCLTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
         super().__init__(model, args, data_collator, **kwargs)
-        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
-                "InfCLTrainer's gradients have been verified under DDP and FSDP2 only; with DeepSpeed or FSDP1 they "
-                "might differ without a word. Pass --fsdp (version 2) to shard the model."
+                "InfCLTrainer's gradients have not been verified under FSDP version 1; they might differ without a "
+                "word. Use version 2, the default of --fsdp."
+            )
+        if self.is_deepspeed_enabled and (stage := self.accelerator.state.deepspeed_plugin.zero_stage) not in (1, 2):
+            raise ValueError(
+                f"InfCLTrainer's gradients have been verified under DeepSpeed's ZeRO stages 1 and 2, not {stage}. "
+                "Use one of them, --fsdp to shard the parameters too, or no DeepSpeed config to shard nothing."
             )
         self._prepare_model(self.model)
         # First, so that the user's callbacks see the clamped logit_scale.
@@ -104,6 +109,10 @@ class InfCLTrainer(Trainer):
         self._affordable_graphs: int | None = None
         self._skipped: int | None = None  # None as long as the data does not report it
         self._last_log = time.perf_counter(), self.state.global_step
+        model: Any = self.model_wrapped
+        if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
+            # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
+            model.broadcast_buffers = any(isinstance(m, _BatchNorm) for m in model.modules())
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -127,11 +136,10 @@ class InfCLTrainer(Trainer):
             dual_encoder.freeze(self.args.freeze)
         if self.is_fsdp_enabled:
             dual_encoder.prepare_for_fsdp()
+        if self.is_deepspeed_enabled:
+            dual_encoder.make_temperature_a_vector()
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
-        if self.args.ddp_broadcast_buffers is None and not any(isinstance(m, _BatchNorm) for m in model.modules()):
-            # No other buffer ever changes. A forward that exchanges nothing can fail without anybody waiting for it.
-            self.accelerator.ddp_handler.broadcast_buffers = False
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
             names := dual_encoder.batch_norms()
         ):
@@ -243,7 +251,9 @@ class InfCLTrainer(Trainer):
             assert self._cached is not None
             surrogate = self._cached.surrogate(index)
             if surrogate is not None:
-                self.accelerator.backward(surrogate)
+                # DeepSpeed would divide by the accumulation steps otherwise.
+                options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+                self.accelerator.backward(surrogate, **options)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         inputs.pop("pixel_values", None)
         every = self.args.torch_empty_cache_steps
@@ -272,7 +282,9 @@ class InfCLTrainer(Trainer):
             inputs = micro_batch.inputs
             if self._fetcher is not None:
                 inputs = self._fetcher.fetch(inputs, following.inputs if following is not None else None)
-            return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            # DeepSpeed's fp16 has no autocast that returns fp32.
+            return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
             nonlocal encoded, finite
@@ -363,7 +375,7 @@ class InfCLTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is not None and self.is_fsdp_enabled:
+        if state_dict is not None:
             state_dict = self.dual_encoder.stock_shapes(state_dict)
         super()._save(output_dir, state_dict)
 
@@ -524,8 +536,17 @@ class _LoopEvents(TrainerCallback):
         maximum = args.max_logit_scale
         if maximum is None and self._trainer.contrastive_objective == "softmax":
             maximum = 100.0
-        if maximum is not None:
-            self._trainer.dual_encoder.clamp_logit_scale(maximum)
+        if maximum is None:
+            return
+        encoder = self._trainer.dual_encoder
+        encoder.clamp_logit_scale(maximum)
+        if self._trainer.is_deepspeed_enabled:
+            from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+            # The parameter will be overwritten with what the optimizer keeps.
+            if (kept := safe_get_full_fp32_param(encoder.parameters[0])) is not None:
+                encoder.clamp_logit_scale(maximum, kept)
+                safe_set_full_fp32_param(encoder.parameters[0], kept)
 
 
 @dataclass

@@ -91,7 +91,7 @@ def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(r
     if backend == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
-    heard, own = ranks.run(*job, backend=backend, timeout=50)
+    heard, own = ranks.run(*job, backend=backend)
     assert heard.startswith("Stopped together, since a process cannot go on:\n  rank 1: ")
     assert "tried to allocate" in heard.lower()
     assert "tried to allocate" in own.lower()
