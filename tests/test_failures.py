@@ -58,10 +58,7 @@ def launch(kind: str, backend: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def test_a_failing_process_ends_all(kind, backend):
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     code, output = launch(kind, backend)
     assert output.count("training in process") == 2, output
     assert code != 0, output
@@ -86,10 +83,7 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
 
 # DDP exchanges its buckets in the first forward of the second window; moving inputs fails in the third.
 @pytest.mark.parametrize(("place", "time"), [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 7)])
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
 def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(ranks, tmp_path, place, time, backend):
-    if backend == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
     job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
     heard, own = ranks.run(*job, backend=backend)
     assert heard.startswith("Stopped together, since a process cannot go on:\n  rank 1: ")

@@ -12,6 +12,7 @@ import tempfile
 from typing import Any
 
 import models
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,9 @@ def _model(objective: str, variant: str) -> nn.Module:
         for projection in ("visual_projection", "text_projection"):
             if projection.startswith("visual") == (variant == "frozen image") and hasattr(model, projection):
                 getattr(model, projection).requires_grad_(False)
+    if variant == "lora":
+        targets = r".*(q_proj|v_proj|fc1)"
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     return model
 
 
