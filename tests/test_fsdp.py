@@ -18,7 +18,6 @@ CELLS = [
     ("softmax", "pair_ids", 4),
     ("sigmoid", "frozen image", 2),
     ("softmax", "frozen text", 4),
-    ("softmax", "lora", 2),
 ]
 
 
@@ -37,6 +36,11 @@ def check_fsdp(fresh_ranks: Any, backend: str, cells: list[tuple], **options: An
 
 def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
     check_fsdp(fresh_ranks, backend, CELLS)
+
+
+def test_adapters_gradients_equal_one_process(fresh_ranks, backend):
+    pytest.importorskip("peft")
+    check_fsdp(fresh_ranks, backend, [(objective, "lora", 2) for objective in MODELS])
 
 
 @pytest.mark.parametrize(

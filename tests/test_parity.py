@@ -12,7 +12,6 @@ import tempfile
 from typing import Any
 
 import models
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,6 +97,8 @@ def _model(objective: str, variant: str) -> nn.Module:
             if projection.startswith("visual") == (variant == "frozen image") and hasattr(model, projection):
                 getattr(model, projection).requires_grad_(False)
     if variant == "lora":
+        import peft
+
         targets = r".*(q_proj|v_proj|fc1)"
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
     return model
