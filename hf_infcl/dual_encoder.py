@@ -90,11 +90,14 @@ class DualEncoder:
         return scale, bias[0] if bias else None
 
     @torch.no_grad()
-    def clamp_logit_scale(self, maximum: float) -> None:
-        """Keeps the multiplier within [1, maximum]: CLIP's rule (arXiv 2103.00020, section 2.5)."""
-        scale = self.parameters[0]
-        if not scale.requires_grad:
+    def clamp_logit_scale(self, maximum: float, copy: Tensor | None = None) -> None:
+        """Keeps the multiplier within [1, maximum]: CLIP's rule (arXiv 2103.00020, section 2.5).
+
+        ``copy``: a copy of the temperature's parameter to be changed instead, such as an optimizer's own.
+        """
+        if not self.parameters[0].requires_grad:
             return
+        scale = self.parameters[0] if copy is None else copy
         if self._divides:
             scale.clamp_(1 / maximum, 1)
         else:
@@ -113,18 +116,21 @@ class DualEncoder:
         bias.fill_(-10)
         return True
 
-    def prepare_for_fsdp(self) -> None:
-        """Mends what keeps accelerate's FSDP2 from sharding these models; call it before they are wrapped.
-
-        A scalar parameter cannot be sharded, so the temperature becomes a vector of one; `stock_shapes` undoes that in
-        what is saved. Embeddings would be sharded twice: by their modules' entry in ``_no_split_modules`` and as the
-        input embeddings, which CLIP does not know to name.
-        """
+    def make_temperature_a_vector(self) -> None:
+        """FSDP2 and DeepSpeed cannot take a scalar parameter; `stock_shapes` undoes it in what is saved."""
         scale = self.parameters[0]
         if scale.ndim == 0:
             name = "temperature" if self._divides else "logit_scale"
             setattr(self._base, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
-            self._base.reshaped_for_fsdp = name
+            self._base.made_a_vector = name
+
+    def prepare_for_fsdp(self) -> None:
+        """Mends what keeps accelerate's FSDP2 from sharding these models; call it before they are wrapped.
+
+        Besides the scalar parameter: embeddings would be sharded twice, by their modules' entry in
+        ``_no_split_modules`` and as the input embeddings, which CLIP does not know to name.
+        """
+        self.make_temperature_a_vector()
         names = getattr(self._base, "_no_split_modules", None) or ()
         self._base._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
         try:
@@ -139,8 +145,8 @@ class DualEncoder:
                 register_fsdp_forward_method(self.model, name)
 
     def stock_shapes(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state with the shapes that plain ``from_pretrained`` expects, after `prepare_for_fsdp`."""
-        name = getattr(self._base, "reshaped_for_fsdp", None)
+        """The state with the shapes that plain ``from_pretrained`` expects, after `make_temperature_a_vector`."""
+        name = getattr(self._base, "made_a_vector", None)
         return {
             key: value.reshape(()) if key.rpartition(".")[2] == name else value for key, value in state_dict.items()
         }

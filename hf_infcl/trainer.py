@@ -14,6 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
@@ -55,8 +56,8 @@ class InfCLTrainer(Trainer):
             `ZeroShotDataset`.
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher; DeepSpeed or FSDP1; ``args`` of
-            another class.
+        ValueError: the model is no dual encoder; several GPUs without a launcher; FSDP1, or DeepSpeed but for ZeRO
+            stages 1 and 2; ``args`` of another class.
     """
 
     args: InfCLTrainingArguments
@@ -84,10 +85,15 @@ class InfCLTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
         super().__init__(model, args, data_collator, **kwargs)
-        if self.is_deepspeed_enabled or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
-                "InfCLTrainer's gradients have been verified under DDP and FSDP2 only; with DeepSpeed or FSDP1 they "
-                "might differ without a word. Pass --fsdp (version 2) to shard the model."
+                "InfCLTrainer's gradients have not been verified under FSDP version 1; they might differ without a "
+                "word. Use version 2, the default of --fsdp."
+            )
+        if self.is_deepspeed_enabled and (stage := self.accelerator.state.deepspeed_plugin.zero_stage) not in (1, 2):
+            raise ValueError(
+                f"InfCLTrainer's gradients have been verified under DeepSpeed's ZeRO stages 1 and 2, not {stage}. "
+                "Use one of them, --fsdp to shard the parameters too, or no DeepSpeed config to shard nothing."
             )
         self._prepare_model(self.model)
         # First, so that the user's callbacks see the clamped logit_scale.
@@ -103,6 +109,10 @@ class InfCLTrainer(Trainer):
         self._affordable_graphs: int | None = None
         self._skipped: int | None = None  # None as long as the data does not report it
         self._last_log = time.perf_counter(), self.state.global_step
+        model: Any = self.model_wrapped
+        if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
+            # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
+            model.broadcast_buffers = any(isinstance(m, _BatchNorm) for m in model.modules())
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -126,6 +136,8 @@ class InfCLTrainer(Trainer):
             dual_encoder.freeze(self.args.freeze)
         if self.is_fsdp_enabled:
             dual_encoder.prepare_for_fsdp()
+        if self.is_deepspeed_enabled:
+            dual_encoder.make_temperature_a_vector()
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
@@ -198,9 +210,8 @@ class InfCLTrainer(Trainer):
                 )
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
-            if self.args.world_size > 1 and not self._dispatched:
-                with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
-                    Ring().agree([], failure=f"{type(error).__name__}: {error}")
+            if not self._dispatched:
+                _tell_the_others(error)
             raise
         rows = sum(len(batch["pixel_values"]) for batch in window)
         seen = [int(rows) for (rows,) in Ring().agree([rows])]
@@ -240,7 +251,9 @@ class InfCLTrainer(Trainer):
             assert self._cached is not None
             surrogate = self._cached.surrogate(index)
             if surrogate is not None:
-                self.accelerator.backward(surrogate)
+                # DeepSpeed would divide by the accumulation steps otherwise.
+                options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+                self.accelerator.backward(surrogate, **options)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         inputs.pop("pixel_values", None)
         every = self.args.torch_empty_cache_steps
@@ -260,6 +273,8 @@ class InfCLTrainer(Trainer):
             self._skipped = (self._skipped or 0) + sum(skipped)
         bf16 = self.accelerator.mixed_precision == "bf16"
         compiled = is_compiled_module(model) or any(m._compiled_call_impl is not None for m in model.modules())
+        encoded = False
+        finite: Tensor | None = None
 
         def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
             # A compiled model would compile again for every tower that is left out.
@@ -267,9 +282,14 @@ class InfCLTrainer(Trainer):
             inputs = micro_batch.inputs
             if self._fetcher is not None:
                 inputs = self._fetcher.fetch(inputs, following.inputs if following is not None else None)
-            return self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+            # DeepSpeed's fp16 has no autocast that returns fp32.
+            return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
         def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+            nonlocal encoded, finite
+            encoded = True
+            finite = torch.stack([f.detach().isfinite().all() for f in features]).all()
             # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
             # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
             images, texts = (f.bfloat16() if bf16 else f for f in features)
@@ -283,20 +303,30 @@ class InfCLTrainer(Trainer):
                 pair_ids=pair_ids,
             )
 
-        window = CachedWindow(
-            encode,
-            [_MicroBatch(batch) for batch in self._window],
-            loss,
-            parameters=lambda: self.dual_encoder.parameters,
-            device=self.args.device,
-            retain=self._graphs_to_retain(),
-            keep_grad_mode=compiled,
-        )
+        retain = self._graphs_to_retain()
+        try:
+            window = CachedWindow(
+                encode,
+                [_MicroBatch(batch) for batch in self._window],
+                loss,
+                parameters=lambda: self.dual_encoder.parameters,
+                device=self.args.device,
+                retain=retain,
+                keep_grad_mode=compiled,
+            )
+        except Exception as error:
+            # The others come to agree on the loss's inputs next; under FSDP they are waiting within their forwards.
+            if not encoded and not self.is_fsdp_enabled:
+                _tell_the_others(error)
+            raise
         if not window.loss.isfinite():  # the same on every process, before anything has been changed
+            assert finite is not None
+            ranks = [rank for rank, (own,) in enumerate(Ring().agree([finite.item()])) if not own]
             raise ValueError(
                 f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: an image "
-                "or the model gives embeddings that are not finite. The weights are those of that step. Look at the "
-                "data of this batch, lower the learning rate, or use bf16 instead of fp16."
+                f"or the model gives embeddings that are not finite (those of ranks {ranks} are not). The weights are "
+                "those of that step. Look at the data of this batch, lower the learning rate, or use bf16 instead of "
+                "fp16."
             )
         return window
 
@@ -345,7 +375,7 @@ class InfCLTrainer(Trainer):
         super().log(logs, start_time)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is not None and self.is_fsdp_enabled:
+        if state_dict is not None:
             state_dict = self.dual_encoder.stock_shapes(state_dict)
         super()._save(output_dir, state_dict)
 
@@ -506,8 +536,17 @@ class _LoopEvents(TrainerCallback):
         maximum = args.max_logit_scale
         if maximum is None and self._trainer.contrastive_objective == "softmax":
             maximum = 100.0
-        if maximum is not None:
-            self._trainer.dual_encoder.clamp_logit_scale(maximum)
+        if maximum is None:
+            return
+        encoder = self._trainer.dual_encoder
+        encoder.clamp_logit_scale(maximum)
+        if self._trainer.is_deepspeed_enabled:
+            from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+            # The parameter will be overwritten with what the optimizer keeps.
+            if (kept := safe_get_full_fp32_param(encoder.parameters[0])) is not None:
+                encoder.clamp_logit_scale(maximum, kept)
+                safe_set_full_fp32_param(encoder.parameters[0], kept)
 
 
 @dataclass
@@ -516,6 +555,14 @@ class _MicroBatch:
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
+
+
+def _tell_the_others(error: Exception) -> None:
+    """Where the other processes agree on something next, they learn of an error here and stop with its reason."""
+    ring = Ring()
+    if ring.world_size > 1:
+        with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
+            ring.agree([], failure=f"{type(error).__name__}: {error}")
 
 
 def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:

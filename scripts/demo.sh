@@ -11,9 +11,8 @@ echo "== Digits, captions and an untrained CLIP"
 python scripts/make_digits.py --output_dir outputs/demo
 
 echo "== Training with two processes (about a minute)"
-# --multi_gpu is how accelerate starts several local processes; use_cpu in the YAML file keeps them on the CPU.
-accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no \
-  --main_process_port 0 scripts/train.py scripts/demo.yaml "$@"
+# use_cpu in demo.yaml keeps the two processes on the CPU.
+accelerate launch --config_file scripts/configs/ddp.yaml --main_process_port 0 scripts/train.py scripts/demo.yaml "$@"
 
 echo "== The checkpoint in plain transformers"
 python - <<'PYTHON'

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModel, AutoProcessor, HfArgumentParser
 
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, load_pairs
@@ -74,6 +75,7 @@ class TrainArguments:
     on_bad_sample: str = field(default="raise", metadata={"help": "'raise' or 'skip' a broken image or empty caption."})
 
 
+@record  # the launcher's last words are then the error of the process that failed first
 def main() -> None:
     model_args, data, pairs, zero_shot, args = parse(
         ModelArguments, TrainArguments, PairArguments, ZeroShotArguments, InfCLTrainingArguments

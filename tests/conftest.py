@@ -129,6 +129,53 @@ def _forget() -> None:
         dist.destroy_process_group()
 
 
+class FreshRanks:
+    """`Ranks` with new processes for each job, since FSDP2 and DeepSpeed remember the groups that they have met.
+
+    On "gloo" the job may use both, which accelerate otherwise keeps for accelerators.
+    """
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", **options: Any
+    ) -> list[Any]:
+        pool = Ranks()
+        try:
+            job = (
+                (_as_on_accelerators, world_size, function, args)
+                if backend == "gloo"
+                else (function, world_size, *args)
+            )
+            return pool.run(*job, backend=backend, **options)
+        finally:
+            pool.close()
+
+
+def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any], args: tuple) -> Any:
+    from accelerate import DistributedType, PartialState
+
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    with contextlib.suppress(ImportError):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives that it would compile first
+    return function(rank, world_size, *args)
+
+
+@pytest.fixture
+def fresh_ranks() -> FreshRanks:
+    return FreshRanks()
+
+
+@pytest.fixture(params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The backend of two processes."""
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     pool = Ranks()

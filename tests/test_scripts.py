@@ -17,11 +17,13 @@ import pytest
 import torch
 import transformers
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 
 from hf_infcl import InfCLTrainingArguments, load_pairs
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
+CONFIGS = SCRIPTS / "configs"
 DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`
 
 
@@ -42,6 +44,11 @@ def run(*words: Any) -> str:
     return done.stdout
 
 
+def launch(config: str) -> list[Any]:
+    """`accelerate launch` with one of scripts/configs, for two processes."""
+    return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", 0]
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What make_digits.py writes."""
@@ -57,9 +64,7 @@ def trained(demo: Path) -> Path:
     config = {**DEMO, "model": str(demo / "clip-init"), "dataset": str(demo / "digits"), "output_dir": str(folder)}
     config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
     (demo / "small.yaml").write_text(yaml.safe_dump(config))
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", 0]
-    run(*launch, SCRIPTS / "train.py", demo / "small.yaml", "--max_steps", 3)
+    run(*launch("ddp"), SCRIPTS / "train.py", demo / "small.yaml", "--max_steps", 3)
     return folder
 
 
@@ -406,6 +411,43 @@ def test_what_is_missing_is_named(script, monkeypatch, tmp_path, name, words, co
     monkeypatch.setattr(sys, "argv", [name, *words, "--use_cpu", "--output_dir", str(tmp_path)])
     with pytest.raises((SystemExit, ValueError), match=complaint):
         runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_launch_configs_say_what_their_names_do(path):
+    config = load_config_from_file(str(path))
+    kind = "MULTI_GPU" if path.stem == "ddp" else path.stem.rstrip("2").partition("_")[0].upper()
+    assert (config.distributed_type, config.num_processes) == (kind, 2)
+    if kind == "FSDP":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+    if kind == "DEEPSPEED":
+        assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
+        # Its own number of steps or clipping would contradict the script's arguments.
+        assert {config.deepspeed_config[f"gradient_{name}"] for name in ("accumulation_steps", "clipping")} == {"auto"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, config, precision):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    if config.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]
+    words += ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
+    words += ["--logging_steps", 1, "--report_to", "none", "--save_steps", 2, "--eval_dataset", demo / "digits"]
+    run(*launch(config), SCRIPTS / "train.py", *words, *(["--bf16"] if precision == "bf16" else []))
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results["eval_pairs_loss"] > 0
+    logs = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
+    assert losses[-1] < losses[0]
+    model, info = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert model.logit_scale.shape == ()
 
 
 @pytest.mark.parametrize("path", [*sorted(SCRIPTS.glob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)

@@ -1,0 +1,143 @@
+"""One of two launched processes really fails, in every phase of a step: all end, and the launcher says why.
+
+The training that fails is this file itself, run as a script. A timeout here means a hang; no other time is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from conftest import free_port
+from test_trainer import trainer_for
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import default_collate
+
+ROOT = Path(__file__).parent.parent
+HANG = 120
+
+# What the launcher's output has to hold. With two micro-batches a window has three forwards, the last of which belongs
+# to the second pass; everything happens in the second window.
+FAILURES = {
+    "data": "MemoryError: no room for this batch",
+    "first pass": "tried to allocate",
+    "second pass": "tried to allocate",
+    "backward": "RuntimeError: this gradient is lost",
+    "not finite": "(those of ranks [1] are not)",
+    "killed": "Signal 9 (SIGKILL) received",
+}
+
+
+def launch(kind: str, backend: str) -> tuple[int, str]:
+    """Trains with two processes; the launcher's exit code and output, once all of them are gone."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    launcher = subprocess.Popen(
+        [*command, __file__, kind, backend],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = launcher.communicate(timeout=HANG)
+    finally:
+        launcher.terminate()  # which ends its processes too, where it has not ended
+        launcher.wait()
+    for pid in [int(line.split()[-1]) for line in output.splitlines() if line.startswith("training in process")]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    return launcher.returncode, output
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failing_process_ends_all(kind, backend):
+    code, output = launch(kind, backend)
+    assert output.count("training in process") == 2, output
+    assert code != 0, output
+    assert "trained to the end" not in output
+    assert FAILURES[kind].lower() in output.lower(), output
+
+
+def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int, use_cpu: bool) -> str:
+    model = models.clip()
+    trainer = trainer_for(folder, model, max_steps=4, use_cpu=use_cpu)
+    if rank == 1 and place == "forward":
+        exhaust_memory(model, time)
+    elif rank == 1:
+        prepare, calls = trainer._prepare_inputs, iter(range(1, 100))
+        trainer._prepare_inputs = lambda batch: too_much() if next(calls) == time else prepare(batch)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+# DDP exchanges its buckets in the first forward of the second window; moving inputs fails in the third.
+@pytest.mark.parametrize(("place", "time"), [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 7)])
+def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(ranks, tmp_path, place, time, backend):
+    job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
+    heard, own = ranks.run(*job, backend=backend)
+    assert heard.startswith("Stopped together, since a process cannot go on:\n  rank 1: ")
+    assert "tried to allocate" in heard.lower()
+    assert "tried to allocate" in own.lower()
+    assert "Stopped together" not in own
+
+
+def too_much() -> torch.Tensor:
+    return torch.empty(1 << 60, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def exhaust_memory(model: torch.nn.Module, forward: int) -> None:
+    """Lets the model's n-th forward ask for more memory than there is."""
+    calls = iter(range(1, 1000))
+    model.register_forward_pre_hook(lambda module, args: too_much() if next(calls) == forward else None)
+
+
+# ---- The training that fails ----
+
+
+class Collator:
+    def __init__(self, kind: str) -> None:
+        self.kind, self.calls = kind, 0
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        batch = default_collate(items)
+        if self.calls == 4 and self.kind == "data":
+            raise MemoryError("no room for this batch")
+        if self.calls == 4 and self.kind == "not finite":
+            batch["pixel_values"][:] = torch.nan
+        return batch
+
+
+@record
+def main(kind: str, backend: str) -> None:
+    print("training in process", os.getpid(), flush=True)
+    own = kind if os.environ["RANK"] == "1" else "none"
+    model = models.clip()
+    options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
+    trainer = trainer_for(tempfile.gettempdir(), model, max_steps=4, **options)
+    exhaust_memory(model, {"first pass": 5, "second pass": 6}.get(own, 0))
+
+    def in_backward(gradient: torch.Tensor) -> None:
+        if trainer.state.global_step == 1 and own == "backward":
+            raise RuntimeError("this gradient is lost")
+        if trainer.state.global_step == 1 and own == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model.visual_projection.weight.register_hook(in_backward)
+    trainer.train()
+    print("trained to the end")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

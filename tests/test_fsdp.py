@@ -1,0 +1,89 @@
+"""FSDP2: the contract of test_parity.py, and checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+from test_parity import MODELS, Gradients, check
+from test_trainer import trainer_for
+from torch.distributed.tensor import DTensor
+from transformers import AutoModel
+
+# Without dropout: FSDP's own forwards come without the batch's name.
+CELLS = [
+    ("softmax", "plain", 1),
+    ("sigmoid", "plain", 4),
+    ("softmax", "pair_ids", 4),
+    ("sigmoid", "frozen image", 2),
+    ("softmax", "frozen text", 4),
+]
+
+
+class PlainNames(Gradients):
+    def on_pre_optimizer_step(self, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        assert all(isinstance(p, DTensor) for p in model.parameters()), "nothing was sharded"
+        super().on_pre_optimizer_step(*args, model=model, **kwargs)
+        self.seen = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in self.seen.items()}
+
+
+def check_fsdp(fresh_ranks: Any, backend: str, cells: list[tuple], **options: Any) -> None:
+    bounds = {"tolerance": 5e-5, "floor": 1e-6} if backend == "nccl" else {}
+    options |= {"use_cpu": False, "fsdp": True, "gradients": PlainNames}
+    check(fresh_ranks, 2, cells, options, backend=backend, **bounds)
+
+
+def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend):
+    check_fsdp(fresh_ranks, backend, CELLS)
+
+
+def test_adapters_gradients_equal_one_process(fresh_ranks, backend):
+    pytest.importorskip("peft")
+    check_fsdp(fresh_ranks, backend, [(objective, "lora", 2) for objective in MODELS])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"retain_graphs": "3"}, {"gradient_checkpointing": True}, {"fsdp_config": {"activation_checkpointing": True}}],
+    ids=["retain", "checkpointing", "fsdp-checkpointing"],
+)
+def test_options_do_not_change_gradients(fresh_ranks, backend, options):
+    check_fsdp(fresh_ranks, backend, [(objective, "plain", 4) for objective in MODELS], **options)
+
+
+def rank_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float:
+    trainer = trainer_for(
+        f"{folder}/{name}",
+        getattr(models, name)(),
+        models.Pairs(64),
+        use_cpu=False,
+        fsdp=True,
+        learning_rate=1e-2,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        eval_dataset=models.Pairs(13),
+    )
+    trainer.train()
+    trainer.save_model(f"{folder}/{name}/last")
+    return trainer.evaluate()["eval_loss"]
+
+
+def rank_evaluate(rank: int, world_size: int, folder: str) -> float:
+    model = AutoModel.from_pretrained(f"{folder}/last")
+    trainer = trainer_for(f"{folder}/plain", model, eval_dataset=models.Pairs(13), use_cpu=False)
+    return trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
+    expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend)
+    assert expected == other
+    fresh = getattr(models, name)(seed=3)
+    loaded, info = type(fresh).from_pretrained(tmp_path / name / "last", output_loading_info=True)
+    assert not info["mismatched_keys"]
+    assert not info["missing_keys"]
+    assert loaded.logit_scale.shape == fresh.logit_scale.shape
+    evaluated = fresh_ranks.run(rank_evaluate, 1, str(tmp_path / name), backend=backend)
+    assert evaluated == [pytest.approx(expected, rel=1e-4)]
