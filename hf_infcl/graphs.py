@@ -33,7 +33,7 @@ def run(name: Hashable, function: Callable[..., Results], *tensors: Tensor | Non
         return function(*tensors)
     with _lock, torch.cuda.device_of(tensors[0]):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-        state = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        state = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision
         return _recording(name, shapes, state, torch.cuda.current_stream())(function, tensors)
 
 

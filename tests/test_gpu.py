@@ -77,10 +77,11 @@ def test_fp16_gradients_are_within_its_rounding(ranks, world_size):
 
 
 class WithoutTF32(Gradients):
-    """accelerate turns TF32 on for compiled models."""
+    """TF32 is turned on for compiled models."""
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.fp32_precision = "ieee"  # transformers sets TF32 by this name, accelerate by the next
+        torch.set_float32_matmul_precision("highest")
 
 
 def rank_compile(rank: int, world_size: int, folder: str, objective: str, frozen: str | None) -> None:

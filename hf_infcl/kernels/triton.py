@@ -3,10 +3,10 @@
 Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
 that are not 16-byte aligned are copied, and fp32 features split (below).
 
-Precision of fp32 features follows `torch.get_float32_matmul_precision()` by its documented meaning, and with it so do
-the gradients' products: each number is the sum of three (``"highest"``, all 24 bits), two (``"high"``) or one
-(``"medium"``) bfloat16 numbers, multiplied on tensor cores pair by pair, the least products dropped. That is 6, 3 or 1
-times the work of bf16 features, and as many times their size in copies of the features.
+fp32 features, and with them the gradients' products, are as precise as torch's own: each number is the sum of three
+bfloat16 numbers (all 24 bits), or of two where `torch.set_float32_matmul_precision` or Trainer's ``tf32`` option allow
+TF32, multiplied on tensor cores pair by pair, the least products dropped. That is 6 or 3 times the work of bf16
+features, and as many times their size in copies of the features.
 
 Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order of programs; the softmax's statistics
 then take two products instead of one, a third of the time more in all.
@@ -37,7 +37,6 @@ NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a secon
 INTERPRETED = triton.knobs.runtime.interpret
 # Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
 _PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
-_PARTS = {"highest": 3, "high": 2, "medium": 1}
 
 
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -45,7 +44,7 @@ def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         x, y, parts = _operands(x, y)
         c = _configuration(x)
         out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        triton_kernels.positives[(triton.cdiv(len(x), c.tile),)](
+        triton_kernels.positives[(_cdiv(len(x), c.tile),)](
             _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), scale, out, len(x),
             K=c.k, B=c.tile, BK=c.step, num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=parts == 1,
         )  # fmt: skip
@@ -78,15 +77,15 @@ def softmax_statistics(
             # One launch for programs whose references lie near each other, one for the rest; or one for all.
             forms = ((True, True), (False, True)) if fused and m * n >= NEAR_PAYS else ((False, False),)
             for near, gated in forms:
-                triton_kernels.softmax_sums[(triton.cdiv(tiles, run) * blocks,)](
+                triton_kernels.softmax_sums[(_cdiv(tiles, run) * blocks,)](
                     _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), sum_x, sum_y, positive_x, positive_y, scale,
                     *ids, m, n, diagonal, tiles, blocks, run,
-                    NEAR=near, GATED=gated, SPAN=triton.next_power_of_2(run) * c.tile, EXACT=not fused,
+                    NEAR=near, GATED=gated, SPAN=(1 << (run - 1).bit_length()) * c.tile, EXACT=not fused,
                     IDS=ids_x is not None, K=c.k, BM=c.tile, BN=c.tile, BK=c.step, GROUP=33, WARPS=c.warps,
                     num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=fused,
                 )  # fmt: skip
         odds_x, odds_y = torch.empty_like(positive_x), torch.empty_like(positive_y)
-        triton_kernels.log_odds[(triton.cdiv(m, c.tile) + triton.cdiv(n, c.tile),)](
+        triton_kernels.log_odds[(_cdiv(m, c.tile) + _cdiv(n, c.tile),)](
             _boxes(x, c.tile, c.step), _boxes(y, c.tile, c.step), sum_x, sum_y, positive_x, positive_y, odds_x, odds_y,
             scale, *ids, m, n, diagonal,
             IDS=ids_x is not None, K=c.k, B=c.tile, BK=c.step,
@@ -135,7 +134,7 @@ def sigmoid_block(
         sums: Tensor | None = None
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             if sums is None:  # no later chunk is larger; rows of one alignment, for which kernels are compiled
-                sums = torch.zeros(3, triton.cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
+                sums = torch.zeros(3, _cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
             for bold in (True, False):
                 triton_kernels.sigmoid_coefficients[chunk.grid](
                     *chunk.matrices, *sums, scale, bias, *chunk.arguments, BOLD=bold, **chunk.constants
@@ -210,7 +209,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 coefficients=workspace[:, :height, :length],
                 unit=2.0**gain,
                 tiles=tiles * blocks,
-                grid=(triton.cdiv(tiles, run) * blocks,),
+                grid=(_cdiv(tiles, run) * blocks,),
                 matrices=(
                     _boxes(of_x, c.tile, c.step),
                     _boxes(of_y, c.tile, c.step),
@@ -238,7 +237,8 @@ def _operands(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     if x.dtype != torch.float32:
         return _aligned(x), _aligned(y), 1
-    parts = _PARTS[torch.get_float32_matmul_precision()]
+    # Not get_float32_matmul_precision(), which raises where this has been set by its present name.
+    parts = 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
     of_x, of_y = zip(*_PAIRS[parts], strict=True)
     return _split(x, parts, of_x), _split(y, parts, of_y), parts
 
@@ -247,7 +247,7 @@ def _split(t: Tensor, parts: int, order: tuple[int, ...]) -> Tensor:
     """[m, D] fp32 to [m, len(order)·D'] bfloat16 with D' a multiple of 8: parts of t, the largest first, by order."""
     m, dimension = t.shape
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
-    out = torch.zeros(m, len(order), triton.cdiv(dimension, 8) * 8, dtype=dtype, device=t.device)
+    out = torch.zeros(m, len(order), _cdiv(dimension, 8) * 8, dtype=dtype, device=t.device)
     for part in range(parts):
         rounded = t.to(torch.bfloat16)
         for i, wanted in enumerate(order):
@@ -265,7 +265,7 @@ def _aligned(t: Tensor) -> Tensor:
     unit = 16 // t.element_size()
     if t.stride(1) == 1 and t.stride(0) >= dimension and t.stride(0) % unit == 0 and t.data_ptr() % 16 == 0:
         return t
-    out = t.new_zeros(m, triton.cdiv(dimension, unit) * unit)
+    out = t.new_zeros(m, _cdiv(dimension, unit) * unit)
     out[:, :dimension] = t
     return out
 
@@ -294,10 +294,14 @@ def _has_descriptors(device: torch.device) -> bool:
     return INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)  # Triton's own takes microseconds of the host, a dozen times a block
+
+
 def _even(length: int, most: int, unit: int) -> int:
     """The size of chunks: at most ``most``, a multiple of ``unit``, all about equal."""
-    count = triton.cdiv(length, most)
-    return triton.cdiv(triton.cdiv(length, count), unit) * unit
+    count = _cdiv(length, most)
+    return _cdiv(_cdiv(length, count), unit) * unit
 
 
 def _on_device(t: Tensor) -> Any:
@@ -316,10 +320,10 @@ class _Configuration:
     @functools.lru_cache  # noqa: B019 (configurations live as long as the module)
     def split(self, m: int, n: int, longest: int) -> tuple[int, int, int]:
         """Row tiles, column blocks, and row tiles per program: so that the last wave of programs is full."""
-        tiles, blocks = triton.cdiv(m, self.tile), triton.cdiv(n, self.tile)
+        tiles, blocks = _cdiv(m, self.tile), _cdiv(n, self.tile)
 
         def time(run: int) -> int:  # a program costs a tile to start
-            return triton.cdiv(blocks * triton.cdiv(tiles, run), self.slots) * (run + 1)
+            return _cdiv(blocks * _cdiv(tiles, run), self.slots) * (run + 1)
 
         return tiles, blocks, min(range(1, min(longest, tiles) + 1), key=time)
 

@@ -12,8 +12,6 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from .common import FOLDER, Row
 
 K = 1024
@@ -98,13 +96,13 @@ def hardware_of(row: Row) -> str:
 
 
 def maximum(steps: list[Row]) -> str:
-    lines = [(budget, clip, local, ours, "–") for budget, clip, local, ours in PAPER_MAXIMUM]
+    lines = list(PAPER_MAXIMUM)
     for ours in ("hf_infcl", "hf_infcl offload"):
         cells = [largest(steps, name) for name in ("CLIP", "OpenCLIP local loss", ours)]
         if steps:
             budget = f"{steps[0]['model']}{', offload_window' * (ours != 'hf_infcl')}, {hardware_of(steps[0])}"
-            lines.append((budget, *cells, extrapolated(steps, ours)))
-    return markdown(("budget", "CLIP", "OpenCLIP", "Inf-CL / hf_infcl", "hf_infcl, extrapolated"), lines)
+            lines.append((budget, *cells))
+    return markdown(("budget", "CLIP", "OpenCLIP", "Inf-CL / hf_infcl"), lines)
 
 
 def largest(steps: list[Row], name: str) -> str:
@@ -116,21 +114,6 @@ def largest(steps: list[Row], name: str) -> str:
     return f"≥ {thousands(int(row['batch_size']))} ({float(row['loss_gib'] or 0):.2f} GiB)"
 
 
-def extrapolated(steps: list[Row], name: str) -> str:
-    """Where a line through the measured peaks meets 95% of the GPU's memory."""
-    ran = sorted(
-        (int(row["batch_size"]), float(row["peak_gib"]))
-        for row in steps
-        if row["implementation"] == name and row["peak_gib"]
-    )
-    if len(ran) < 2:
-        return "–"
-    batches, peaks = (torch.tensor(column, dtype=torch.float64) for column in zip(*ran, strict=True))
-    slope = ((batches - batches.mean()) * (peaks - peaks.mean())).sum() / (batches - batches.mean()).square().sum()
-    limit = batches.mean() + (0.95 * float(steps[0]["device_gib"]) - peaks.mean()) / slope
-    return f"{limit / K:,.0f}k" if slope > 0 else "–"
-
-
 def ablation(memories: list[Row], times: list[Row]) -> str:
     def figure(rows: list[Row], name: str, column: str) -> str:
         found = [row[column] for row in rows if row["implementation"] == name]
@@ -140,7 +123,8 @@ def ablation(memories: list[Row], times: list[Row]) -> str:
     for tiled, loss, complexity, peak, name in PAPER_ABLATION:
         mib = figure(memories, name, "peak_mib")
         ours = f"{int(mib) / K:.2f}" if mib.isdigit() else mib
-        lines.append((tiled, complexity, loss, peak, ours, figure(times, name, "ms")))
+        ms = figure(times, name, "ms")
+        lines.append((tiled, complexity, loss, peak, ours, ms if ms == "–" else f"{float(ms):.1f}"))
     where = hardware_of(memories[0]) if memories else "–"
     return markdown(
         ("tiled", "logits", "loss, GB (paper)", "peak, GB (paper)", f"loss, GiB ({where})", f"ms ({where})"), lines
@@ -171,7 +155,7 @@ The paper's model is ViT-L/14, ours is named in table 2; the figures are of the 
 
 ## Largest batch (table 2)
 
-Ours are batches that were trained on, and where a line through their peaks meets 95% of the GPU's memory.
+Ours are the largest batches that were trained on, which filled no GPU.
 
 {maximum(steps)}
 
