@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 
 PATIENCE = 2  # calls before one is recorded: evaluations come in many sizes, a training in one
 KEPT = 2  # recordings at a time, each with the memory of its computation
@@ -17,7 +17,7 @@ KEPT = 2  # recordings at a time, each with the memory of its computation
 _lock = threading.Lock()  # a recording's inputs are written and then read by its replay
 
 
-def run(name: Hashable, function: Callable[..., Results], *tensors: Tensor | None) -> Results:
+def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
     """``function(*tensors)``, from the third call with the same name and shapes on by replaying a recording.
 
     Args:
@@ -46,10 +46,10 @@ class _Recording:
     def __init__(self) -> None:
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: Results = ()
-        self._outputs: Results = ()
+        self._inputs: Tensors = ()
+        self._outputs: Tensors = ()
 
-    def __call__(self, function: Callable[..., Results], tensors: tuple[Tensor | None, ...]) -> Results:
+    def __call__(self, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
         self._calls += 1
         if self._calls == PATIENCE + 1:
             try:
@@ -62,7 +62,7 @@ class _Recording:
         self._graph.replay()
         return tuple(None if t is None else t.clone() for t in self._outputs)
 
-    def _record(self, function: Callable[..., Results], tensors: tuple[Tensor | None, ...]) -> None:
+    def _record(self, function: Callable[..., Tensors], tensors: Tensors) -> None:
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
         function(*self._inputs)  # compiles what depends on how they are aligned, which a recording cannot
@@ -71,7 +71,7 @@ class _Recording:
             self._outputs = function(*self._inputs)
         self._graph = graph
 
-    def _fill(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def _fill(self, tensors: Tensors) -> None:
         for own, given in zip(self._inputs, tensors, strict=True):
             if own is not None and given is not None:
                 own.copy_(given)

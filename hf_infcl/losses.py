@@ -22,7 +22,7 @@ from .ring import Ring
 from .strategies import STRATEGIES, RingStrategy
 
 OBJECTIVES = ("softmax", "sigmoid")
-SMALL_BATCH = 8192  # up to here on an H200 a batch's launches take longer than its kernels
+SMALL_BATCH = 8192  # up to here on an H200 a recording is worth its memory
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -167,9 +167,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        products_x, products_y, units = ctx.saved_tensors
+        products_x, products_y, factors = ctx.saved_tensors
         want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
-        of_products, of_scale, of_bias = (ctx.ring.sum(grad) * units).unbind()
+        of_products, of_scale, of_bias = (ctx.ring.sum(grad) * factors).unbind()
         return (
             _scaled(products_x, of_products, ctx.dtype) if want_x else None,
             _scaled(products_y, of_products, ctx.dtype) if want_y else None,
@@ -202,10 +202,10 @@ def _evaluate(
     bias: Tensor,
     ids: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The loss, the products C·Y and Cᵀ·X, and units [3]: what makes gradients by the inputs of the loss's own.
+    """The loss; the products C·Y and Cᵀ·X; and factors [3] from the gradient of the loss to those of the inputs.
 
-    The units are of the products, of scale, and of bias. dX = s·G·Y and dY = s·Gᵀ·X, where G is C up to a constant, and
-    because z is bilinear the scale needs no pass of its own: Σ_ij G_ij x_i·y_j = Σ_i x_i·(G·Y)_i. Each process returns
+    The factors are of the products, of scale, and of bias: dX = s·G·Y and dY = s·Gᵀ·X, where G is C up to a constant.
+    Because z is bilinear the scale needs no pass of its own: Σ_ij G_ij x_i·y_j = Σ_i x_i·(G·Y)_i. Each process returns
     its own images' share of the scale's and the bias's gradient.
     """
     want_x, want_y, want_scale, _ = wanted

@@ -134,7 +134,8 @@ class Ring:
         row[0] = bool(failure)
         row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
         if failure and self.world_size > 1:
-            # Should the others never agree on anything again, this process must end for a launcher to stop them too.
+            # Should the others never agree on anything again, this process must end for a launcher to stop them too. It
+            # will not use the group again.
             dist.distributed_c10d._set_pg_timeout(LAST_WORDS, self.group)
         rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):

@@ -116,7 +116,7 @@ class RingStrategy:
     def sigmoid(
         self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """As `softmax` for the sigmoid loss, in three products: the terms and C are of one pass, and C is B times."""
+        """As `softmax`, in three products: one pass gives the loss's terms and C, which is B times its derivative."""
         loss, total = torch.zeros_like(scale), torch.zeros_like(scale)
         grad_x = _zeros(x, scale) if want_x else None
         texts = self.collector(torch.add)

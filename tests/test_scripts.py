@@ -323,7 +323,7 @@ def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
 
     for batch in (32 * 1024, 128 * 1024, 512 * 1024):
         row = {"date": "2026-01-01", "device": "NVIDIA H200", "world_size": 4, "model": "vit-b-16"}
-        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": batch, "device_gib": 100}
+        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": batch}
         row |= {"loss_gib": 1.5, "peak_gib": 10 + batch / 102_400} if batch < 512 * 1024 else {"note": "does not fit"}
         step.common.append(tmp_path / "step.csv", step.COLUMNS, row)
     tables.run(where)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,16 +241,16 @@ def _any_precision() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("setting", "least", "limit"),
     [
-        ("torch.set_float32_matmul_precision('highest')", 0, 5e-6),
-        ("torch.set_float32_matmul_precision('high')", 5e-7, 5e-5),
-        ("torch.backends.fp32_precision = 'tf32'", 5e-7, 5e-5),  # as transformers sets it; torch's names do not mix
-        ("torch.backends.fp32_precision = 'ieee'", 0, 5e-6),
+        (partial(torch.set_float32_matmul_precision, "highest"), 0, 5e-6),
+        (partial(torch.set_float32_matmul_precision, "high"), 5e-7, 5e-5),
+        (partial(setattr, torch.backends, "fp32_precision", "tf32"), 5e-7, 5e-5),  # transformers' way
+        (partial(setattr, torch.backends, "fp32_precision", "ieee"), 0, 5e-6),
     ],
 )
-def test_precision_of_float32(setting: str, least: float, limit: float) -> None:
+def test_precision_of_float32(setting: Callable[[], None], least: float, limit: float) -> None:
     x, y = pairs(64, 32)
     truth = run(reference.contrastive_loss, x, y, 100.0, torch.float64)
-    exec(setting)
+    setting()
     ours = run(contrastive_loss, x, y, 100.0, torch.float32, backend="triton")
     assert least <= relative_error(ours[1], truth[1]) < limit
 

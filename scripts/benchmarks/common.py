@@ -238,7 +238,7 @@ def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: di
             fontsize=8.5,
             color=style[name]["color"],
             weight="bold" if name == "hf_infcl" else "normal",
-            arrowprops={"arrowstyle": "-", "lw": 0.5, "color": style[name]["color"], "alpha": 0.6},
+            arrowprops={"arrowstyle": "-", "lw": 0.5, "ls": (0, (1, 3)), "color": "0.5"},
             annotation_clip=False,
         )
 

@@ -4,8 +4,8 @@ A row is a forward and backward of one implementation: L2-normalised features, c
 logit_scale 100 (and logit_bias -10 for the sigmoid loss). Times are quantiles over repetitions in milliseconds, and
 first_call_s is the very first step in seconds, with whatever is compiled in it (or found in a cache on disk); memory
 is the peak beyond the inputs; errors are relative to float64 on the same inputs. The floor is the time that
-torch.matmul (cuBLAS), timed in the same run, takes for the least number of B×B×D products: four for softmax, three for
-sigmoid. Other implementations are measured where they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1,
+torch.matmul (cuBLAS) in bf16, timed in the same run, takes for the least number of B×B×D products: four for softmax,
+three for sigmoid. Other implementations are measured where they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1,
 open_clip_torch, torch's own linear_cross_entropy.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import time
 from collections.abc import Callable
@@ -24,14 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_infcl import contrastive_loss
+from hf_infcl import contrastive_loss, graphs
 
 from . import common, peers
 from .common import BIAS, FOLDER, SCALE
 from .peers import Loss
 
 PRODUCTS = {"softmax": 4, "sigmoid": 3}
-PANELS = {"ms": "forward + backward, ms", "peak_mib": "peak memory, MiB"}
 COMPILED_UP_TO = 16384  # beyond, our kernels take longer than their launches
 COLUMNS = (
     *("date", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
@@ -57,61 +55,31 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
         losses |= {
             "inf_cl": peers.inf_cl,
             "cut_cross_entropy": peers.cut_cross_entropy,
-            "torch linear_cross_entropy": peers.torch_linear_cross_entropy,
         }
+        if hasattr(F, "linear_cross_entropy"):
+            losses["torch linear_cross_entropy"] = peers.torch_linear_cross_entropy
     return losses
 
 
-def truth(x: Tensor, y: Tensor, objective: str, rows: int = 2048) -> tuple[Tensor, Tensor, Tensor]:
+def truth(x: Tensor, y: Tensor, objective: str) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and gradients by x and y, in float64 and in chunks."""
-    batch = len(x)
-    x, y = x.double(), y.double()
-    chunks = [slice(start, start + rows) for start in range(0, batch, rows)]
-    gx, gy = torch.zeros_like(x), torch.zeros_like(y)
-    loss = torch.zeros((), dtype=torch.float64, device=x.device)
-
-    def logits(r: slice) -> tuple[Tensor, Tensor]:
-        z = SCALE * x[r] @ y.t()
-        return z, z.diagonal(r.start)
-
-    if objective == "sigmoid":
-        for r in chunks:
-            z, own = logits(r)
-            z += BIAS
-            own.neg_()
-            loss += F.softplus(z).sum()
-            z.sigmoid_()
-            own.neg_()
-            gx[r] = z @ y
-            gy += z.t() @ x[r]
-        return loss / batch, gx * (SCALE / batch), gy * (SCALE / batch)
-    columns = torch.full((batch,), -math.inf, dtype=torch.float64, device=x.device)
-    lse = torch.empty_like(columns)
-    for r in chunks:
-        z, own = logits(r)
-        lse[r] = z.logsumexp(1)
-        columns = torch.logaddexp(columns, z.logsumexp(0))
-        loss += (lse[r] - 2 * own).sum()
-    for r in chunks:
-        z, _ = logits(r)
-        g = (z - lse[r, None]).exp_() + (z - columns).exp_()
-        g.diagonal(r.start).sub_(2)
-        gx[r] = g @ y
-        gy += g.t() @ x[r]
-    return (loss + columns.sum()) / (2 * batch), gx * (SCALE / (2 * batch)), gy * (SCALE / (2 * batch))
+    x, y = (t.double().requires_grad_() for t in (x, y))
+    scale, bias = (torch.tensor(value, dtype=torch.float64, device=x.device) for value in (SCALE, BIAS))
+    loss = peers.checkpointed(x, y, scale, bias, objective=objective, rows=2048)
+    return loss.detach(), *torch.autograd.grad(loss, (x, y))
 
 
 def relative(value: Tensor, true: Tensor) -> float:
     return (torch.linalg.vector_norm(value.double() - true) / torch.linalg.vector_norm(true)).item()
 
 
-def matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:
-    """TFLOP/s of a square product."""
-    a = torch.randn(size, size, device="cuda", dtype=dtype)
-    return 2 * size**3 / quantiles(lambda: a @ a, 1000)[0] / 1e9  # long enough for the clock to settle
+def matmul_rate(size: int = 8192) -> float:
+    """TFLOP/s of a square product in bf16."""
+    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    return 2 * size**3 / milliseconds_of(lambda: a @ a, 1000)[0] / 1e9  # long enough for the clock to settle
 
 
-def quantiles(step: Callable[[], Any], milliseconds: int) -> tuple[float, float, float]:
+def milliseconds_of(step: Callable[[], Any], milliseconds: int) -> tuple[float, float, float]:
     """Median, first and last decile of the time in ms; of one run if that alone takes longer than a second."""
     from triton.testing import do_bench
 
@@ -137,14 +105,16 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
         value.backward()
         return value.detach()
 
+    before = torch.cuda.memory_allocated()
     begin = time.perf_counter()
     step()
     torch.cuda.synchronize()
     row: dict[str, Any] = {"first_call_s": round(time.perf_counter() - begin, 3)}
+    for _ in range(graphs.PATIENCE):  # what is kept to be replayed is memory of the loss, too
+        step()
     x.grad = y.grad = None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     value = step()
     torch.cuda.synchronize()
     row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
@@ -153,7 +123,7 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
         assert y.grad is not None
         row["loss_error"] = f"{relative(value, true[0]):.1e}"
         row["gradient_error"] = f"{max(relative(x.grad, true[1]), relative(y.grad, true[2])):.1e}"
-    row["ms"], row["ms_p10"], row["ms_p90"] = (round(t, 4) for t in quantiles(step, milliseconds))
+    row["ms"], row["ms_p10"], row["ms_p90"] = (round(t, 4) for t in milliseconds_of(step, milliseconds))
     return row
 
 
@@ -168,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
         (o, t, d, b) for o in args.objectives for t in args.dtypes for d in args.dims for b in args.batch_sizes
     ):
         x, y = common.features(batch, dim, getattr(torch, dtype_name), "cuda")
-        rate = matmul_rate(torch.bfloat16)
+        rate = matmul_rate()
         floor = PRODUCTS[objective] * 2 * batch**2 * dim / rate / 1e9
         true = truth(x, y, objective) if batch <= args.errors_up_to else None
         for name, loss in implementations(objective, batch).items():

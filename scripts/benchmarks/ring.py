@@ -9,7 +9,8 @@ together, and each takes as long as its slowest process; quantiles in millisecon
 The yardstick is the row "no communication": W losses of b pairs, one after another on each GPU, all GPUs at the same
 time. That is the work of a GPU in a batch of W·b pairs, W blocks of b×b, with nothing exchanged, and at the clock that
 the cards settle at under that load. ``efficiency`` is its time over a row's: the rate at which a GPU goes through
-pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the rate alone.
+pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the rate alone. It tells of communication only
+where kernels take longer than their launches, of which the yardstick has as many as the ring.
 
 ``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
 ``gradient_difference`` is that of the images' gradient to the first row's, relative. "ring untiled" is the paper's
@@ -118,12 +119,11 @@ class Step:
             self._implementation.loss(*self.inputs).backward()
 
     def obstacle(self, batch: int) -> str:
-        """Why it does not fit, computed beforehand: one process that fails would leave the others waiting."""
+        """Why it is not tried, by computation: one process that fails could leave the others waiting."""
         needed = self._implementation.matrices(batch, common.world_size())
-        free = common.free_bytes(self.inputs[0].device)
-        if needed <= 0.9 * free:
+        if needed <= common.free_bytes(self.inputs[0].device) - 4 * common.GIB:
             return ""
-        return f"does not fit: needs {needed / common.GIB:.0f} GiB for matrices of logits (computed)"
+        return f"not tried: needs {needed / common.GIB:.0f} GiB for matrices of logits (computed)"
 
 
 def difference(gradient: Tensor, first: Tensor, device: torch.device) -> float:
@@ -199,6 +199,7 @@ def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.d
     if not events:
         raise SystemExit("A timeline shows GPU kernels, and this run had none.")
     what = f"{objective} loss over {common.world_size()} GPUs, b = {b:,}, D = {dim}, {args.dtype}, rank 0"
+    what += ", {device}, torch {torch}, {date}".format(**common.environment(device))
     print(timeline.draw(events, args.timeline, what))
 
 
@@ -226,6 +227,8 @@ def plot(table: Path) -> None:
         axis.set(
             title=f"{objective}, {w} × {int(b):,} pairs, D = {dim}, {dtype}",
             xlabel="forward + backward, ms; rate relative to no communication; peak memory",
+            xscale="log",
+            xlim=(0.5 * min(float(row["ms"]) for row in group), 30 * max(float(row["ms"]) for row in group)),
         )
     common.save(figure, table.with_suffix(".png"), [row for group in settings.values() for row in group])
 

@@ -38,7 +38,7 @@ from .common import FOLDER, SCALE, Row
 COLUMNS = (
     *("date", "device", "torch", "transformers", "world_size", "model", "pixel_dtype", "micro_batch_size"),
     *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
-    *("images_per_s", "ratio", "loss_gib", "peak_gib", "device_gib", "note"),
+    *("images_per_s", "ratio", "loss_gib", "peak_gib", "note"),
 )
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
 # Our options by implementation; all is replaced by the number of accumulation steps.
@@ -70,8 +70,6 @@ def run(args: argparse.Namespace) -> None:
         "pixel_dtype": args.pixel_dtype,
         "micro_batch_size": args.micro_batch_size,
     }
-    if device.type == "cuda":
-        environment["device_gib"] = round(torch.cuda.mem_get_info()[1] / common.GIB, 1)
     measure = table if args.global_batch_sizes else overhead
     for row in measure(args, pool, device):
         common.append(args.output, COLUMNS, environment | row)
@@ -155,7 +153,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
             row: Row = {"comparison": "table", "implementation": name, "accumulation_steps": accumulation}
             if needed > 0.95 * free:
                 gib = needed / common.GIB
-                yield row | {"batch_size": batch, "note": f"does not fit: needs {gib:.0f} GiB (computed)"}
+                yield row | {"batch_size": batch, "note": f"not tried: needs {gib:.0f} GiB (computed)"}
                 continue
             warm_up(loss, batch // w, args.model, device)
             row |= measured(
@@ -197,7 +195,7 @@ def plot(table: Path) -> None:
     figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
     for axis, (comparison, group) in zip(axes, panels, strict=True):
         first = group[-1]
-        setting = f"{first['model']}, {first['world_size']} GPU, micro-batches of {first['micro_batch_size']}"
+        setting = f"{first['model']}, {first['world_size']} GPUs, micro-batches of {first['micro_batch_size']}"
         if comparison == "overhead":
             group = [row for row in group if row["accumulation_steps"] == first["accumulation_steps"]]
             notes = {
@@ -207,7 +205,7 @@ def plot(table: Path) -> None:
             }
             common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
             axis.set(title=f"{setting}, {first['accumulation_steps']} of them", xlabel="images per second, Trainer = 1")
-            axis.axvline(1, color="black", lw=0.8)
+            axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
             lines: dict[str, list[tuple[float, float]]] = {}
             for row in group:

@@ -1,8 +1,8 @@
 """The tables of the Inf-CL paper beside the rows of `memory`, `ring` and `step`: writes TABLES.md.
 
-The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4, as a public transcription gives them. Of ours a
-figure stands where a row of the CSVs has it; ✗ is what does not fit, – what was not measured. The paper writes GB, ours
-are GiB of torch's allocator.
+The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4, taken from a transcription, not from its PDF. Of
+ours a figure stands where a row of the CSVs has it; ✗ is what does not fit, – what was not measured. The paper writes
+GB, ours are GiB of torch's allocator.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ The paper's model is ViT-L/14, ours is named in table 2; the figures are of the 
 
 ## Largest batch (table 2)
 
-Ours are the largest batches that were trained on, which filled no GPU.
+Ours are the largest batches that were tried, which filled no GPU; they are no limits.
 
 {maximum(steps)}
 
 ## What is tiled (table 4)
 
-Ours at a global batch of 64k, where the paper's CLIP takes about as much as this row of it; D = 512, bf16.
+Ours at a global batch of 65,536, D = 512, bf16; Ring-CL's matrices are fp32.
 
 {ablation(memories, times)}
 """
