@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable
 
@@ -14,6 +15,7 @@ Tensors = tuple[Tensor | None, ...]
 PATIENCE = 2  # calls before one is recorded: evaluations come in many sizes, a training in one
 KEPT = 2  # recordings at a time, each with the memory of its computation
 
+_logger = logging.getLogger(__name__)
 _lock = threading.Lock()  # a recording's inputs are written and then read by its replay
 
 
@@ -33,7 +35,11 @@ def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | Non
         return function(*tensors)
     with _lock, torch.cuda.device_of(tensors[0]):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
-        state = torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.fp32_precision
+        state = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.is_inference_mode_enabled(),
+        )
         return _recording(name, shapes, state, torch.cuda.current_stream())(function, tensors)
 
 
@@ -54,7 +60,9 @@ class _Recording:
         if self._calls == PATIENCE + 1:
             try:
                 self._record(function, tensors)
-            except torch.OutOfMemoryError:  # without a recording less memory is enough, as it was before
+            except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                # Without a recording less memory is enough, as it was before; any other error will come again.
+                _logger.warning("A small loss is not replayed as a CUDA graph: %s", error)
                 self._inputs = self._outputs = ()
         if self._graph is None:
             return function(*tensors)
@@ -67,7 +75,8 @@ class _Recording:
         self._fill(tensors)
         function(*self._inputs)  # compiles what depends on how they are aligned, which a recording cannot
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+        # A stream of its own, for cuBLAS keeps a workspace per stream. Other threads may go on.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
         self._graph = graph
 

@@ -130,8 +130,10 @@ def _loss(
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
     strategy = STRATEGIES[options.strategy](ring, options.backend)
+    # Within a Function grad mode is always off, and its needs_input_grad does not ask for it.
+    wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias))
     with torch.autocast(x.device.type, enabled=False):
-        return _Loss.apply(x, y, scale, bias, pair_ids, strategy, options.objective)
+        return _Loss.apply(x, y, scale, bias, pair_ids, strategy, options.objective, wanted)
 
 
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,8 +155,8 @@ class _Loss(torch.autograd.Function):
         ids: Tensor | None,
         strategy: RingStrategy,
         objective: str,
+        wanted: tuple[bool, ...],
     ) -> Tensor:
-        wanted = tuple(ctx.needs_input_grad[:4])
         evaluate = functools.partial(_evaluate, strategy, objective, wanted)
         if _is_small(strategy, x):
             evaluate = functools.partial(graphs.run, (type(strategy), strategy.backend, objective, wanted), evaluate)
@@ -175,6 +177,7 @@ class _Loss(torch.autograd.Function):
             _scaled(products_y, of_products, ctx.dtype) if want_y else None,
             of_scale if want_scale else None,
             of_bias if want_bias else None,
+            None,
             None,
             None,
             None,

@@ -7,14 +7,11 @@ the computation that they overlap and waited for after it. On NCCL waiting only 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-LAST_WORDS = timedelta(minutes=1)  # how long a process that cannot go on waits to tell the others
 
 
 class Ring:
@@ -124,8 +121,8 @@ class Ring:
         """Every process's numbers, at most 15, for all processes to draw the same conclusion from.
 
         A process that cannot go on says in ``failure`` what stopped it. Whatever the others come to agree on next, they
-        learn of it instead of waiting for a process that will never come. If they agree on nothing within a minute, it
-        stops alone.
+        learn of it instead of waiting for a process that will never come. If they never agree on anything again, the
+        group's timeout ends the wait.
 
         Raises:
             RuntimeError: on every process, if one of them failed; it names who and why.
@@ -133,10 +130,6 @@ class Ring:
         row = torch.zeros(16, dtype=torch.float64)
         row[0] = bool(failure)
         row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
-        if failure and self.world_size > 1:
-            # Should the others never agree on anything again, this process must end for a launcher to stop them too. It
-            # will not use the group again.
-            dist.distributed_c10d._set_pg_timeout(LAST_WORDS, self.group)
         rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {r}: {text}" for r, text in enumerate(self.gather_text(failure)) if text]

@@ -14,7 +14,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
@@ -109,10 +109,10 @@ class InfCLTrainer(Trainer):
         self._affordable_graphs: int | None = None
         self._skipped: int | None = None  # None as long as the data does not report it
         self._last_log = time.perf_counter(), self.state.global_step
-        model: Any = self.model_wrapped
+        model: Any = _without_compiler(self.model_wrapped)
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
-            model.broadcast_buffers = any(isinstance(m, _BatchNorm) for m in model.modules())
+            model.broadcast_buffers = any(isinstance(m, _NormBase) for m in model.modules())
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -245,7 +245,8 @@ class InfCLTrainer(Trainer):
         self._next_micro_batch += 1
         last = index == len(self._window) - 1
         # accelerate's no_sync, which Trainer has entered, does nothing for a launched group of one process.
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+        ddp = _without_compiler(model)
+        with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not last else nullcontext():
             if index == 0:
                 self._cached = self._first_pass(model)
             assert self._cached is not None
@@ -322,11 +323,13 @@ class InfCLTrainer(Trainer):
         if not window.loss.isfinite():  # the same on every process, before anything has been changed
             assert finite is not None
             ranks = [rank for rank, (own,) in enumerate(Ring().agree([finite.item()])) if not own]
+            cause = f"logit_scale is {self.dual_encoder.scale_and_bias()[0].item():g}"
+            if ranks:
+                cause = f"an image or the model gives embeddings that are not finite (those of ranks {ranks} are not)"
             raise ValueError(
-                f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: an image "
-                f"or the model gives embeddings that are not finite (those of ranks {ranks} are not). The weights are "
-                "those of that step. Look at the data of this batch, lower the learning rate, or use bf16 instead of "
-                "fp16."
+                f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: {cause}. "
+                "The weights are those of that step. Look at the data of this batch, lower the learning rate, or use "
+                "bf16 instead of fp16."
             )
         return window
 
@@ -557,10 +560,15 @@ class _MicroBatch:
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
 
 
+def _without_compiler(model: Any) -> Any:
+    return getattr(model, "_orig_mod", model)
+
+
 def _tell_the_others(error: Exception) -> None:
     """Where the other processes agree on something next, they learn of an error here and stop with its reason."""
     ring = Ring()
     if ring.world_size > 1:
+        logger.error("Rank %d stops the others: %s: %s", ring.rank, type(error).__name__, error)  # before any wait
         with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
             ring.agree([], failure=f"{type(error).__name__}: {error}")
 

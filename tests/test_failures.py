@@ -68,7 +68,8 @@ def test_a_failing_process_ends_all(kind, backend):
 
 def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int, use_cpu: bool) -> str:
     model = models.clip()
-    trainer = trainer_for(folder, model, max_steps=4, use_cpu=use_cpu)
+    options = {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}
+    trainer = trainer_for(folder, model, max_steps=4, use_cpu=use_cpu, **options)
     if rank == 1 and place == "forward":
         exhaust_memory(model, time)
     elif rank == 1:
@@ -82,7 +83,9 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
 
 
 # DDP exchanges its buckets in the first forward of the second window; moving inputs fails in the third.
-@pytest.mark.parametrize(("place", "time"), [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 7)])
+@pytest.mark.parametrize(
+    ("place", "time"), [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 7), ("compiled inputs", 7)]
+)
 def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(ranks, tmp_path, place, time, backend):
     job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
     heard, own = ranks.run(*job, backend=backend)

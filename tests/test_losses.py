@@ -172,6 +172,21 @@ def test_one_process_is_told_what_is_wrong(name):
         contrastive_loss(*args, **options)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", ["softmax_gradients", "sigmoid_block"])
+def test_no_gradient_is_computed_that_nobody_asks_for(monkeypatch, mode, name):
+    asked = []
+    compute = getattr(tiled, name)
+    monkeypatch.setattr(tiled, name, lambda *arguments: asked.extend(arguments[-2:]) or compute(*arguments))
+    leaves = [t.requires_grad_() for t in (*features(6, 8), torch.tensor(9.0), torch.tensor(-3.0))]
+    objective = name.partition("_")[0]
+    with mode():
+        contrastive_loss(*leaves, objective=objective)
+    assert not any(isinstance(t, torch.Tensor) for t in asked)
+    contrastive_loss(*leaves, objective=objective)
+    assert any(isinstance(t, torch.Tensor) for t in asked)
+
+
 def test_autocast_does_not_touch_the_loss():
     x, y = features(64, 16)
     expected = contrastive_loss(x, y, 100.0)

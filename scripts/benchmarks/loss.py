@@ -49,8 +49,10 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
         "checkpointed": functools.partial(peers.checkpointed, objective=objective),
         "open_clip": functools.partial(peers.open_clip, objective=objective),
     }
-    if batch <= COMPILED_UP_TO:
+    if batch <= COMPILED_UP_TO:  # both as CUDA graphs
+        plain = functools.partial(peers.vanilla, objective=objective)
         losses["hf_infcl compiled"] = torch.compile(ours, mode="reduce-overhead", dynamic=False)
+        losses["vanilla compiled, graphs"] = torch.compile(plain, mode="reduce-overhead", dynamic=False)
     if objective == "softmax":
         losses |= {
             "inf_cl": peers.inf_cl,
@@ -105,6 +107,8 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
         value.backward()
         return value.detach()
 
+    graphs._recording.cache_clear()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     begin = time.perf_counter()
     step()

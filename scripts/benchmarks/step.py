@@ -195,11 +195,12 @@ def plot(table: Path) -> None:
     figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
     for axis, (comparison, group) in zip(axes, panels, strict=True):
         first = group[-1]
-        setting = f"{first['model']}, {first['world_size']} GPUs, micro-batches of {first['micro_batch_size']}"
+        card = first["device"].removeprefix("NVIDIA ")
+        setting = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
         if comparison == "overhead":
             group = [row for row in group if row["accumulation_steps"] == first["accumulation_steps"]]
             notes = {
-                row["implementation"]: f"{float(row['ratio']):.2f}"
+                row["implementation"]: f"{float(row['ratio']):.3g}"
                 + (f", {float(row['peak_gib']):.3g} GiB" if row["peak_gib"] else "")
                 for row in group
             }
