@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests in the project's own environment; arguments go to pytest:
 #   bash scripts/test.sh                 every test that needs no GPU
-#   bash scripts/test.sh -m gpu -n 0     the tests that need one, one at a time
+#   bash scripts/test.sh -m gpu -n 6 -v  the tests that need some, two at least, and which ran
 #   bash scripts/test.sh tests/test_losses.py -k sigmoid
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 export OMP_NUM_THREADS=1 # the tests start processes of their own: more threads only get in each other's way
-exec python -m pytest -n 2 "$@"
+exec python -m pytest -n 3 --dist worksteal "$@"
