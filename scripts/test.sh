@@ -7,4 +7,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 export OMP_NUM_THREADS=1 # the tests start processes of their own: more threads only get in each other's way
-exec python -m pytest -n 3 --dist loadfile "$@"
+exec python -m pytest -n 3 --dist worksteal "$@"
