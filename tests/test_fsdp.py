@@ -45,17 +45,17 @@ def test_adapters_gradients_equal_one_process(fresh_ranks, backend):
 
 @pytest.mark.parametrize(
     "options",
-    [{"retain_graphs": "3"}, {"fsdp_config": {"activation_checkpointing": True}}],
-    ids=["retain", "checkpointing"],
+    [{"retain_graphs": "3"}, {"gradient_checkpointing": True}, {"fsdp_config": {"activation_checkpointing": True}}],
+    ids=["retain", "checkpointing", "fsdp-checkpointing"],
 )
 def test_options_do_not_change_gradients(fresh_ranks, backend, options):
     check_fsdp(fresh_ranks, backend, [(objective, "plain", 4) for objective in MODELS], **options)
 
 
-def rank_checkpoint(rank: int, world_size: int, folder: str) -> float:
+def rank_checkpoint(rank: int, world_size: int, folder: str, name: str) -> float:
     trainer = trainer_for(
-        folder,
-        models.clip(),
+        f"{folder}/{name}",
+        getattr(models, name)(),
         models.Pairs(64),
         use_cpu=False,
         fsdp=True,
@@ -66,7 +66,7 @@ def rank_checkpoint(rank: int, world_size: int, folder: str) -> float:
         eval_dataset=models.Pairs(13),
     )
     trainer.train()
-    trainer.save_model(f"{folder}/last")
+    trainer.save_model(f"{folder}/{name}/last")
     return trainer.evaluate()["eval_loss"]
 
 
@@ -76,13 +76,14 @@ def rank_evaluate(rank: int, world_size: int, folder: str) -> float:
     return trainer.evaluate()["eval_loss"]
 
 
-def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend):
-    expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), backend=backend)
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
+    expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend)
     assert expected == other
-    fresh = models.clip(seed=3)
-    loaded, info = type(fresh).from_pretrained(tmp_path / "last", output_loading_info=True)
+    fresh = getattr(models, name)(seed=3)
+    loaded, info = type(fresh).from_pretrained(tmp_path / name / "last", output_loading_info=True)
     assert not info["mismatched_keys"]
     assert not info["missing_keys"]
     assert loaded.logit_scale.shape == fresh.logit_scale.shape
-    evaluated = fresh_ranks.run(rank_evaluate, 1, str(tmp_path), backend=backend)
+    evaluated = fresh_ranks.run(rank_evaluate, 1, str(tmp_path / name), backend=backend)
     assert evaluated == [pytest.approx(expected, rel=1e-4)]

@@ -242,12 +242,12 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)
-    some = ["hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"]
-    options = ["--accumulation-steps", "2", "--warmup", "1", "--implementations", *some]
-    step.run(parser.parse_args([*map(str, words), *options]))
+    step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
     on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0)
     rows = rows_of(tmp_path / "step.csv")
-    assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} == {"Trainer", *some}
+    assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
+        *("Trainer", "hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"),
+    }
     assert {row["implementation"] for row in rows if row["comparison"] == "table"} == {
         *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"),
     }
