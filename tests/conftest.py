@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -33,12 +32,6 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     return float("inf") if error != error else error
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 class Ranks:
     """A pool of processes. Started once, because importing torch takes longer than most tests."""
 
@@ -64,9 +57,10 @@ class Ranks:
             process.start()
             self._pipes.append(parent)
             self._processes.append(process)
-        port = free_port()
+        # Opened by what finds the free port: another process may take it first otherwise.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self._pipes[rank].send((function, rank, world_size, port, backend, args))
+            self._pipes[rank].send((function, rank, world_size, store.port, backend, args))
         results = []
         for rank in range(world_size):
             if not self._pipes[rank].poll(timeout):
@@ -107,9 +101,9 @@ def _serve(pipe: Any) -> None:
             device = torch.device("cuda", rank) if backend == "nccl" else None
             if device is not None:
                 torch.cuda.set_device(device)
-            dist.init_process_group(
-                backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=60), device_id=device
-            )
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=60), "device_id": device}
+            dist.init_process_group(backend, store=store, **options)
             answer = True, function(rank, world_size, *args)
         except BaseException:
             answer = False, traceback.format_exc()

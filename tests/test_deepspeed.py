@@ -29,7 +29,9 @@ CELLS = [
 
 def config(stage: int) -> dict[str, Any]:
     options: dict[str, Any] = dict.fromkeys(AUTO, "auto")
-    return options | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    # The first loss scale, 2^16 by default, is meant to overflow and to be halved; here it must not.
+    fp16 = {"enabled": "auto", "initial_scale_power": 9}
+    return options | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}, "fp16": fp16}
 
 
 class ZeroGradients(Gradients):
@@ -47,7 +49,7 @@ class ZeroGradients(Gradients):
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            self.seen = {name: safe_get_full_grad(p).detach().float() for name, p in parameters.items()}
+            self.seen = {name: safe_get_full_grad(p).detach() / zero.loss_scale for name, p in parameters.items()}
             return step(*args, **kwargs)
 
         zero.step = watched

@@ -16,7 +16,6 @@ from typing import Any
 import models
 import pytest
 import torch
-from conftest import free_port
 from test_trainer import trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
@@ -38,7 +37,7 @@ FAILURES = {
 
 def launch(kind: str, backend: str) -> tuple[int, str]:
     """Trains with two processes; the launcher's exit code and output, once all of them are gone."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     launcher = subprocess.Popen(
         [*command, __file__, kind, backend],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
