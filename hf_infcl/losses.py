@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from . import graphs, kernels
 from .ring import Ring
-from .strategies import STRATEGIES, RingStrategy
+from .strategies import STRATEGIES, RingStrategy, select_strategy
 
 OBJECTIVES = ("softmax", "sigmoid")
 SMALL_BATCH = 8192  # up to here on an H200 a recording is worth its memory
@@ -59,8 +59,9 @@ def contrastive_loss(
         logit_bias: one element or None (0). Softmax does not depend on it: its gradient is then zero, not None.
         objective: ``"softmax"`` (InfoNCE, CLIP) or ``"sigmoid"`` (SigLIP).
         strategy: how the processes share the work; the result is the same. ``"ring"`` (Inf-CL): texts travel around,
-            memory O(b·D) per process besides a constant. ``"disco"`` (DisCo-CLIP), ``"local"`` (OpenCLIP's local loss
-            with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D); see `hf_infcl.strategies`.
+            memory O(b·D) per process besides a constant; while all of them and their gradients take less than 256 MiB,
+            in one hop, as ``"disco"`` (DisCo-CLIP) always does. That, ``"local"`` (OpenCLIP's local loss with gradients
+            through the gather) and ``"gather"`` (CLIP) need O(B·D); see `hf_infcl.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on GPUs where that can run.
         pair_ids: [b] int64. Pairs with equal ids are the same image or caption and never each other's negatives: the
             cell drops out of both denominators (softmax), or out of the sum (sigmoid).
@@ -129,7 +130,7 @@ def _loss(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
-    strategy = STRATEGIES[options.strategy](ring, options.backend)
+    strategy = select_strategy(options.strategy, ring, options.backend, y)
     # Within a Function grad mode is always off, and its needs_input_grad does not ask for it.
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias))
     with torch.autocast(x.device.type, enabled=False):

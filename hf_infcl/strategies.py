@@ -11,6 +11,8 @@ and for the sigmoid loss both at once. They differ in memory and traffic.
 | local (OpenCLIP's local loss) | b×B for images, B×b for texts | both gathered, both gradients reduced | O(B·D) |
 | gather (CLIP) | the whole B×B | both gathered, nothing returns | O(B·D) |
 
+While the texts are small, `select_strategy` lets a ring gather them: a b×B block takes as many launches as a b×b one.
+
 Words as in `hf_infcl.kernels`; the log-odds of softmax are explained at `softmax_statistics` there.
 """
 
@@ -25,6 +27,8 @@ from torch import Tensor
 
 from . import kernels
 from .ring import Ring
+
+ONE_HOP_BYTES = 256 << 20  # like the kernels' workspace a constant, besides which a ring's memory is O(b·D)
 
 
 class Collector(Protocol):
@@ -274,6 +278,17 @@ class GatherStrategy(DiscoStrategy):
 
 
 STRATEGIES = {"ring": RingStrategy, "disco": DiscoStrategy, "local": LocalStrategy, "gather": GatherStrategy}
+
+
+def select_strategy(name: str, ring: Ring, backend: str, texts: Tensor) -> RingStrategy:
+    """The strategy of this name, but for small texts: a ring carries them in one hop, which is what disco does.
+
+    Small blocks take longer to launch than to compute, and a ring of W processes launches W of them.
+    """
+    gathered = ring.world_size * texts.numel() * (texts.element_size() + 4)  # and their gradients, in fp32
+    if name == "ring" and ring.world_size > 1 and gathered <= ONE_HOP_BYTES:
+        name = "disco"
+    return STRATEGIES[name](ring, backend)
 
 
 def _zeros(like: Tensor, scalar: Tensor) -> Tensor:

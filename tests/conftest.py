@@ -81,7 +81,10 @@ class Ranks:
 
 
 def _serve(pipe: Any) -> None:
+    from hf_infcl import strategies
+
     torch.set_num_threads(1)
+    strategies.ONE_HOP_BYTES = 0  # a ring goes round, however small its blocks
     while True:
         try:
             function, rank, world_size, port, backend, args = pipe.recv()

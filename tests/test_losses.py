@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from conftest import features, relative_error
 from test_tiled import LargestTensor, run
 
-from hf_infcl import contrastive_loss, reference
+from hf_infcl import contrastive_loss, reference, strategies
 from hf_infcl.kernels import tiled
 from hf_infcl.losses import local_contrastive_loss
+from hf_infcl.ring import Ring
 from hf_infcl.strategies import STRATEGIES
 
 
@@ -59,6 +61,19 @@ def test_the_contract(ranks, world_size):
         for with_ids in (False, True)
     ]
     ranks.run(rank_contract, world_size, cases)
+
+
+def rank_one_hop(rank: int, world_size: int) -> None:
+    limit = world_size * 3 * 24 * (4 + 4)  # features of three texts a process, and their gradients
+    for b, goes_round in ((4, True), (3, False)):
+        rotate = mock.patch.object(Ring, "rotate", autospec=True, side_effect=Ring.rotate)
+        with mock.patch.object(strategies, "ONE_HOP_BYTES", limit), rotate as rotated:
+            rank_contract(rank, world_size, [("softmax", "ring", b, torch.float32, True, 1.0)])
+        assert rotated.called == goes_round
+
+
+def test_small_texts_travel_in_one_hop(ranks):
+    ranks.run(rank_one_hop, 2)
 
 
 def rank_subgroups(rank: int, world_size: int) -> None:

@@ -13,9 +13,10 @@ pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the 
 where kernels take longer than their launches, of which the yardstick has as many as the ring.
 
 ``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
-``gradient_difference`` is that of the images' gradient to the first row's, relative. "ring untiled" is the paper's
-ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured where it is
-installed; it converts to fp32, as it demands.
+``gradient_difference`` is that of the images' gradient to the first row's, relative. "block by block" is the ring where
+its texts are so small that by default they take one hop; elsewhere it is the same as "hf_infcl". "ring untiled" is the
+paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured where it
+is installed; it converts to fp32, as it demands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_infcl import contrastive_loss
+from hf_infcl import contrastive_loss, strategies
 from hf_infcl.kernels import tiled
 from hf_infcl.losses import OBJECTIVES, local_contrastive_loss
 from hf_infcl.strategies import STRATEGIES
@@ -49,7 +50,7 @@ COLUMNS = (
     *("gradient_difference", "note"),
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
-ALONE, OURS = "no communication", "hf_infcl"
+ALONE, OURS, BLOCKS = "no communication", "hf_infcl", "hf_infcl block by block"
 
 
 @dataclass
@@ -61,17 +62,22 @@ class Implementation:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+def going_round() -> AbstractContextManager[Any]:
+    """Texts go round, block by block, however small they are."""
+    return mock.patch.object(strategies, "ONE_HOP_BYTES", 0)
+
+
 @contextmanager
 def untiled() -> Iterator[None]:
     """The torch backend computes a block as a whole, as the paper's Ring-CL."""
-    with mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
+    with going_round(), mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
         yield
 
 
 def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
     """This package's strategies, the ring first, and for softmax the others."""
     ours = functools.partial(contrastive_loss, objective=objective)
-    known = {OURS: Implementation(ours)}
+    known = {OURS: Implementation(ours), BLOCKS: Implementation(ours, context=going_round)}
     known |= {
         f"hf_infcl {strategy}": Implementation(functools.partial(ours, strategy=strategy))
         for strategy in STRATEGIES

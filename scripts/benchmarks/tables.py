@@ -52,7 +52,7 @@ PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak 
     ("nothing (CLIP)", "66.21", "O(B²)", "69.24", "CLIP"),
     ("nothing, local loss (OpenCLIP)", "16.96", "O(B²/W)", "20.79", "OpenCLIP local loss"),
     ("across GPUs (Ring-CL)", "4.81", "O(B²/W²)", "12.30", "ring untiled (Ring-CL)"),
-    ("across and inside GPUs (Inf-CL)", "0.81", "O(B/W²)", "12.30", "hf_infcl"),
+    ("across and inside GPUs (Inf-CL)", "0.81", "O(B/W²)", "12.30", "hf_infcl block by block"),
 )
 STEP_KEYS = ("world_size", "model", "pixel_dtype", "micro_batch_size", "batch_size", "implementation")
 
