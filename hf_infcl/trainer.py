@@ -248,6 +248,10 @@ class InfCLTrainer(Trainer):
         ddp = _without_compiler(model)
         with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not last else nullcontext():
             if index == 0:
+                if isinstance(ddp, DistributedDataParallel):
+                    # DDP's own place for this exchange is the second window's first forward, in which a process that
+                    # fails before that would leave the others waiting.
+                    ddp.reducer._rebuild_buckets()
                 self._cached = self._first_pass(model)
             assert self._cached is not None
             surrogate = self._cached.surrogate(index)

@@ -187,12 +187,15 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
 
 
 def newest(table: Path, keys: tuple[str, ...], value: str) -> list[Row]:
-    """Of rows that agree in ``keys`` the last one, so that a repeated measurement replaces an older; with a value."""
+    """Of rows that agree in ``keys`` the last one, so that a repeated measurement replaces an older; with a value.
+
+    All of one device, the one that was measured last.
+    """
     if not table.exists():
         return []
     with table.open(newline="") as file:
-        rows = {tuple(row[key] for key in keys): row for row in csv.DictReader(file) if row[value]}
-    return list(rows.values())
+        rows = [row for row in csv.DictReader(file) if row[value]]
+    return list({tuple(row[key] for key in keys): row for row in rows if row["device"] == rows[-1]["device"]}.values())
 
 
 # ---- Plots ----
