@@ -32,7 +32,6 @@ from .triton_kernels import LIMIT, LOG2E, _exp, _log1p
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-ORDERED = True  # whether one group's products begin after all of the other's have been issued
 REGISTERS = 240  # per thread of the two groups; 504 less both for the producer
 RESIDENT_STEPS = 8  # 64 columns of the features each, up to which the column block stays in shared memory
 STAGES = 4, 6  # of the ring: with the column block resident, and without
@@ -47,7 +46,7 @@ def constants(k):
     if steps < stages:
         return None
     return {
-        "STEPS": steps, "STAGES": stages, "RESIDENT": resident, "ORDERED": ORDERED, "REGISTERS": REGISTERS,
+        "STEPS": steps, "STAGES": stages, "RESIDENT": resident, "REGISTERS": REGISTERS,
         "GROUP": GROUP, "num_warps": 4,
     }  # fmt: skip
 
@@ -112,17 +111,20 @@ def _produce(
 
 @gluon.jit
 def _product(
-    x_ring, y_ring, full, empty, turn, number,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, ORDERED: gl.constexpr,
+    x_ring, y_ring, full, empty, turns, t, two, before, mine,
+    SECOND: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
-    """The product for tile ``number`` of this program."""
+    """The product for tile t of a strip, before whose pair the program has had tiles, and this group had its own.
+
+    A group waits for its turn with all that is needed to tell phases apart, which are known by their parity alone: that
+    the other has not only been given, but has also received the boxes of all tiles before.
+    """
     BM: gl.constexpr = x_ring.shape[1]
     BN: gl.constexpr = y_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    step = number * STEPS
+    step = (before + t + gl.minimum(t + SECOND, two)) * STEPS
     acc = gl.zeros((BM, BN), gl.float32, layout)
-    if ORDERED:  # all before this one have been issued
-        mbarrier.wait(turn, (number & 1) ^ 1)
+    mbarrier.wait(turns.index(1 if SECOND else 0), (mine + t + (0 if SECOND else 1)) & 1)
     for k in range(STEPS):
         place = step % STAGES
         mbarrier.wait(full.index(place), step // STAGES & 1)
@@ -131,8 +133,10 @@ def _product(
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
         step += 1
-    if ORDERED:
-        mbarrier.arrive(turn, count=1)
+    after = 0
+    if not SECOND:
+        after = gl.where(t < two, 1, 0)
+    mbarrier.arrive(turns.index(after), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1)
     return acc
@@ -258,9 +262,9 @@ def _inside(row, column, m, n, diagonal, BM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _sigmoid(
-    g, x_ring, y_ring, staging, full, empty, turn, losses, totals, cautions, scale, bias,
+    g, x_ring, y_ring, staging, full, empty, turns, losses, totals, cautions, scale, bias,
     m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = x_ring.shape[1]
     BN: gl.constexpr = y_ring.shape[1]
@@ -268,6 +272,7 @@ def _sigmoid(
     s = gl.load(scale) * LOG2E
     b = gl.load(bias) * LOG2E
     before = gl.program_id(0) * 0
+    mine = before
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         block, first, one, two, at, other = _pair(unit, tiles, blocks, run, GROUP)
         length = one
@@ -282,8 +287,7 @@ def _sigmoid(
         total = zeros
         for t in range(length):
             row = (first + t) * BM
-            number = before + t + gl.minimum(t + SECOND, two)
-            acc = _product(x_ring, y_ring, full, empty, turn, number, STEPS, STAGES, RESIDENT, ORDERED)
+            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES, RESIDENT)
             if bold:
                 if _inside(row, column, m, n, diagonal, BM, BN):
                     more_loss, more_total = _sigmoid_tile(
@@ -296,6 +300,7 @@ def _sigmoid(
                 loss += more_loss
                 total += more_total
         before += one + two
+        mine += length
         sum_loss = gl.sum(gl.sum(gl.sum(loss, 2), 1), 0)
         sum_total = gl.sum(gl.sum(gl.sum(total, 2), 1), 0) * 2.0**-GAIN
         if bold:
@@ -326,9 +331,9 @@ def _softmax_strip(
 
 @gluon.jit
 def _softmax(
-    g, x_ring, y_ring, staging, full, empty, turn, lse_x, lse_y, own, scale,
+    g, x_ring, y_ring, staging, full, empty, turns, lse_x, lse_y, own, scale,
     m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = x_ring.shape[1]
     BN: gl.constexpr = y_ring.shape[1]
@@ -336,6 +341,7 @@ def _softmax(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     s = gl.load(scale)
     before = gl.program_id(0) * 0
+    mine = before
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         block, first, one, two, _, _ = _pair(unit, tiles, blocks, run, GROUP)
         length = one
@@ -350,13 +356,13 @@ def _softmax(
             row = (first + t) * BM
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1)) - GAIN / LOG2E
-            number = before + t + gl.minimum(t + SECOND, two)
-            acc = _product(x_ring, y_ring, full, empty, turn, number, STEPS, STAGES, RESIDENT, ORDERED)
+            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES, RESIDENT)
             left, right = _halves(acc)
             inside = _inside(row, column, m, n, diagonal, BM, BN)
             _softmax_strip(left, g, staging, s, of_x, of_left, own, row, column, m, diagonal, inside, GAIN)
             _softmax_strip(right, g, staging, s, of_x, of_right, own, row, column + HALF, m, diagonal, inside, GAIN)
         before += one + two
+        mine += length
     tma.store_wait(0)
 
 
@@ -371,32 +377,33 @@ def _rings(x, y, g, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.cons
     staging = gl.allocate_shared_memory(g.dtype, [2, BM, g.block_type.shape[1]], g.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
-    mbarrier.init(turn, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
-    return x_ring, y_ring, staging, full, empty, turn
+    return x_ring, y_ring, staging, full, empty, turns
 
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "units", "tiles", "blocks", "run"])
 def sigmoid_coefficients(
     x, y, g, losses, totals, cautions, scale, bias, m, n, diagonal, units, tiles, blocks, run,
     GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
-    ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The BOLD launch of `triton_kernels.sigmoid_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turn = _rings(x, y, g, STEPS, STAGES, RESIDENT)
+    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STEPS, STAGES, RESIDENT)
     gl.warp_specialize(
         [
             (_sigmoid, (
-                g, x_ring, y_ring, staging.index(0), full, empty, turn, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP, ORDERED,
+                g, x_ring, y_ring, staging.index(0), full, empty, turns, losses, totals, cautions, scale, bias,
+                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP,
             )),
             (_sigmoid, (
-                g, x_ring, y_ring, staging.index(1), full, empty, turn, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP, ORDERED,
+                g, x_ring, y_ring, staging.index(1), full, empty, turns, losses, totals, cautions, scale, bias,
+                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP,
             )),
             (_produce, (
                 x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, RESIDENT, GROUP,
@@ -410,19 +417,19 @@ def sigmoid_coefficients(
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, m, n, diagonal, units, tiles, blocks, run,
     GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
-    ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernels.softmax_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turn = _rings(x, y, g, STEPS, STAGES, RESIDENT)
+    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STEPS, STAGES, RESIDENT)
     gl.warp_specialize(
         [
             (_softmax, (
-                g, x_ring, y_ring, staging.index(0), full, empty, turn, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP, ORDERED,
+                g, x_ring, y_ring, staging.index(0), full, empty, turns, lse_x, lse_y, own, scale,
+                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP,
             )),
             (_softmax, (
-                g, x_ring, y_ring, staging.index(1), full, empty, turn, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP, ORDERED,
+                g, x_ring, y_ring, staging.index(1), full, empty, turns, lse_x, lse_y, own, scale,
+                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP,
             )),
             (_produce, (
                 x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, RESIDENT, GROUP,
