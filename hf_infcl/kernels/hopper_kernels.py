@@ -8,10 +8,8 @@ with the same number. Both strips of a pair, one for either group, are of the sa
 
 The ring's boxes are used in the order in which they are loaded, the tiles of one group and of the other in turn until
 the second strip, which is never the longer one, ends. All three partitions count the tiles, and from the number of a
-tile follow the places of its boxes in the ring and the phases of their barriers. With RESIDENT, the column block stays
-in shared memory for the whole pair: each of its boxes comes with the first tile's box of the same columns. When the
-producer then overwrites it, that place in the ring has been given back by a later step than the last that read it,
-since the ring is no longer than a tile has steps.
+tile follow the places of its boxes in the ring and the phases of their barriers. The column block's boxes go through
+the ring again with every tile: kept in shared memory, they left room for too short a ring.
 """
 
 import torch
@@ -33,22 +31,15 @@ _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 REGISTERS = 240  # per thread of the two groups; 504 less both for the producer
-RESIDENT_STEPS = 8  # 64 columns of the features each, up to which the column block stays in shared memory
-STAGES = 4, 6  # of the ring: with the column block resident, and without
-GROUP = 16  # column blocks that share row tiles in the L2 cache
+STAGES = 6  # places in the ring, of 32 KiB
+SHORTEST = 1  # features for which these kernels pay
 
 
 def constants(k):
-    """Of a launch, for features of this length; None if the ring would be longer than a tile has steps."""
-    steps = -(-k // 64)
-    resident = steps <= RESIDENT_STEPS
-    stages = STAGES[0 if resident else 1]
-    if steps < stages:
+    """Of a launch, for features of this length; None if the plain kernels are faster."""
+    if k < SHORTEST:
         return None
-    return {
-        "STEPS": steps, "STAGES": stages, "RESIDENT": resident, "REGISTERS": REGISTERS,
-        "GROUP": GROUP, "num_warps": 4,
-    }  # fmt: skip
+    return {"STEPS": -(-k // 64), "STAGES": STAGES, "REGISTERS": REGISTERS, "num_warps": 4}
 
 
 def described(matrix):
@@ -82,7 +73,7 @@ def _pair(unit, tiles, blocks, run, GROUP: gl.constexpr):
 @gluon.jit
 def _produce(
     x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring."""
     BM: gl.constexpr = x.block_type.shape[0]
@@ -93,18 +84,12 @@ def _produce(
         block, first, one, two, _, _ = _pair(unit, tiles, blocks, run, GROUP)
         for i in range(one + two):
             tile = gl.where(i < 2 * two, i // 2 + i % 2 * run, i - two)
-            fresh = i == 0
             for k in range(STEPS):
                 place = step % STAGES
                 ready = full.index(place)
                 mbarrier.wait(empty.index(place), (step // STAGES & 1) ^ 1)
-                if RESIDENT:
-                    mbarrier.expect(ready, (BM + BN) * BK * 2, pred=fresh)
-                    mbarrier.expect(ready, BM * BK * 2, pred=i > 0)
-                    _copy_in(y, [block * BN, k * BK], ready, y_ring.index(k), pred=fresh)
-                else:
-                    mbarrier.expect(ready, (BM + BN) * BK * 2)
-                    _copy_in(y, [block * BN, k * BK], ready, y_ring.index(place))
+                mbarrier.expect(ready, (BM + BN) * BK * 2)
+                _copy_in(y, [block * BN, k * BK], ready, y_ring.index(place))
                 _copy_in(x, [(first + tile) * BM, k * BK], ready, x_ring.index(place))
                 step += 1
 
@@ -112,7 +97,7 @@ def _produce(
 @gluon.jit
 def _product(
     x_ring, y_ring, full, empty, turns, t, two, before, mine,
-    SECOND: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr,
+    SECOND: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The product for tile t of a strip, before whose pair the program has had tiles, and this group had its own.
 
@@ -128,8 +113,8 @@ def _product(
     for k in range(STEPS):
         place = step % STAGES
         mbarrier.wait(full.index(place), step // STAGES & 1)
-        of_y = y_ring.index(k if RESIDENT else place)
-        acc = warpgroup_mma(x_ring.index(place), of_y.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+        of_y = y_ring.index(place).permute((1, 0))
+        acc = warpgroup_mma(x_ring.index(place), of_y, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
         step += 1
@@ -264,7 +249,7 @@ def _inside(row, column, m, n, diagonal, BM: gl.constexpr, BN: gl.constexpr):
 def _sigmoid(
     g, x_ring, y_ring, staging, full, empty, turns, losses, totals, cautions, scale, bias,
     m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = x_ring.shape[1]
     BN: gl.constexpr = y_ring.shape[1]
@@ -287,7 +272,7 @@ def _sigmoid(
         total = zeros
         for t in range(length):
             row = (first + t) * BM
-            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES, RESIDENT)
+            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES)
             if bold:
                 if _inside(row, column, m, n, diagonal, BM, BN):
                     more_loss, more_total = _sigmoid_tile(
@@ -333,7 +318,7 @@ def _softmax_strip(
 def _softmax(
     g, x_ring, y_ring, staging, full, empty, turns, lse_x, lse_y, own, scale,
     m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
+    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     BM: gl.constexpr = x_ring.shape[1]
     BN: gl.constexpr = y_ring.shape[1]
@@ -356,7 +341,7 @@ def _softmax(
             row = (first + t) * BM
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1)) - GAIN / LOG2E
-            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES, RESIDENT)
+            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES)
             left, right = _halves(acc)
             inside = _inside(row, column, m, n, diagonal, BM, BN)
             _softmax_strip(left, g, staging, s, of_x, of_left, own, row, column, m, diagonal, inside, GAIN)
@@ -367,13 +352,13 @@ def _softmax(
 
 
 @gluon.jit
-def _rings(x, y, g, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr):
+def _rings(x, y, g, STAGES: gl.constexpr):
     """Shared memory: features, places for tiles on their way out, and barriers."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    y_ring = gl.allocate_shared_memory(y.dtype, [STEPS if RESIDENT else STAGES, BN, BK], y.layout)
+    y_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BN, BK], y.layout)
     staging = gl.allocate_shared_memory(g.dtype, [2, BM, g.block_type.shape[1]], g.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -390,23 +375,23 @@ def _rings(x, y, g, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.cons
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "units", "tiles", "blocks", "run"])
 def sigmoid_coefficients(
     x, y, g, losses, totals, cautions, scale, bias, m, n, diagonal, units, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
+    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The BOLD launch of `triton_kernels.sigmoid_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STEPS, STAGES, RESIDENT)
+    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STAGES)
     gl.warp_specialize(
         [
             (_sigmoid, (
                 g, x_ring, y_ring, staging.index(0), full, empty, turns, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP,
+                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, GROUP,
             )),
             (_sigmoid, (
                 g, x_ring, y_ring, staging.index(1), full, empty, turns, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP,
+                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, GROUP,
             )),
             (_produce, (
-                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, RESIDENT, GROUP,
+                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, GROUP,
             )),
         ],
         [4, 1], [REGISTERS, 504 - 2 * REGISTERS],
@@ -416,23 +401,23 @@ def sigmoid_coefficients(
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "units", "tiles", "blocks", "run"])
 def softmax_coefficients(
     x, y, g, lse_x, lse_y, own, scale, m, n, diagonal, units, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, RESIDENT: gl.constexpr, GROUP: gl.constexpr,
+    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernels.softmax_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STEPS, STAGES, RESIDENT)
+    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STAGES)
     gl.warp_specialize(
         [
             (_softmax, (
                 g, x_ring, y_ring, staging.index(0), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, RESIDENT, GROUP,
+                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, GROUP,
             )),
             (_softmax, (
                 g, x_ring, y_ring, staging.index(1), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, RESIDENT, GROUP,
+                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, GROUP,
             )),
             (_produce, (
-                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, RESIDENT, GROUP,
+                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, GROUP,
             )),
         ],
         [4, 1], [REGISTERS, 504 - 2 * REGISTERS],

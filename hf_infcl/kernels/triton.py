@@ -239,7 +239,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                     grid=(min(units, c.slots // 2),),
                     matrices=tuple(map(hopper_kernels.described, matrices)),
                     arguments=(height, length, offset, units, tiles, blocks, run),
-                    constants={"GAIN": gain, **hopper},
+                    constants={"GAIN": gain, "GROUP": constants["GROUP"], **hopper},
                 )
             yield _Chunk(
                 rows=r,
