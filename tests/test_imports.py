@@ -25,6 +25,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.kernels": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
     "hf_infcl.kernels.tiled": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE, "triton"),
     "hf_infcl.kernels.triton": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
+    "hf_infcl.kernels.hopper_kernels": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
     "hf_infcl.kernels.triton_kernels": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
     "hf_infcl.graphs": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
     "hf_infcl.ring": ("hf_infcl", *HUGGING_FACE),

@@ -17,6 +17,7 @@ what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,12 +30,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels
 
+INTERPRETED = triton.knobs.runtime.interpret
+hopper_kernels: Any = None
+# Gluon is experimental: these are the releases that the kernels have been compiled with.
+if not INTERPRETED and (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
+    with contextlib.suppress(ImportError, AttributeError):
+        from . import hopper_kernels
+
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
 CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
+HOPPER = True  # whether to use `hopper_kernels` where they can run
 
-INTERPRETED = triton.knobs.runtime.interpret
 # Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
 _PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
@@ -111,11 +119,11 @@ def softmax_gradients(
         own_coefficient = lse_x if own_coefficient is None else own_coefficient  # never read
         lse_x, lse_y, own_coefficient = (t.contiguous() for t in (lse_x, lse_y, own_coefficient))
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
-            rows, columns = chunk.rows, chunk.columns
-            triton_kernels.softmax_coefficients[chunk.grid](
-                *chunk.matrices, lse_x[rows], lse_y[columns], own_coefficient[rows], scale, *chunk.arguments,
-                EXACT=len(chunk.x) > 1, **chunk.constants,
-            )  # fmt: skip
+            vectors = lse_x[chunk.rows], lse_y[chunk.columns], own_coefficient[chunk.rows], scale
+            if chunk.on_hopper is not None:
+                chunk.on_hopper(hopper_kernels.softmax_coefficients, *vectors)
+            else:
+                chunk.plain(triton_kernels.softmax_coefficients, *vectors, EXACT=len(chunk.x) > 1)
             chunk.accumulate(grad_x, grad_y)
 
 
@@ -135,14 +143,28 @@ def sigmoid_block(
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             if sums is None:  # no later chunk is larger; rows of one alignment, for which kernels are compiled
                 sums = torch.zeros(3, _cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
-            for bold in (True, False):
-                triton_kernels.sigmoid_coefficients[chunk.grid](
-                    *chunk.matrices, *sums, scale, bias, *chunk.arguments, BOLD=bold, **chunk.constants
-                )
+            if chunk.on_hopper is not None:
+                chunk.on_hopper(hopper_kernels.sigmoid_coefficients, *sums, scale, bias)
+            else:
+                chunk.plain(triton_kernels.sigmoid_coefficients, *sums, scale, bias, BOLD=True)
+            chunk.plain(triton_kernels.sigmoid_coefficients, *sums, scale, bias, BOLD=False)
             chunk.accumulate(grad_x, grad_y)
         assert sums is not None
         loss, total = sums[:2].sum(1).unbind()
         return loss, total.clone()  # outputs of an operator do not share memory
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What all kernels of one kind take for a chunk."""
+
+    grid: tuple[int]
+    matrices: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def __call__(self, kernel: Any, *vectors: Tensor, **constants: Any) -> None:
+        kernel[self.grid](*self.matrices, *vectors, *self.arguments, **constants, **self.constants)
 
 
 @dataclass(frozen=True)
@@ -156,11 +178,8 @@ class _Chunk:
     coefficients: Tensor  # [parts, m, n]
     unit: float  # what a coefficient of 1 is stored as
     tiles: int
-    # of the kernel
-    grid: tuple[int]
-    matrices: tuple[Any, ...]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
+    plain: _Launch  # of `triton_kernels`
+    on_hopper: _Launch | None  # of `hopper_kernels`, if they can run
 
     def accumulate(self, grad_x: Tensor | None, grad_y: Tensor | None) -> None:
         """The products of the coefficients, onto the gradients."""
@@ -198,9 +217,30 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
             of_x, of_y = x[r], y[s]
             height, length = len(of_x), len(of_y)
-            tiles, blocks, run = c.split(height, length, longest=16)
+            hopper = _hopper_constants(x, parts, ids_x is not None)
+            tiles, blocks, run = c.split(height, length, longest=16, together=1 if hopper is None else 2)
             ids = (None, None) if ids_x is None or ids_y is None else (ids_x[r], ids_y[s])
             offset = triton_kernels.NOWHERE.value if diagonal is None else diagonal + row - column
+            matrices = (
+                _boxes(of_x, c.tile, c.step),
+                _boxes(of_y, c.tile, c.step),
+                _boxes(workspace.view(parts * rows, columns), c.tile, c.tile // 2),
+            )
+            plain = _Launch(
+                grid=(_cdiv(tiles, run) * blocks,),
+                matrices=matrices,
+                arguments=(*ids, height, length, offset, tiles, blocks, run, rows),
+                constants=constants,
+            )
+            on_hopper = None
+            if hopper is not None:
+                units = _cdiv(_cdiv(tiles, run), 2) * blocks
+                on_hopper = _Launch(
+                    grid=(min(units, c.slots // 2),),
+                    matrices=tuple(map(hopper_kernels.described, matrices)),
+                    arguments=(height, length, offset, units, tiles, blocks, run),
+                    constants={"GAIN": gain, "GROUP": constants["GROUP"], **hopper},
+                )
             yield _Chunk(
                 rows=r,
                 columns=s,
@@ -209,14 +249,8 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 coefficients=workspace[:, :height, :length],
                 unit=2.0**gain,
                 tiles=tiles * blocks,
-                grid=(_cdiv(tiles, run) * blocks,),
-                matrices=(
-                    _boxes(of_x, c.tile, c.step),
-                    _boxes(of_y, c.tile, c.step),
-                    _boxes(workspace.view(parts * rows, columns), c.tile, c.tile // 2),
-                ),
-                arguments=(*ids, height, length, offset, tiles, blocks, run, rows),
-                constants=constants,
+                plain=plain,
+                on_hopper=on_hopper,
             )
 
 
@@ -318,14 +352,29 @@ class _Configuration:
     k: int  # the length of products: D, or more
 
     @functools.lru_cache  # noqa: B019 (configurations live as long as the module)
-    def split(self, m: int, n: int, longest: int) -> tuple[int, int, int]:
-        """Row tiles, column blocks, and row tiles per program: so that the last wave of programs is full."""
+    def split(self, m: int, n: int, longest: int, together: int = 1) -> tuple[int, int, int]:
+        """Row tiles, column blocks, and row tiles per program: so that the last wave of programs is full.
+
+        Of the programs that run at the same time, ``together`` of one column block start and end as one.
+        """
         tiles, blocks = _cdiv(m, self.tile), _cdiv(n, self.tile)
 
         def time(run: int) -> int:  # a program costs a tile to start
-            return _cdiv(blocks * _cdiv(tiles, run), self.slots) * (run + 1)
+            return _cdiv(blocks * _cdiv(tiles, run * together), self.slots // together) * (run * together + 1)
 
-        return tiles, blocks, min(range(1, min(longest, tiles) + 1), key=time)
+        return tiles, blocks, min(range(1, min(longest, _cdiv(tiles, together)) + 1), key=time)
+
+
+def _hopper_constants(x: Tensor, parts: int, ids: bool) -> dict[str, Any] | None:
+    """How to run `hopper_kernels`, or None where they cannot: decided here alone."""
+    if not HOPPER or hopper_kernels is None or parts > 1 or ids or not _is_hopper(x.device):
+        return None
+    return hopper_kernels.constants(x.shape[1])
+
+
+@functools.lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _configuration(x: Tensor) -> _Configuration:
