@@ -12,15 +12,17 @@ Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order
 then take two products instead of one, a third of the time more in all.
 
 Nothing is tuned at run time: tiles are a function of the architecture. They were measured on Hopper; on others they are
-what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run.
+what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run. On Hopper the coefficients of large
+blocks of bf16 or fp16 features come from `hopper_kernels`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,19 +32,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import triton_kernels
 
-INTERPRETED = triton.knobs.runtime.interpret
-hopper_kernels: Any = None
-# Gluon is experimental: these are the releases that the kernels have been compiled with.
-if not INTERPRETED and (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9):
-    with contextlib.suppress(ImportError, AttributeError):
-        from . import hopper_kernels
-
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
 CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
-HOPPER = True  # whether to use `hopper_kernels` where they can run
+HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster, by up to 15%
+GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # the releases of Triton whose Gluon, still experimental, compiles them
 
+INTERPRETED = triton.knobs.runtime.interpret
 # Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
 _PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
@@ -121,9 +118,9 @@ def softmax_gradients(
         for chunk in _chunks(x, y, ids_x, ids_y, diagonal):
             vectors = lse_x[chunk.rows], lse_y[chunk.columns], own_coefficient[chunk.rows], scale
             if chunk.on_hopper is not None:
-                chunk.on_hopper(hopper_kernels.softmax_coefficients, *vectors)
+                chunk.on_hopper("softmax_coefficients", *vectors)
             else:
-                chunk.plain(triton_kernels.softmax_coefficients, *vectors, EXACT=len(chunk.x) > 1)
+                chunk.plain("softmax_coefficients", *vectors, EXACT=len(chunk.x) > 1)
             chunk.accumulate(grad_x, grad_y)
 
 
@@ -144,10 +141,10 @@ def sigmoid_block(
             if sums is None:  # no later chunk is larger; rows of one alignment, for which kernels are compiled
                 sums = torch.zeros(3, _cdiv(chunk.tiles, 4) * 4, dtype=torch.float32, device=x.device)
             if chunk.on_hopper is not None:
-                chunk.on_hopper(hopper_kernels.sigmoid_coefficients, *sums, scale, bias)
+                chunk.on_hopper("sigmoid_coefficients", *sums, scale, bias)
             else:
-                chunk.plain(triton_kernels.sigmoid_coefficients, *sums, scale, bias, BOLD=True)
-            chunk.plain(triton_kernels.sigmoid_coefficients, *sums, scale, bias, BOLD=False)
+                chunk.plain("sigmoid_coefficients", *sums, scale, bias, BOLD=True)
+            chunk.plain("sigmoid_coefficients", *sums, scale, bias, BOLD=False)
             chunk.accumulate(grad_x, grad_y)
         assert sums is not None
         loss, total = sums[:2].sum(1).unbind()
@@ -156,15 +153,17 @@ def sigmoid_block(
 
 @dataclass(frozen=True)
 class _Launch:
-    """What all kernels of one kind take for a chunk."""
+    """What a module's kernels take for a chunk."""
 
+    kernels: ModuleType
     grid: tuple[int]
     matrices: tuple[Any, ...]
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def __call__(self, kernel: Any, *vectors: Tensor, **constants: Any) -> None:
-        kernel[self.grid](*self.matrices, *vectors, *self.arguments, **constants, **self.constants)
+    def __call__(self, kernel: str, *vectors: Tensor, **constants: Any) -> None:
+        launch = getattr(self.kernels, kernel)[self.grid]
+        launch(*self.matrices, *vectors, *self.arguments, **constants, **self.constants)
 
 
 @dataclass(frozen=True)
@@ -178,8 +177,8 @@ class _Chunk:
     coefficients: Tensor  # [parts, m, n]
     unit: float  # what a coefficient of 1 is stored as
     tiles: int
-    plain: _Launch  # of `triton_kernels`
-    on_hopper: _Launch | None  # of `hopper_kernels`, if they can run
+    plain: _Launch
+    on_hopper: _Launch | None
 
     def accumulate(self, grad_x: Tensor | None, grad_y: Tensor | None) -> None:
         """The products of the coefficients, onto the gradients."""
@@ -210,6 +209,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
         "K": c.k, "BM": c.tile, "BN": c.tile, "BK": c.step, "STRIP": c.tile // 2, "GROUP": 16,
         "num_warps": c.warps, "num_stages": c.stages, "enable_fp_fusion": parts == 1,
     }  # fmt: skip
+    hopper = _hopper_kernels(x.device) if parts == 1 and ids_x is None and m * n >= HOPPER_PAYS else None
     width = x.shape[1] // len(_PAIRS[parts])
     x_at, y_at = ([pair[side] for pair in _PAIRS[parts]] for side in (0, 1))
     for row in range(0, m, rows):
@@ -217,7 +217,6 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
             of_x, of_y = x[r], y[s]
             height, length = len(of_x), len(of_y)
-            hopper = _hopper_constants(x, parts, ids_x is not None)
             tiles, blocks, run = c.split(height, length, longest=16, together=1 if hopper is None else 2)
             ids = (None, None) if ids_x is None or ids_y is None else (ids_x[r], ids_y[s])
             offset = triton_kernels.NOWHERE.value if diagonal is None else diagonal + row - column
@@ -227,6 +226,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 _boxes(workspace.view(parts * rows, columns), c.tile, c.tile // 2),
             )
             plain = _Launch(
+                kernels=triton_kernels,
                 grid=(_cdiv(tiles, run) * blocks,),
                 matrices=matrices,
                 arguments=(*ids, height, length, offset, tiles, blocks, run, rows),
@@ -236,10 +236,11 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
             if hopper is not None:
                 units = _cdiv(_cdiv(tiles, run), 2) * blocks
                 on_hopper = _Launch(
+                    kernels=hopper,
                     grid=(min(units, c.slots // 2),),
-                    matrices=tuple(map(hopper_kernels.described, matrices)),
+                    matrices=tuple(map(hopper.described, matrices)),
                     arguments=(height, length, offset, units, tiles, blocks, run),
-                    constants={"GAIN": gain, "GROUP": constants["GROUP"], **hopper},
+                    constants={"GAIN": gain, "GROUP": constants["GROUP"], **hopper.constants(x.shape[1])},
                 )
             yield _Chunk(
                 rows=r,
@@ -365,16 +366,12 @@ class _Configuration:
         return tiles, blocks, min(range(1, min(longest, _cdiv(tiles, together)) + 1), key=time)
 
 
-def _hopper_constants(x: Tensor, parts: int, ids: bool) -> dict[str, Any] | None:
-    """How to run `hopper_kernels`, or None where they cannot: decided here alone."""
-    if not HOPPER or hopper_kernels is None or parts > 1 or ids or not _is_hopper(x.device):
-        return None
-    return hopper_kernels.constants(x.shape[1])
-
-
 @functools.lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+def _hopper_kernels(device: torch.device) -> ModuleType | None:
+    """`hopper_kernels`, if they run on this device."""
+    if INTERPRETED or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    return importlib.import_module(".hopper_kernels", __package__) if triton.__version__.startswith(GLUON) else None
 
 
 def _configuration(x: Tensor) -> _Configuration:
