@@ -183,9 +183,10 @@ class _Chunk:
     def accumulate(self, grad_x: Tensor | None, grad_y: Tensor | None) -> None:
         """The products of the coefficients, onto the gradients."""
         parts = len(self.coefficients)
-        longest = 1 << 30 if parts == 1 else EXACT_SUM
         for a, b in _PAIRS[parts]:
             c = self.coefficients[a]
+            # Beside the product of the largest parts the others, and their errors, are small.
+            longest = EXACT_SUM if parts > 1 and a == b == 0 else 1 << 30
             if grad_x is not None:
                 _add_product(grad_x[self.rows], c, self.y[b], 1 / self.unit, longest)
             if grad_y is not None:
