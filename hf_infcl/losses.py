@@ -59,9 +59,9 @@ def contrastive_loss(
         logit_bias: one element or None (0). Softmax does not depend on it: its gradient is then zero, not None.
         objective: ``"softmax"`` (InfoNCE, CLIP) or ``"sigmoid"`` (SigLIP).
         strategy: how the processes share the work; the result is the same. ``"ring"`` (Inf-CL): texts travel around,
-            memory O(b·D) per process besides a constant; while all of them and their gradients take less than 256 MiB,
-            in one hop, as ``"disco"`` (DisCo-CLIP) always does. That, ``"local"`` (OpenCLIP's local loss with gradients
-            through the gather) and ``"gather"`` (CLIP) need O(B·D); see `hf_infcl.strategies`.
+            memory O(b·D) per process besides a constant; up to 256 MiB of texts and gradients in all are gathered
+            instead, as by ``"disco"``, which takes fewer launches. ``"disco"`` (DisCo-CLIP), ``"local"`` (OpenCLIP's
+            local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D): `hf_infcl.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on GPUs where that can run.
         pair_ids: [b] int64. Pairs with equal ids are the same image or caption and never each other's negatives: the
             cell drops out of both denominators (softmax), or out of the sum (sigmoid).

@@ -11,7 +11,7 @@ and for the sigmoid loss both at once. They differ in memory and traffic.
 | local (OpenCLIP's local loss) | b×B for images, B×b for texts | both gathered, both gradients reduced | O(B·D) |
 | gather (CLIP) | the whole B×B | both gathered, nothing returns | O(B·D) |
 
-While the texts are small, `select_strategy` lets a ring gather them: a b×B block takes as many launches as a b×b one.
+A ring of small texts is computed as disco: `select_strategy`.
 
 Words as in `hf_infcl.kernels`; the log-odds of softmax are explained at `softmax_statistics` there.
 """
@@ -28,7 +28,7 @@ from torch import Tensor
 from . import kernels
 from .ring import Ring
 
-ONE_HOP_BYTES = 256 << 20  # like the kernels' workspace a constant, besides which a ring's memory is O(b·D)
+GATHERED_BYTES = 256 << 20  # up to which a ring gathers its texts: a constant, so that its memory stays O(b·D)
 
 
 class Collector(Protocol):
@@ -281,12 +281,13 @@ STRATEGIES = {"ring": RingStrategy, "disco": DiscoStrategy, "local": LocalStrate
 
 
 def select_strategy(name: str, ring: Ring, backend: str, texts: Tensor) -> RingStrategy:
-    """The strategy of this name, but for small texts: a ring carries them in one hop, which is what disco does.
+    """The strategy of this name; a ring whose texts and their gradients take up to `GATHERED_BYTES` is disco.
 
     Small blocks take longer to launch than to compute, and a ring of W processes launches W of them.
     """
-    gathered = ring.world_size * texts.numel() * (texts.element_size() + 4)  # and their gradients, in fp32
-    if name == "ring" and ring.world_size > 1 and gathered <= ONE_HOP_BYTES:
+    of_features = 16 if texts.dtype == torch.float32 else texts.element_size()  # Triton multiplies six parts of fp32
+    gathered = ring.world_size * texts.numel() * (of_features + 4)  # of all processes, with gradients in fp32
+    if name == "ring" and ring.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](ring, backend)
 

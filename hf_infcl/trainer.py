@@ -246,12 +246,13 @@ class InfCLTrainer(Trainer):
         last = index == len(self._window) - 1
         # accelerate's no_sync, which Trainer has entered, does nothing for a launched group of one process.
         ddp = _without_compiler(model)
-        with ddp.no_sync() if isinstance(ddp, DistributedDataParallel) and not last else nullcontext():
+        is_ddp = isinstance(ddp, DistributedDataParallel)
+        if is_ddp and index == 0:
+            # A collective, once, after the first step. DDP itself does it in the next forward that it sees, where a
+            # process that fails on the way there would leave the others waiting.
+            ddp.reducer._rebuild_buckets()
+        with ddp.no_sync() if is_ddp and not last else nullcontext():
             if index == 0:
-                if isinstance(ddp, DistributedDataParallel):
-                    # DDP's own place for this exchange is the second window's first forward, in which a process that
-                    # fails before that would leave the others waiting.
-                    ddp.reducer._rebuild_buckets()
                 self._cached = self._first_pass(model)
             assert self._cached is not None
             surrogate = self._cached.surrogate(index)

@@ -92,6 +92,11 @@ class InfCLTrainingArguments(TrainingArguments):
                 "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor instead: the "
                 "result is the same."
             )
+        if self.ddp_static_graph and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "ddp_static_graph=True does not work with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: DDP fails in a window's second micro-batch. Leave it off."
+            )
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(
                 "A contrastive batch must be drawn without regard to lengths: train_sampling_strategy must be 'random' "

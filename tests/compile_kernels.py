@@ -38,7 +38,7 @@ launch = JITFunction.run
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
     kernel = launch(self, *args, grid=grid, warmup=True, **options)
     narrow_loads = re.findall(r"ld\.global(?:\.\w+)*\.[bu]16", kernel.asm.get("ptx", ""))
-    print(self.fn.__name__, kernel.metadata.shared, len(narrow_loads))
+    print(f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}", kernel.metadata.shared, len(narrow_loads))
     return kernel
 
 
@@ -50,7 +50,7 @@ torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture),
 
 from hf_infcl.kernels import triton as backend  # noqa: E402
 
-backend.HOPPER_PAYS = 0
+backend.HOPPER_PAYS = 0  # of these small blocks, too
 x = torch.zeros(6000, 512, dtype=torch.bfloat16)
 scale, vector = torch.tensor(1.0), torch.zeros(6000)
 backend.positive_logits(x, x, scale)

@@ -57,7 +57,7 @@ class Ranks:
             process.start()
             self._pipes.append(parent)
             self._processes.append(process)
-        # Opened by what finds the free port: another process may take it first otherwise.
+        # The store finds and binds a free port itself: one found first and bound later may be taken in between.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             self._pipes[rank].send((function, rank, world_size, store.port, backend, args))
@@ -84,7 +84,7 @@ def _serve(pipe: Any) -> None:
     from hf_infcl import strategies
 
     torch.set_num_threads(1)
-    strategies.ONE_HOP_BYTES = 0  # a ring goes round, however small its blocks
+    strategies.GATHERED_BYTES = 0  # a ring goes round, however small its blocks
     while True:
         try:
             function, rank, world_size, port, backend, args = pipe.recv()
@@ -105,8 +105,10 @@ def _serve(pipe: Any) -> None:
             if device is not None:
                 torch.cuda.set_device(device)
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=60), "device_id": device}
-            dist.init_process_group(backend, store=store, **options)
+            limit = timedelta(seconds=60)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
+            )
             answer = True, function(rank, world_size, *args)
         except BaseException:
             answer = False, traceback.format_exc()

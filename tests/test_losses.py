@@ -63,17 +63,17 @@ def test_the_contract(ranks, world_size):
     ranks.run(rank_contract, world_size, cases)
 
 
-def rank_one_hop(rank: int, world_size: int) -> None:
-    limit = world_size * 3 * 24 * (4 + 4)  # features of three texts a process, and their gradients
+def rank_small_texts(rank: int, world_size: int) -> None:
+    limit = world_size * 3 * 24 * (16 + 4)  # features of three texts a process, and their gradients
     for b, goes_round in ((4, True), (3, False)):
         rotate = mock.patch.object(Ring, "rotate", autospec=True, side_effect=Ring.rotate)
-        with mock.patch.object(strategies, "ONE_HOP_BYTES", limit), rotate as rotated:
+        with mock.patch.object(strategies, "GATHERED_BYTES", limit), rotate as rotated:
             rank_contract(rank, world_size, [("softmax", "ring", b, torch.float32, True, 1.0)])
         assert rotated.called == goes_round
 
 
-def test_small_texts_travel_in_one_hop(ranks):
-    ranks.run(rank_one_hop, 2)
+def test_small_texts_are_gathered(ranks):
+    ranks.run(rank_small_texts, 2)
 
 
 def rank_subgroups(rank: int, world_size: int) -> None:

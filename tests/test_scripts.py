@@ -298,14 +298,16 @@ def test_timeline_counts_what_computation_hides(script, tmp_path):
 
 def test_plots_show_the_newest_rows(script, tmp_path):
     common = script("benchmarks.common")
-    columns = ("date", "implementation", "ms")
-    for date, name, ms in (
-        ("2026-01-01", "a", 5),
-        ("2026-02-01", "a", 3),
-        ("2026-01-01", "b", 4),
-        ("2026-03-01", "b", ""),
+    columns = ("date", "device", "implementation", "ms")
+    for date, device, name, ms in (
+        ("2025-12-01", "an older GPU", "c", 9),
+        ("2026-01-01", "a GPU", "a", 5),
+        ("2026-02-01", "a GPU", "a", 3),
+        ("2026-01-01", "a GPU", "b", 4),
+        ("2026-03-01", "a GPU", "b", ""),
     ):
-        common.append(tmp_path / "t.csv", columns, {"date": date, "implementation": name, "ms": ms})
+        row = {"date": date, "device": device, "implementation": name, "ms": ms}
+        common.append(tmp_path / "t.csv", columns, row)
     rows = common.newest(tmp_path / "t.csv", ("implementation",), "ms")
     assert [(row["implementation"], row["ms"]) for row in rows] == [("a", "3"), ("b", "4")]
     with pytest.raises(SystemExit, match="other columns"):

@@ -59,7 +59,7 @@ ON_HOPPER = DEVICE == "cuda" and backend._hopper_kernels(torch.device("cuda")) i
 
 @pytest.fixture(autouse=True, params=["plain", "hopper"] if ON_HOPPER else ["plain"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever would be faster."""
+    """On a Hopper GPU each test runs with the plain kernels and with Hopper's, whatever its sizes."""
     monkeypatch.setattr(backend, "HOPPER_PAYS", 0 if request.param == "hopper" else 1 << 62)
 
 
@@ -355,12 +355,10 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
     compiled = [line.split() for line in output.splitlines()]
-    assert {name for name, *_ in compiled} == {
-        *("positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients")
-    }
-    on_hopper = [name for name, shared, _ in compiled if int(shared) > 114 << 10]  # one program at a time
-    with_gluon = target == "cuda 90" and backend.triton.__version__.startswith(backend.GLUON)
-    assert on_hopper == (["softmax_coefficients", "sigmoid_coefficients"] if with_gluon else [])
+    names = {"positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients"}
+    if target == "cuda 90" and backend.triton.__version__.startswith(backend.GLUON):
+        names ^= {"softmax_coefficients", "hopper_kernels.softmax_coefficients", "hopper_kernels.sigmoid_coefficients"}
+    assert {name.removeprefix("triton_kernels.") for name, *_ in compiled} == names
     # Of compute capability 8.x the least, which 8.6 and 8.9 have.
     available = {"cuda 80": 99 << 10, "cuda 90": 227 << 10, "hip gfx942": 64 << 10}[target]
     for name, shared, narrow_loads in compiled:

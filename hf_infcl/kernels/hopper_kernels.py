@@ -1,15 +1,27 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Kernels of `triton_kernels` for Hopper alone, in Gluon: the same results, up to rounding, in less time.
+"""The coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
 
-A program has three partitions. One warp copies boxes of features into a ring in shared memory, and two groups of four
-warps take turns at the tensor cores: while one multiplies its tile, the other turns its own into coefficients and
-stores them. Programs stay: each works through pairs of strips, a strip being what a program of the plain kernels does,
-with the same number. Both strips of a pair, one for either group, are of the same column block.
+Persistent, warp-specialised and ping-pong, as CUTLASS calls such kernels: one producer warp loads boxes of features by
+TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the tensor
+cores, the other makes coefficients of its product and stores them.
 
-The ring's boxes are used in the order in which they are loaded, the tiles of one group and of the other in turn until
-the second strip, which is never the longer one, ends. All three partitions count the tiles, and from the number of a
-tile follow the places of its boxes in the ring and the phases of their barriers. The column block's boxes go through
-the ring again with every tile: kept in shared memory, they left room for too short a ring.
+Work: a *run* is what a program of the plain kernels does, ``run`` row tiles of one column block. A program here takes
+pairs of runs of the same column block, one for either warpgroup, the second never the longer one. The order of tiles is
+first, second, first, second, ... until the second run ends, and then the rest of the first. All three partitions count
+the tiles of all the program's pairs: box k of tile i has the number step = i · STEPS + k, lies in stage step % STAGES,
+and is the (step // STAGES)-th to lie there.
+
+Barriers, of which each phase takes one arrival:
+
+- full[stage]: both boxes have arrived. The producer's expect, and then the bytes.
+- empty[stage]: the product that read them has ended. From the warpgroup whose boxes they were.
+- turns[0], turns[1]: the first, the second warpgroup may issue its products. One arrival for each of its tiles, from
+  the other warpgroup or, in the rest of a first run, from the first itself.
+
+Phases are known by their parity alone, so nobody may be two behind. A turn is therefore passed only after all boxes of
+the tile have been waited for: whoever gets it knows that every earlier use of each stage has been full.
+
+A run has the number of its plain program, because the plain sigmoid kernel, launched next, reads the cautions by it.
 """
 
 import torch
@@ -24,19 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_kernels import LIMIT, LOG2E, _exp, _log1p
+from .triton_kernels import LIMIT, LOG2E, _exp, _inside, _log1p, _place, _thread_sums
 
-# Their names until Triton 3.6, and since.
+# The first names are those of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-REGISTERS = 240  # per thread of the two groups; 504 less both for the producer
-STAGES = 6  # places in the ring, of 32 KiB
-
-
-def constants(k):
-    """Of a launch, for features of this length."""
-    return {"STEPS": -(-k // 64), "STAGES": STAGES, "REGISTERS": REGISTERS, "num_warps": 4}
+STAGES = gl.constexpr(6)  # of the buffer, 32 KiB each
+# Per thread: a third of a processor's are 168 for each thread of three warpgroups, as which the producer's warp counts.
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
 
 
 def described(matrix):
@@ -46,79 +55,75 @@ def described(matrix):
     return TensorDescriptor(matrix.base, matrix.shape, matrix.strides, matrix.block_shape, layout)
 
 
+@gluon.constexpr_function
+def _layout(columns):
+    """Of a product with so many columns in the registers of a warpgroup."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
 @gluon.jit
-def _pair(unit, tiles, blocks, run, GROUP: gl.constexpr):
-    """Of a pair of strips: column block, first row tile, tiles of the first and of the second, and their numbers."""
-    runs = gl.cdiv(tiles, run)
-    width = GROUP * gl.cdiv(runs, 2)
-    group = unit // width
-    inside = unit % width
-    size = gl.minimum(blocks - group * GROUP, GROUP)
-    first = inside // size * 2 * run
-    number = group * GROUP * runs + inside // size * 2 * size + inside % size
+def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
+    """Of a pair of runs: column block, first row tile, and the tiles of the first and of the second run."""
+    block, first = _place(pair, tiles, blocks, 2 * run, GROUP)
     left = tiles - first
-    return (
-        group * GROUP + inside % size,
-        first,
-        gl.minimum(left, run),
-        gl.maximum(gl.minimum(left - run, run), 0),
-        number,
-        number + size,
-    )
+    return block, first, gl.minimum(left, run), gl.maximum(gl.minimum(left - run, run), 0)
+
+
+@gluon.jit
+def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
+    """The plain program to which `_place` gives this column block and first row tile."""
+    group = block // GROUP * GROUP
+    return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
 
 @gluon.jit
 def _produce(
-    x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Fills the ring."""
+    x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS: gl.constexpr, GROUP: gl.constexpr
+):
+    """Fills the buffer."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
-    step = gl.program_id(0) * 0
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        block, first, one, two, _, _ = _pair(unit, tiles, blocks, run, GROUP)
-        for i in range(one + two):
-            tile = gl.where(i < 2 * two, i // 2 + i % 2 * run, i - two)
+    step = 0
+    for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        block, first, first_length, second_length = _pair(pair, tiles, blocks, run, GROUP)
+        for i in range(first_length + second_length):
+            tile = gl.where(i < 2 * second_length, i // 2 + i % 2 * run, i - second_length)
             for k in range(STEPS):
-                place = step % STAGES
-                ready = full.index(place)
-                mbarrier.wait(empty.index(place), (step // STAGES & 1) ^ 1)
+                stage = step % STAGES
+                ready = full.index(stage)
+                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(ready, (BM + BN) * BK * 2)
-                _copy_in(y, [block * BN, k * BK], ready, y_ring.index(place))
-                _copy_in(x, [(first + tile) * BM, k * BK], ready, x_ring.index(place))
+                # The column block's again for every tile: kept, they left room for too short a buffer.
+                _copy_in(y, [block * BN, k * BK], ready, y_buffer.index(stage))
+                _copy_in(x, [(first + tile) * BM, k * BK], ready, x_buffer.index(stage))
                 step += 1
 
 
 @gluon.jit
 def _product(
-    x_ring, y_ring, full, empty, turns, t, two, before, mine,
-    SECOND: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr,
+    x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before,
+    SECOND: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """The product for tile t of a strip, before whose pair the program has had tiles, and this group had its own.
-
-    A group waits for its turn with all that is needed to tell phases apart, which are known by their parity alone: that
-    the other has not only been given, but has also received the boxes of all tiles before.
-    """
-    BM: gl.constexpr = x_ring.shape[1]
-    BN: gl.constexpr = y_ring.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    step = (before + t + gl.minimum(t + SECOND, two)) * STEPS
-    acc = gl.zeros((BM, BN), gl.float32, layout)
-    mbarrier.wait(turns.index(1 if SECOND else 0), (mine + t + (0 if SECOND else 1)) & 1)
+    """Tile t of this warpgroup's run. Before come the tiles of earlier pairs, all of them and this warpgroup's own."""
+    BM: gl.constexpr = x_buffer.shape[1]
+    BN: gl.constexpr = y_buffer.shape[1]
+    step = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * STEPS
+    acc = gl.zeros((BM, BN), gl.float32, _layout(BN))
+    mbarrier.wait(turns.index(1 if SECOND else 0), (own_tiles_before + t + (0 if SECOND else 1)) & 1)
     for k in range(STEPS):
-        place = step % STAGES
-        mbarrier.wait(full.index(place), step // STAGES & 1)
-        of_y = y_ring.index(place).permute((1, 0))
-        acc = warpgroup_mma(x_ring.index(place), of_y, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        stage = step % STAGES
+        mbarrier.wait(full.index(stage), step // STAGES & 1)
+        of_y = y_buffer.index(stage).permute((1, 0))
+        acc = warpgroup_mma(x_buffer.index(stage), of_y, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the one just issued have ended: the stage before is free
         mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
         step += 1
-    after = 0
+    # While the last one still runs, so that the tensor cores do not wait for the other warpgroup.
+    following = 0
     if not SECOND:
-        after = gl.where(t < two, 1, 0)
-    mbarrier.arrive(turns.index(after), count=1)
+        following = gl.where(t < second_length, 1, 0)
+    mbarrier.arrive(turns.index(following), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1)
     return acc
@@ -129,11 +134,10 @@ def _halves(tile):
     """The left and the right half of a tile's columns, each in the layout of a product of its shape."""
     BM: gl.constexpr = tile.shape[0]
     BN: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
     left, right = gl.split(gl.permute(gl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
     return (
-        gl.convert_layout(left, layout, assert_trivial=True),
-        gl.convert_layout(right, layout, assert_trivial=True),
+        gl.convert_layout(left, _layout(BN // 2), assert_trivial=True),
+        gl.convert_layout(right, _layout(BN // 2), assert_trivial=True),
     )
 
 
@@ -142,17 +146,8 @@ def _joined(left, right):
     """The tile that _halves takes apart."""
     BM: gl.constexpr = left.shape[0]
     BN: gl.constexpr = 2 * left.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     tile = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (BM, BN))
-    return gl.convert_layout(tile, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _thread_sums(tile):
-    """As in `triton_kernels`."""
-    BM: gl.constexpr = tile.shape[0]
-    BN: gl.constexpr = tile.shape[1]
-    return gl.sum(gl.sum(gl.sum(gl.reshape(tile, (BM // 16, 2, 8, BN // 8, 4, 2)), 5), 3), 1)
+    return gl.convert_layout(tile, _layout(BN), assert_trivial=True)
 
 
 @gluon.jit
@@ -190,7 +185,7 @@ def _quotients(tile, u, GAIN: gl.constexpr):
 
 @gluon.jit
 def _store(g, tile, staging, row, column):
-    """Stores a tile by way of shared memory, from where it may still be read at the end."""
+    """Stores a tile by way of shared memory. The copy out goes on after the return: whoever is next waits for it."""
     tma.store_wait(0)
     staging.store(tile.to(g.dtype))
     fence_async_shared()
@@ -198,10 +193,10 @@ def _store(g, tile, staging, row, column):
 
 
 @gluon.jit
-def _sigmoid_strip(
+def _sigmoid_half(
     acc, g, staging, s, b, row, column, m, n, diagonal, BOLD: gl.constexpr, GAIN: gl.constexpr,
 ):  # fmt: skip
-    """`triton_kernels._store_sigmoid` of so few columns that registers suffice."""
+    """`triton_kernels._store_sigmoid` of half a tile, for which the registers suffice."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
@@ -219,10 +214,10 @@ def _sigmoid_strip(
         u = gl.exp2(gl.abs(z) * -1.0)
         c, product = _quotients(gl.where(z > 0, 1.0, u), u, GAIN)
         c = gl.where(positive, -c, c)
-        sums = _thread_sums(gl.maximum(z, 0.0)) / LOG2E
+        sums = _thread_sums(gl.maximum(z, 0.0), BM, BN) / LOG2E
         loss = gl.convert_layout(_log1p(product), sums.type.layout, assert_trivial=True) + sums
     _store(g, c, staging, row, column)
-    total = _thread_sums(c)
+    total = _thread_sums(c, BM, BN)
     return gl.convert_layout(loss, total.type.layout, assert_trivial=True), total
 
 
@@ -230,47 +225,43 @@ def _sigmoid_strip(
 def _sigmoid_tile(acc, g, staging, s, b, row, column, m, n, diagonal, BOLD: gl.constexpr, GAIN: gl.constexpr):
     BN: gl.constexpr = acc.shape[1]
     left, right = _halves(acc)
-    loss, total = _sigmoid_strip(left, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
+    loss, total = _sigmoid_half(left, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
     column += BN // 2
-    more_loss, more_total = _sigmoid_strip(right, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
+    more_loss, more_total = _sigmoid_half(right, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
     return loss + more_loss, total + more_total
 
 
 @gluon.jit
-def _inside(row, column, m, n, diagonal, BM: gl.constexpr, BN: gl.constexpr):
-    distance = row + diagonal - column
-    return (row + BM <= m) & (column + BN <= n) & ((distance >= BN) | (distance <= -BM))
-
-
-@gluon.jit
 def _sigmoid(
-    g, x_ring, y_ring, staging, full, empty, turns, losses, totals, cautions, scale, bias,
-    m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    g, x_buffer, y_buffer, staging, full, empty, turns, losses, totals, cautions, scale, bias,
+    m, n, diagonal, pairs, tiles, blocks, run,
+    SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    BM: gl.constexpr = x_ring.shape[1]
-    BN: gl.constexpr = y_ring.shape[1]
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
+    """A consumer, with the first or the second run of each pair."""
+    BM: gl.constexpr = x_buffer.shape[1]
+    BN: gl.constexpr = y_buffer.shape[1]
     s = gl.load(scale) * LOG2E
     b = gl.load(bias) * LOG2E
-    before = gl.program_id(0) * 0
-    mine = before
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        block, first, one, two, at, other = _pair(unit, tiles, blocks, run, GROUP)
-        length = one
+    tiles_before = 0
+    own_tiles_before = 0
+    for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
+        together = length + second_length
         if SECOND:
             first += run
-            length = two
-            at = other
+            length = second_length
         column = block * BN
-        bold = gl.load(cautions + at, mask=length > 0, other=1.0) == 0
-        zeros = _thread_sums(gl.zeros((BM, BN // 2), gl.float32, narrow))
+        number = _number(block, first, tiles, blocks, run, GROUP)
+        bold = gl.load(cautions + number, mask=length > 0, other=1.0) == 0
+        zeros = _thread_sums(gl.zeros((BM, BN // 2), gl.float32, _layout(BN // 2)), BM, BN // 2)
         loss = zeros
         total = zeros
         for t in range(length):
             row = (first + t) * BM
-            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES)
-            if bold:
+            acc = _product(
+                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+            )
+            if bold:  # a run with a caution multiplies all the same, for its boxes are in the buffer
                 if _inside(row, column, m, n, diagonal, BM, BN):
                     more_loss, more_total = _sigmoid_tile(
                         acc, g, staging, s, b, row, column, m, n, diagonal, True, GAIN
@@ -281,24 +272,24 @@ def _sigmoid(
                     )
                 loss += more_loss
                 total += more_total
-        before += one + two
-        mine += length
+        tiles_before += together
+        own_tiles_before += length
         sum_loss = gl.sum(gl.sum(gl.sum(loss, 2), 1), 0)
         sum_total = gl.sum(gl.sum(gl.sum(total, 2), 1), 0) * 2.0**-GAIN
         if bold:
             if sum_loss < float("inf"):  # and not NaN
-                gl.store(losses + at, gl.load(losses + at) + sum_loss)
-                gl.store(totals + at, gl.load(totals + at) + sum_total)
+                gl.store(losses + number, gl.load(losses + number) + sum_loss)
+                gl.store(totals + number, gl.load(totals + number) + sum_total)
             else:
-                gl.store(cautions + at, 1.0)
+                gl.store(cautions + number, 1.0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _softmax_strip(
+def _softmax_half(
     acc, g, staging, s, of_x, of_y, own, row, column, m, diagonal, inside, GAIN: gl.constexpr,
 ):  # fmt: skip
-    """Stores the coefficients of so few columns that registers suffice."""
+    """Stores the coefficients of half a tile, for which the registers suffice."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
@@ -313,49 +304,51 @@ def _softmax_strip(
 
 @gluon.jit
 def _softmax(
-    g, x_ring, y_ring, staging, full, empty, turns, lse_x, lse_y, own, scale,
-    m, n, diagonal, units, tiles, blocks, run, SECOND: gl.constexpr, GAIN: gl.constexpr,
-    STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    g, x_buffer, y_buffer, staging, full, empty, turns, lse_x, lse_y, own, scale,
+    m, n, diagonal, pairs, tiles, blocks, run,
+    SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    BM: gl.constexpr = x_ring.shape[1]
-    BN: gl.constexpr = y_ring.shape[1]
+    """A consumer, with the first or the second run of each pair."""
+    BM: gl.constexpr = x_buffer.shape[1]
+    BN: gl.constexpr = y_buffer.shape[1]
     HALF: gl.constexpr = BN // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     s = gl.load(scale)
-    before = gl.program_id(0) * 0
-    mine = before
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        block, first, one, two, _, _ = _pair(unit, tiles, blocks, run, GROUP)
-        length = one
+    tiles_before = 0
+    own_tiles_before = 0
+    for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
+        together = length + second_length
         if SECOND:
             first += run
-            length = two
+            length = second_length
         column = block * BN
-        columns = column + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        columns = column + gl.arange(0, HALF, gl.SliceLayout(0, _layout(HALF)))
         of_left = gl.load(lse_y + gl.minimum(columns, n - 1)) - GAIN / LOG2E
         of_right = gl.load(lse_y + gl.minimum(columns + HALF, n - 1)) - GAIN / LOG2E
         for t in range(length):
             row = (first + t) * BM
-            rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
+            rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(HALF)))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1)) - GAIN / LOG2E
-            acc = _product(x_ring, y_ring, full, empty, turns, t, two, before, mine, SECOND, STEPS, STAGES)
+            acc = _product(
+                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+            )
             left, right = _halves(acc)
             inside = _inside(row, column, m, n, diagonal, BM, BN)
-            _softmax_strip(left, g, staging, s, of_x, of_left, own, row, column, m, diagonal, inside, GAIN)
-            _softmax_strip(right, g, staging, s, of_x, of_right, own, row, column + HALF, m, diagonal, inside, GAIN)
-        before += one + two
-        mine += length
+            _softmax_half(left, g, staging, s, of_x, of_left, own, row, column, m, diagonal, inside, GAIN)
+            _softmax_half(right, g, staging, s, of_x, of_right, own, row, column + HALF, m, diagonal, inside, GAIN)
+        tiles_before += together
+        own_tiles_before += length
     tma.store_wait(0)
 
 
 @gluon.jit
-def _rings(x, y, g, STAGES: gl.constexpr):
-    """Shared memory: features, places for tiles on their way out, and barriers."""
+def _shared(x, y, g):
+    """Shared memory: the buffer, what is on its way out, and barriers."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    y_ring = gl.allocate_shared_memory(y.dtype, [STAGES, BN, BK], y.layout)
+    x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    y_buffer = gl.allocate_shared_memory(y.dtype, [STAGES, BN, BK], y.layout)
     staging = gl.allocate_shared_memory(g.dtype, [2, BM, g.block_type.shape[1]], g.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -366,56 +359,50 @@ def _rings(x, y, g, STAGES: gl.constexpr):
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
-    return x_ring, y_ring, staging, full, empty, turns
+    return x_buffer, y_buffer, staging, full, empty, turns
 
 
-@gluon.jit(do_not_specialize=["m", "n", "diagonal", "units", "tiles", "blocks", "run"])
+@gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def sigmoid_coefficients(
-    x, y, g, losses, totals, cautions, scale, bias, m, n, diagonal, units, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    x, y, g, losses, totals, cautions, scale, bias, m, n, diagonal, pairs, tiles, blocks, run,
+    GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The BOLD launch of `triton_kernels.sigmoid_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STAGES)
+    x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
     gl.warp_specialize(
         [
             (_sigmoid, (
-                g, x_ring, y_ring, staging.index(0), full, empty, turns, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, GROUP,
+                g, x_buffer, y_buffer, staging.index(0), full, empty, turns, losses, totals, cautions, scale, bias,
+                m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
             )),
             (_sigmoid, (
-                g, x_ring, y_ring, staging.index(1), full, empty, turns, losses, totals, cautions, scale, bias,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, GROUP,
+                g, x_buffer, y_buffer, staging.index(1), full, empty, turns, losses, totals, cautions, scale, bias,
+                m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
             )),
-            (_produce, (
-                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, GROUP,
-            )),
+            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
-        [4, 1], [REGISTERS, 504 - 2 * REGISTERS],
+        [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["m", "n", "diagonal", "units", "tiles", "blocks", "run"])
+@gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_coefficients(
-    x, y, g, lse_x, lse_y, own, scale, m, n, diagonal, units, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    x, y, g, lse_x, lse_y, own, scale, m, n, diagonal, pairs, tiles, blocks, run,
+    GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """As `triton_kernels.softmax_coefficients`."""
-    x_ring, y_ring, staging, full, empty, turns = _rings(x, y, g, STAGES)
+    x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
     gl.warp_specialize(
         [
             (_softmax, (
-                g, x_ring, y_ring, staging.index(0), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, False, GAIN, STEPS, STAGES, GROUP,
+                g, x_buffer, y_buffer, staging.index(0), full, empty, turns, lse_x, lse_y, own, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
             )),
             (_softmax, (
-                g, x_ring, y_ring, staging.index(1), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, units, tiles, blocks, run, True, GAIN, STEPS, STAGES, GROUP,
+                g, x_buffer, y_buffer, staging.index(1), full, empty, turns, lse_x, lse_y, own, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
             )),
-            (_produce, (
-                x, y, x_ring, y_ring, full, empty, units, tiles, blocks, run, STEPS, STAGES, GROUP,
-            )),
+            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
-        [4, 1], [REGISTERS, 504 - 2 * REGISTERS],
+        [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -12,8 +12,8 @@ Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order
 then take two products instead of one, a third of the time more in all.
 
 Nothing is tuned at run time: tiles are a function of the architecture. They were measured on Hopper; on others they are
-what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run. On Hopper the coefficients of large
-blocks of bf16 or fp16 features come from `hopper_kernels`.
+what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run. On Hopper, with releases of Triton that
+are known to compile them, `hopper_kernels` make the coefficients of large blocks of bf16 or fp16 features without ids.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster
 CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
-HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster, by up to 15%
-GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # the releases of Triton whose Gluon, still experimental, compiles them
+HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster
+GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton in which they compile: Gluon is experimental
 
 INTERPRETED = triton.knobs.runtime.interpret
 # Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
@@ -153,7 +153,7 @@ def sigmoid_block(
 
 @dataclass(frozen=True)
 class _Launch:
-    """What a module's kernels take for a chunk."""
+    """A launch of one module's kernels: what all of them take for a chunk."""
 
     kernels: ModuleType
     grid: tuple[int]
@@ -226,6 +226,7 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
                 _boxes(of_y, c.tile, c.step),
                 _boxes(workspace.view(parts * rows, columns), c.tile, c.tile // 2),
             )
+            # Both number their programs' work alike: sigmoid's second launch reads what the first has left.
             plain = _Launch(
                 kernels=triton_kernels,
                 grid=(_cdiv(tiles, run) * blocks,),
@@ -235,14 +236,17 @@ def _chunks(x: Tensor, y: Tensor, ids_x: Tensor | None, ids_y: Tensor | None, di
             )
             on_hopper = None
             if hopper is not None:
-                units = _cdiv(_cdiv(tiles, run), 2) * blocks
+                pairs = _cdiv(tiles, 2 * run) * blocks
                 on_hopper = _Launch(
                     kernels=hopper,
-                    grid=(min(units, c.slots // 2),),
+                    grid=(min(pairs, c.slots // 2),),  # one program for each processor, where two of the plain ones run
                     matrices=tuple(map(hopper.described, matrices)),
-                    arguments=(height, length, offset, units, tiles, blocks, run),
-                    constants={"GAIN": gain, "GROUP": constants["GROUP"], **hopper.constants(x.shape[1])},
-                )
+                    arguments=(height, length, offset, pairs, tiles, blocks, run),
+                    constants={
+                        "GAIN": gain, "STEPS": _cdiv(x.shape[1], c.step), "GROUP": constants["GROUP"],
+                        "num_warps": c.warps, "enable_fp_fusion": True,
+                    },
+                )  # fmt: skip
             yield _Chunk(
                 rows=r,
                 columns=s,
@@ -357,7 +361,7 @@ class _Configuration:
     def split(self, m: int, n: int, longest: int, together: int = 1) -> tuple[int, int, int]:
         """Row tiles, column blocks, and row tiles per program: so that the last wave of programs is full.
 
-        Of the programs that run at the same time, ``together`` of one column block start and end as one.
+        ``together``: how many programs' work, of one column block, starts and ends as one.
         """
         tiles, blocks = _cdiv(m, self.tile), _cdiv(n, self.tile)
 

@@ -24,12 +24,12 @@ NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: 
 
 
 @triton.jit
-def _place(tiles, blocks, run, GROUP: tl.constexpr):
-    """This program's column block and first row tile. GROUP column blocks share row tiles in the L2 cache."""
+def _place(program, tiles, blocks, run, GROUP: tl.constexpr):
+    """A program's column block and first row tile. GROUP column blocks share row tiles in the L2 cache."""
     width = GROUP * tl.cdiv(tiles, run)
-    first = tl.program_id(0) // width * GROUP
+    first = program // width * GROUP
     size = tl.minimum(blocks - first, GROUP)
-    inside = tl.program_id(0) % width
+    inside = program % width
     return first + inside % size, inside // size * run
 
 
@@ -156,7 +156,7 @@ def softmax_sums(
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives."""
     s = tl.load(scale)
-    block, first = _place(tiles, blocks, run, GROUP)
+    block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
     end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
@@ -255,7 +255,7 @@ def softmax_coefficients(
 ):  # fmt: skip
     """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
     s = tl.load(scale)
-    block, first = _place(tiles, blocks, run, GROUP)
+    block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
     column = block * BN
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)
@@ -383,7 +383,7 @@ def sigmoid_coefficients(
     s = tl.load(scale) * LOG2E
     b = tl.load(bias) * LOG2E
     at = tl.program_id(0)
-    block, first = _place(tiles, blocks, run, GROUP)
+    block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
     column = block * BN
     end = tl.where((tl.load(cautions + at) == 0) == BOLD, tl.minimum(first + run, tiles), first)
     loss = tl.zeros((BM // 16, 8, 4), tl.float32)

@@ -187,15 +187,16 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
 
 
 def newest(table: Path, keys: tuple[str, ...], value: str) -> list[Row]:
-    """Of rows that agree in ``keys`` the last one, so that a repeated measurement replaces an older; with a value.
+    """Of the device measured last, the last of the rows that agree in ``keys`` and have a ``value``.
 
-    All of one device, the one that was measured last.
+    So a repeated measurement replaces an older one.
     """
     if not table.exists():
         return []
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row[value]]
-    return list({tuple(row[key] for key in keys): row for row in rows if row["device"] == rows[-1]["device"]}.values())
+    rows = [row for row in rows if row["device"] == rows[-1]["device"]]
+    return list({tuple(row[key] for key in keys): row for row in rows}.values())
 
 
 # ---- Plots ----

@@ -2,17 +2,18 @@
 
 A row is a forward and backward of one implementation: L2-normalised features, cosines of positives about 0.24,
 logit_scale 100 (and logit_bias -10 for the sigmoid loss). Times are quantiles over repetitions in milliseconds, and
-first_call_s is the very first step in seconds, with whatever is compiled in it (or found in a cache on disk); memory
-is the peak beyond the inputs; errors are relative to float64 on the same inputs. The floor is the time that
-torch.matmul (cuBLAS) in bf16, timed in the same run, takes for the least number of B×B×D products: four for softmax,
-three for sigmoid. Other implementations are measured where they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1,
-open_clip_torch, torch's own linear_cross_entropy.
+first_call_s is the very first step in seconds, with whatever is compiled in it (or found in a cache on disk); memory is
+the peak beyond the inputs (empty where torch replays graphs of its own, which it does not count); errors are relative
+to float64 on the same inputs. The floor is the time that torch.matmul (cuBLAS) in bf16, timed in the same run, takes
+for the least number of B×B×D products: four for softmax, three for sigmoid. Other implementations are measured where
+they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, open_clip_torch, torch's own linear_cross_entropy.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from .peers import Loss
 
 PRODUCTS = {"softmax": 4, "sigmoid": 3}
 COMPILED_UP_TO = 16384  # beyond, our kernels take longer than their launches
-REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")  # torch does not count the memory of its own graphs
+REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
 COLUMNS = (
     *("date", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
     *("ms", "ms_p10", "ms_p90", "floor_fraction", "matmul_tflops", "peak_mib", "loss_error", "gradient_error"),
@@ -109,16 +110,16 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
         return value.detach()
 
     graphs._recording.cache_clear()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
     begin = time.perf_counter()
     step()
     torch.cuda.synchronize()
     row: dict[str, Any] = {"first_call_s": round(time.perf_counter() - begin, 3)}
-    x.grad = y.grad = None
+    x.grad = y.grad = scale.grad = bias.grad = None
+    gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(graphs.PATIENCE):  # the last is recorded: what is kept to be replayed counts, too
+    for _ in range(graphs.PATIENCE):  # the last of these is recorded; what it keeps counts
         value = step()
     torch.cuda.synchronize()
     row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)

@@ -10,13 +10,13 @@ The yardstick is the row "no communication": W losses of b pairs, one after anot
 time. That is the work of a GPU in a batch of W·b pairs, W blocks of b×b, with nothing exchanged, and at the clock that
 the cards settle at under that load. ``efficiency`` is its time over a row's: the rate at which a GPU goes through
 pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the rate alone. It tells of communication only
-where kernels take longer than their launches, of which the yardstick has as many as the ring.
+where kernels take longer than their launches, of which the yardstick has as many as "hf_infcl ring".
 
 ``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
-``gradient_difference`` is that of the images' gradient to the first row's, relative. "block by block" is the ring where
-its texts are so small that by default they take one hop; elsewhere it is the same as "hf_infcl". "ring untiled" is the
-paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured where it
-is installed; it converts to fp32, as it demands.
+``gradient_difference`` is that of the images' gradient to the first row's, relative. "hf_infcl ring" is the ring also
+where its texts are so small that by default they are gathered; elsewhere it is the same as "hf_infcl". "ring untiled"
+is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured
+where it is installed; it converts to fp32, as it demands.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLUMNS = (
     *("gradient_difference", "note"),
 )
 SETTING = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size")
-ALONE, OURS, BLOCKS = "no communication", "hf_infcl", "hf_infcl block by block"
+ALONE, OURS, RING = "no communication", "hf_infcl", "hf_infcl ring"
 
 
 @dataclass
@@ -62,22 +62,22 @@ class Implementation:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def going_round() -> AbstractContextManager[Any]:
-    """Texts go round, block by block, however small they are."""
-    return mock.patch.object(strategies, "ONE_HOP_BYTES", 0)
+def always_ring() -> AbstractContextManager[Any]:
+    """Texts travel around, however small they are."""
+    return mock.patch.object(strategies, "GATHERED_BYTES", 0)
 
 
 @contextmanager
 def untiled() -> Iterator[None]:
     """The torch backend computes a block as a whole, as the paper's Ring-CL."""
-    with going_round(), mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
+    with always_ring(), mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
         yield
 
 
 def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
     """This package's strategies, the ring first, and for softmax the others."""
     ours = functools.partial(contrastive_loss, objective=objective)
-    known = {OURS: Implementation(ours), BLOCKS: Implementation(ours, context=going_round)}
+    known = {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
     known |= {
         f"hf_infcl {strategy}": Implementation(functools.partial(ours, strategy=strategy))
         for strategy in STRATEGIES
@@ -198,7 +198,7 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
 def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
     """Of the ring, for the first of each option."""
     objective, dim, b = args.objectives[0], args.dims[0], args.per_gpu_batch_sizes[0]
-    step = Step(implementations(objective, dtype.itemsize)[OURS], b, dim, dtype, device)
+    step = Step(implementations(objective, dtype.itemsize)[RING], b, dim, dtype, device)
     events = timeline.record(step, device)
     if common.rank() != 0:
         return

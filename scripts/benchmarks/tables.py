@@ -52,20 +52,21 @@ PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak 
     ("nothing (CLIP)", "66.21", "O(B²)", "69.24", "CLIP"),
     ("nothing, local loss (OpenCLIP)", "16.96", "O(B²/W)", "20.79", "OpenCLIP local loss"),
     ("across GPUs (Ring-CL)", "4.81", "O(B²/W²)", "12.30", "ring untiled (Ring-CL)"),
-    ("across and inside GPUs (Inf-CL)", "0.81", "O(B/W²)", "12.30", "hf_infcl block by block"),
+    ("across and inside GPUs (Inf-CL)", "0.81", "O(B/W²)", "12.30", "hf_infcl ring"),
 )
 STEP_KEYS = ("world_size", "model", "pixel_dtype", "micro_batch_size", "batch_size", "implementation")
 
 
 def read(name: str, keys: tuple[str, ...], wanted: Callable[[Row], bool]) -> list[Row]:
-    """Of rows that agree in ``keys`` the last, of a model and GPUs as the most that were measured."""
+    """Of the device measured last and the most of them, the last of the rows that agree in ``keys``."""
     table = FOLDER / f"{name}.csv"
     if not table.exists():
         return []
     with table.open(newline="") as file:
-        rows = {tuple(row[key] for key in keys): row for row in csv.DictReader(file) if wanted(row)}
-    most = max((int(row["world_size"]) for row in rows.values()), default=0)
-    return [row for row in rows.values() if int(row["world_size"]) == most]
+        rows = [row for row in csv.DictReader(file) if wanted(row)]
+    rows = [row for row in rows if row["device"] == rows[-1]["device"]]
+    most = max((int(row["world_size"]) for row in rows), default=0)
+    return list({tuple(row[key] for key in keys): row for row in rows if int(row["world_size"]) == most}.values())
 
 
 def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
