@@ -39,12 +39,13 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
         ValueError: nothing to load at `source`, or no such split or configuration (the message names those there are).
     """
     import datasets
+    from huggingface_hub.errors import HFValidationError
 
     saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
     if not any((Path(source) / file).is_file() for file in saved):
         try:
             return datasets.load_dataset(source, name, split=split)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, ConnectionError, HFValidationError) as error:
             raise ValueError(f"no dataset at {source!r}, neither as a local folder nor on the Hub: {error}") from error
 
     loaded = datasets.load_from_disk(source)

@@ -10,6 +10,7 @@ them: the ones below, then those of `transformers.TrainingArguments` and what In
 """
 
 import atexit
+import importlib.util
 import json
 import os
 import sys
@@ -104,7 +105,9 @@ def main() -> None:
         trainer.save_metrics("eval", measured)
     if trainer.is_world_process_zero():
         curves = None
-        if any("loss" in entry for entry in trainer.state.log_history):  # not with more logging_steps than steps
+        if importlib.util.find_spec("matplotlib") is None:
+            print("No curves: pip install matplotlib draws them next time.")
+        elif any("loss" in entry for entry in trainer.state.log_history):  # not with more logging_steps than steps
             curves = "curves.png"
             plot_curves(trainer.state.log_history, Path(args.output_dir, curves))
         model_card(

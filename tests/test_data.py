@@ -79,9 +79,12 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"'big' not found. Available: \['default'\]"):
             load_pairs(str(write_folder(tmp_path / "pairs", ["a"])), split="train", name="big")
 
-    def test_no_data(self, tmp_path):
+    def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=r"no dataset at '\./nothing', neither as a local folder"):
+            load_pairs("./nothing", split="train")  # no name that the Hub takes
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match=r"no dataset at '.*empty'.* doesn't contain any data files"):
             load_pairs(str(tmp_path / "empty"), split="train")
