@@ -47,6 +47,8 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
             return datasets.load_dataset(source, name, split=split)
         except (FileNotFoundError, ConnectionError, HFValidationError) as error:
             raise ValueError(f"no dataset at {source!r}, neither as a local folder nor on the Hub: {error}") from error
+        except ValueError as error:  # no such split or configuration; metadata whose columns change their type
+            raise ValueError(f"{source!r}, split {split!r}: {error}") from error
 
     loaded = datasets.load_from_disk(source)
     if isinstance(loaded, datasets.Dataset):
@@ -123,8 +125,8 @@ class ImageTextDataset(_ImageDataset):
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: images; or paths (strings) or encoded images (binary).
         caption_column: strings, or lists of strings of which one is drawn anew each epoch.
-        pair_id_column: integers; or strings, such as urls, which are hashed.
-        pair_ids: "caption" makes the hash of the item's (first) caption its pair id, see `caption_pair_id`.
+        pair_id_column: rows of equal value here are never each other's negatives: integers; strings, such as urls; or
+            the caption column, for captions that read the same (`caption_pair_id` of the item's first).
         all_captions: give all captions of a row, for evaluation.
         seed: of the captions drawn and of the rows that replace bad ones.
         on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
@@ -142,17 +144,10 @@ class ImageTextDataset(_ImageDataset):
         image_column: str = "image",
         caption_column: str = "caption",
         pair_id_column: str | None = None,
-        pair_ids: Literal["caption"] | None = None,
         all_captions: bool = False,
         seed: int = 0,
         on_bad_sample: Literal["raise", "skip"] = "raise",
     ) -> None:
-        if pair_ids not in (None, "caption"):
-            raise ValueError(f'pair_ids must be None or "caption", got {pair_ids!r}')
-        if pair_ids and pair_id_column:
-            raise ValueError(
-                f"pair_ids={pair_ids!r} and pair_id_column={pair_id_column!r} exclude each other: pass one"
-            )
         if on_bad_sample not in ("raise", "skip"):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}')
         if on_bad_sample == "skip" and all_captions:
@@ -165,13 +160,12 @@ class ImageTextDataset(_ImageDataset):
         captions = dataset.features[caption_column]
         if not (_is_string(captions) or _is_string(getattr(captions, "feature", None))):
             raise ValueError(f"caption_column {caption_column!r} must hold strings or lists of strings, not {captions}")
-        if pair_id_column:
+        if pair_id_column and pair_id_column != caption_column:
             ids = dataset.features[pair_id_column]
             if not (_is_integer(ids) or _is_string(ids)):
                 raise ValueError(f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}")
         self._caption_column = caption_column
         self._pair_id_column = pair_id_column
-        self._pair_ids = pair_ids
         self._all_captions = all_captions
         self._seed = seed
         self._on_bad_sample = on_bad_sample
@@ -205,13 +199,13 @@ class ImageTextDataset(_ImageDataset):
             captions = [self._random(row, "caption").choice(captions)]
         item = {"image": self._image(row, value[self._image_column]), "caption": captions}
 
-        if self._pair_id_column:
+        if self._pair_id_column == self._caption_column:
+            item["pair_id"] = caption_pair_id(captions[0])
+        elif self._pair_id_column:
             pair_id = value[self._pair_id_column]
             if pair_id is None:
                 raise self._bad_sample(row, f"column {self._pair_id_column!r}: no pair id")
             item["pair_id"] = _hash(pair_id) if isinstance(pair_id, str) else _as_int64(pair_id)
-        elif self._pair_ids == "caption":
-            item["pair_id"] = caption_pair_id(captions[0])
         elif self._on_bad_sample == "skip":
             item["pair_id"] = row
         return item

@@ -70,16 +70,16 @@ class DualEncoder:
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
+    def temperature_parameters(self) -> tuple[nn.Parameter, ...]:
         """The temperature's parameter and, where there is one, the bias's."""
         scale = self.model.temperature if self._divides else self.model.logit_scale
         bias = getattr(self.model, "logit_bias", None)
         return (scale,) if bias is None else (scale, bias)
 
     def scale_and_bias(self, parameters: Iterable[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-        """logit_scale, the multiplier, and logit_bias or None, from the model's `parameters` or copies of them."""
+        """logit_scale, the multiplier, and logit_bias or None, from `temperature_parameters` or copies of them."""
         # FSDP leaves a process with a part of a parameter; the temperature is needed whole.
-        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters or self.parameters)
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters or self.temperature_parameters)
         scale, *bias = whole
         if self._divides:
             scale = 1 / scale
@@ -95,9 +95,9 @@ class DualEncoder:
 
         ``copy``: a copy of the temperature's parameter to be changed instead, such as an optimizer's own.
         """
-        if not self.parameters[0].requires_grad:
+        if not self.temperature_parameters[0].requires_grad:
             return
-        scale = self.parameters[0] if copy is None else copy
+        scale = self.temperature_parameters[0] if copy is None else copy
         if self._divides:
             scale.clamp_(1 / maximum, 1)
         else:
@@ -109,16 +109,16 @@ class DualEncoder:
 
         A SigLIP built from a config has zeros there. Returns whether it changed anything.
         """
-        if self.objective != "sigmoid" or any(bool(p != 0) for p in self.parameters):
+        if self.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
             return False
-        scale, bias = self.parameters
+        scale, bias = self.temperature_parameters
         scale.fill_(math.log(10))
         bias.fill_(-10)
         return True
 
     def make_temperature_a_vector(self) -> None:
         """FSDP2 and DeepSpeed cannot take a scalar parameter; `stock_shapes` undoes it in what is saved."""
-        scale = self.parameters[0]
+        scale = self.temperature_parameters[0]
         if scale.ndim == 0:
             name = "temperature" if self._divides else "logit_scale"
             setattr(self._base, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
@@ -198,11 +198,12 @@ class DualEncoder:
         return F.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
     def batch_norms(self) -> list[str]:
-        """Names of the trained layers that normalise over the micro-batch, which no window can make exact."""
+        """Names of the layers that normalise over the micro-batch in training, which no window can make exact."""
+        constant = {module for tower in self.frozen_towers().values() for module in tower.modules()}
         return [
             name
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(p.requires_grad for p in module.parameters())
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in constant
         ]
 
 

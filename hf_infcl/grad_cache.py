@@ -131,12 +131,10 @@ class RandomState:
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
         """Within the context the generators run from this state; afterwards they go on where they were."""
-        if self._device is None:
-            with torch.random.fork_rng(devices=()):
-                torch.set_rng_state(self._cpu)
-                yield
-            return
-        with torch.random.fork_rng(devices=(self._device.index or 0,), device_type=self._device.type):
+        device = self._device
+        devices, kind = ((), "cuda") if device is None else ((device.index or 0,), device.type)
+        with torch.random.fork_rng(devices=devices, device_type=kind):
             torch.set_rng_state(self._cpu)
-            torch.get_device_module(self._device).set_rng_state(self._accelerator, self._device)
+            if device is not None:
+                torch.get_device_module(device).set_rng_state(self._accelerator, device)
             yield

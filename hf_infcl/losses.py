@@ -127,7 +127,7 @@ def _loss(
     ring: Ring,
 ) -> Tensor:
     _check(x, y, scale, bias, options, pair_ids, ring)
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = kernels.tiled.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
     strategy = select_strategy(options.strategy, ring, options.backend, y)
@@ -243,9 +243,7 @@ def _check(
 ) -> None:
     """Raises the same ValueError on every process if any process's inputs are unusable or do not fit the others'."""
     alone = ring.world_size == 1
-    problem = options.problem() or _problem(
-        x, y, scale, bias, pair_ids, options.backend, not alone or x.device.type == "cpu"
-    )
+    problem = options.problem() or _problem(x, y, scale, bias, pair_ids, options.backend, alone)
     if alone:
         if problem:
             raise ValueError(problem)
@@ -284,15 +282,21 @@ def _number(value: Tensor | float) -> float:
 
 
 def _problem(
-    x: Tensor,
-    y: Tensor,
-    scale: Tensor | float,
-    bias: Tensor | float | None,
+    x: Any,
+    y: Any,
+    scale: Any,
+    bias: Any,
     pair_ids: Any,
     backend: str,
-    read_values: bool,
+    alone: bool,
 ) -> str:
     """What is wrong with one process's inputs, or an empty string."""
+    for name, value in (("image_embeds", x), ("text_embeds", y)):
+        if not isinstance(value, Tensor):
+            return (
+                f"{name} must be a tensor, [b, D], got a {type(value).__name__}. Of what a model of transformers "
+                "returns, pass the embeddings: image_embeds and text_embeds, or a tower's pooler_output."
+            )
     if x.ndim != 2 or y.shape != x.shape or not x.numel():
         return (
             f"image_embeds and text_embeds must both be [b, D] with b, D >= 1, got {list(x.shape)} and {list(y.shape)}."
@@ -304,12 +308,14 @@ def _problem(
     if x.device != y.device:
         return f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
     for name, value in (("logit_scale", scale), ("logit_bias", bias)):
-        if value is None:
+        if value is None and name == "logit_bias":
             continue
+        if not torch.compiler.is_compiling() and not hasattr(value, "__float__"):
+            return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"{name} must have one element, got shape {list(value.shape)}."
         # On a GPU reading a value stalls the stream, and a compiled graph cannot do it.
-        known = read_values or not isinstance(value, Tensor)
+        known = not alone or x.device.type == "cpu" or not isinstance(value, Tensor)
         if known and not torch.compiler.is_compiling() and not math.isfinite(_number(value)):
             return f"{name} must be finite, got {_number(value)}."
     if pair_ids is not None:

@@ -54,6 +54,7 @@ def model_card(
     args: InfCLTrainingArguments,
     state: TrainerState,
     seconds: float,
+    pair_id_column: str | None = None,
     evaluations: Iterable[Evaluation] = (),
     curves: str | None = None,
 ) -> ModelCard:
@@ -70,6 +71,7 @@ def model_card(
         args: of the training. The last part of ``output_dir`` is the model's name.
         state: of the trainer at the end.
         seconds: that the training took.
+        pair_id_column: of the dataset: pairs of equal value there were not each other's negatives.
         evaluations: every set that was measured.
         curves: file name of the picture beside the card.
 
@@ -88,20 +90,26 @@ def model_card(
         eval_results=_model_index(evaluations) or None,
     )
     settings = args.to_dict()  # enums as their values
+    skipped = next((entry["skipped_samples"] for entry in reversed(state.log_history) if "skipped_samples" in entry), 0)
+    seen = state.global_step * args.global_batch_size
     processes = "1 process" if args.world_size == 1 else f"{args.world_size} processes"
     device = torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper()
     training = {
         "start": f"`{_name(start)}`",
         "data": f"`{_name(dataset)}`, {pairs:,} images with captions",
+        **({"bad samples": f"{skipped:,} times another row took the place of one"} if skipped else {}),
         "objective": {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as SigLIP)"}[objective],
         **({"frozen": f"{args.freeze} tower"} if args.freeze else {}),
         "global batch": f"**{args.global_batch_size:,} pairs** = {args.per_device_train_batch_size} per device × "
-        f"{args.gradient_accumulation_steps} accumulation steps × {processes} ({args.strategy})",
-        "length": f"{state.global_step:,} optimizer steps, {state.global_step * args.global_batch_size:,} pairs seen, "
-        f"{state.epoch or 0:.1f} epochs",
+        f"{args.gradient_accumulation_steps} accumulation steps × {processes}",
+        "negatives": "all other pairs of the batch"
+        + (f" but those of equal `{pair_id_column}`" if pair_id_column else ", also of equal captions"),
+        "length": f"{state.global_step:,} optimizer steps, {seen:,} pairs seen, "
+        f"{seen / pairs:.1f} passes over the data",
         "optimizer": f"{settings['optim']}, β = ({args.adam_beta1}, {args.adam_beta2}), decay {args.weight_decay}",
         "learning rate": f"{args.learning_rate:g}, {settings['lr_scheduler_type']}, "
         f"{args.get_warmup_steps(state.max_steps)} steps of warm-up",
+        "seed": str(args.seed),
         "precision": "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32",
         "time": f"{seconds:.0f} s with {processes} on {device}",
         "versions": f"hf_infcl {__version__}, transformers {transformers.__version__}, torch {torch.__version__}",
@@ -118,7 +126,7 @@ def model_card(
 # {name}
 
 A `{model_class}` trained with `hf_infcl` on the captioned images of `{_name(dataset)}`. Every optimizer step minimised
-the exact contrastive loss of one global batch: each image met each text of all micro-batches and all processes.
+the exact contrastive loss of one global batch, over all its micro-batches and processes at once.
 
 ## Training
 
@@ -126,7 +134,7 @@ the exact contrastive loss of one global batch: each image met each text of all 
 {f"{chr(10)}![Loss and evaluation during training]({curves}){chr(10)}" if curves else ""}
 ## Results
 
-{_results(evaluations)}
+{_results(evaluations)}{_also_measured(args) if evaluations else ""}
 
 ## Use
 
@@ -196,7 +204,16 @@ def _name(source: str) -> str:
 
 
 def _quality(evaluation: Evaluation) -> list[tuple[str, float]]:
-    return [(metric, value) for metric, value in evaluation.metrics.items() if metric not in _SPEED]
+    """Metrics that are defined: a top-5 accuracy of four classes is not."""
+    return [(metric, v) for metric, v in evaluation.metrics.items() if metric not in _SPEED and not math.isnan(v)]
+
+
+def _also_measured(args: InfCLTrainingArguments) -> str:
+    """Of sets that are looked at during training, a choice of anything by them makes the figures too good."""
+    if args.eval_strategy == "no":
+        return ""
+    which = "the best of these" if args.load_best_model_at_end else "the last step, not of the best"
+    return f"\n\nMeasured during training too, on the same sets; the figures are of {which}."
 
 
 def _describe(metric: str) -> str:
@@ -227,7 +244,6 @@ def _model_index(evaluations: list[Evaluation]) -> list[EvalResult]:
                 metric_value=round(value, 4),
             )
             for metric, value in _quality(evaluation)
-            if not math.isnan(value)
         ]
     return results
 
@@ -239,13 +255,12 @@ def _results(evaluations: list[Evaluation]) -> str:
     for evaluation in evaluations:
         where = f"`{_name(evaluation.dataset)}`, {evaluation.split}"
         for metric, value in _quality(evaluation):
-            number = "not defined" if math.isnan(value) else f"{value:.4f}"  # top-5 accuracy of four classes
-            rows.append((where, f"{evaluation.size:,}", _describe(metric), number))
+            rows.append((where, f"{evaluation.size:,}", _describe(metric), f"{value:.4f}"))
         if evaluation.templates:
             prompts = ", ".join(f"“{template}”" for template in evaluation.templates)
             notes.append(
                 f"Zero-shot classification of {where} into {len(evaluation.class_names)} classes averages the "
-                f"embeddings of the prompts {prompts}."
+                f"embeddings of the prompts {prompts}. The pipeline below takes one."
             )
     return "\n\n".join([_table(("set", "images", "metric", "value"), rows), *notes])
 

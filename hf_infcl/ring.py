@@ -1,7 +1,8 @@
 """A ring of processes: blocks travel around it while each process computes on the one that it holds.
 
-One process is a ring of one; nothing here asks whether there are several. Transfers are point to point, started before
-the computation that they overlap and waited for after it. On NCCL waiting only orders streams: the host never stops.
+One process is a ring of one: callers need not ask whether there are several. Transfers are point to point, started
+before the computation that they overlap and waited for after it. On NCCL waiting only orders streams: the host never
+stops.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ class Ring:
         ValueError: this process is not a member of the group.
     """
 
+    group: dist.ProcessGroup | None = None
+    rank, world_size = 0, 1
+    device = torch.device("cpu")  # where small tensors of host values are exchanged
+
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         self.group = process_group
-        self.rank, self.world_size = 0, 1
-        self.device = torch.device("cpu")  # where small tensors of host values are exchanged
         if process_group is None and not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -44,9 +47,7 @@ class Ring:
     @classmethod
     def alone(cls) -> Ring:
         """A ring of this process only, also where a default group exists."""
-        ring = cls.__new__(cls)
-        ring.group, ring.rank, ring.world_size, ring.device = None, 0, 1, torch.device("cpu")
-        return ring
+        return cls.__new__(cls)
 
     def rotate(self, *tensors: Tensor | None) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """Yields every process's tensors once, as (rank they come from, tensors), beginning with this process's own.
@@ -110,11 +111,10 @@ class Ring:
 
     def gather_text(self, text: str) -> list[str]:
         """Every process's text."""
+        if self.world_size == 1:
+            return [text]
         texts: list[str] = [""] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(texts, text, group=self.group)
-        else:
-            texts[0] = text
+        dist.all_gather_object(texts, text, group=self.group)
         return texts
 
     def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:

@@ -148,17 +148,18 @@ class DiscoStrategy(RingStrategy):
         yield self.ring.rank * rows, gathered
 
     def collector(self, combine: Callable[..., Any]) -> Collector:
-        return _Scattered(self.ring, combine)
+        reduce = {torch.add: self.ring.scatter_sum, torch.logaddexp: self.ring.scatter_logaddexp}
+        return _Scattered(reduce[combine])
 
 
 class _Scattered:
     """A collector of one part, [B, ...], of which each process gets back the combination of its own b rows."""
 
-    def __init__(self, ring: Ring, combine: Callable[..., Any]) -> None:
-        self._ring, self._combine = ring, combine
+    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        self._reduce = reduce
 
     def add(self, part: Tensor) -> None:
-        self._own = self._ring.scatter_sum(part) if self._combine is torch.add else self._ring.scatter_logaddexp(part)
+        self._own = self._reduce(part)
 
     def home(self) -> Tensor:
         return self._own

@@ -10,18 +10,18 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
-from .data import ContrastiveCollator, ZeroShotDataset
+from .data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
 from .dual_encoder import SIGMOID_MODELS, DualEncoder
 from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from .grad_cache import CachedWindow, Features
@@ -56,8 +56,9 @@ class InfCLTrainer(Trainer):
             `ZeroShotDataset`.
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher; FSDP1, or DeepSpeed but for ZeRO
-            stages 1 and 2; ``args`` of another class.
+        ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
+            know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; ``args`` of another class;
+            ``compute_loss_func``; an `ImageTextDataset` without a processor or collator.
     """
 
     args: InfCLTrainingArguments
@@ -78,12 +79,24 @@ class InfCLTrainer(Trainer):
                 "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, "
                 "or show this process one GPU with CUDA_VISIBLE_DEVICES=0."
             )
+        if dist.is_initialized() and dist.get_world_size() != args.world_size:
+            raise ValueError(
+                f"{dist.get_world_size()} processes were started, but each trains for itself: args.world_size is "
+                f"{args.world_size}. On CPUs pass use_cpu=True."
+            )
         if model is not None:
             DualEncoder(model)  # raises for any other model, before something else does less clearly
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = _default_collator(kwargs["processing_class"], model)
+        if data_collator is None and isinstance(kwargs.get("train_dataset"), ImageTextDataset):
+            raise ValueError(
+                "Images and captions have to be prepared for the model: pass "
+                "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
+            )
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
+        self._sampler: WindowSampler | None = None
+        self._dispatched = False  # a stream that the main process reads for all
         super().__init__(model, args, data_collator, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
@@ -112,14 +125,14 @@ class InfCLTrainer(Trainer):
         model: Any = _without_compiler(self.model_wrapped)
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
-            model.broadcast_buffers = any(isinstance(m, _NormBase) for m in model.modules())
+            model.broadcast_buffers = bool(self.dual_encoder.batch_norms())
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:
         self._exhausted = False  # a stream, until the next pass
         # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
-        if (sampler := getattr(self, "_sampler", None)) is not None:
-            sampler.set_epoch(epoch)
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
 
     # ---- Model ----
 
@@ -138,6 +151,12 @@ class InfCLTrainer(Trainer):
             dual_encoder.prepare_for_fsdp()
         if self.is_deepspeed_enabled:
             dual_encoder.make_temperature_a_vector()
+        half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
+        if half and not self.is_deepspeed_enabled:  # whose optimizer keeps them in fp32
+            logger.warning(
+                f"The model trains in {half.pop()}, where steps smaller than the weights' rounding are lost. Load it "
+                "with from_pretrained(..., dtype=torch.float32): bf16=True computes in bf16 all the same."
+            )
         if dual_encoder.initialise_sigmoid():
             logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
         if self.args.global_batch_size > self.args.per_device_train_batch_size and (
@@ -315,7 +334,7 @@ class InfCLTrainer(Trainer):
                 encode,
                 [_MicroBatch(batch) for batch in self._window],
                 loss,
-                parameters=lambda: self.dual_encoder.parameters,
+                parameters=lambda: self.dual_encoder.temperature_parameters,
                 device=self.args.device,
                 retain=retain,
                 keep_grad_mode=compiled,
@@ -350,7 +369,7 @@ class InfCLTrainer(Trainer):
         return max(1, min(self._affordable_graphs or 1, most))
 
     def _measure_graphs(self) -> int | None:
-        """How many graphs fit, from the memory of the first two windows; None until they have been trained."""
+        """How many graphs fit, from the memory of the second window; None until it has been trained."""
         device = self.args.device
         if self._windows_trained < 2:  # the optimizer's state appears at the end of the first
             torch.cuda.reset_peak_memory_stats(device)
@@ -361,11 +380,16 @@ class InfCLTrainer(Trainer):
         # One window's peak above its resting state bounds one graph; a tenth stays free for fragmentation.
         fits = torch.tensor(1 + int(0.9 * unused) // graph, device=device)
         if self.args.world_size > 1:
-            torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN)  # wrappers count forwards alike
+            dist.all_reduce(fits, dist.ReduceOp.MIN)  # wrappers count forwards alike
         return int(fits)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what a contrastive run is watched by to the training logs."""
+        """Adds what a contrastive run is watched by to the training logs.
+
+        logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs; samples_per_second, pairs since
+        the last log with the evaluations in between; skipped_samples since the training began, where the data reports
+        them.
+        """
         if "loss" in logs:
             scale, bias = self.dual_encoder.scale_and_bias()
             logs["logit_scale"] = scale.item()
@@ -552,9 +576,9 @@ class _LoopEvents(TrainerCallback):
             from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
             # The parameter will be overwritten with what the optimizer keeps.
-            if (kept := safe_get_full_fp32_param(encoder.parameters[0])) is not None:
+            if (kept := safe_get_full_fp32_param(encoder.temperature_parameters[0])) is not None:
                 encoder.clamp_logit_scale(maximum, kept)
-                safe_set_full_fp32_param(encoder.parameters[0], kept)
+                safe_set_full_fp32_param(encoder.temperature_parameters[0], kept)
 
 
 @dataclass

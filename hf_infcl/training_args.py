@@ -29,10 +29,14 @@ class InfCLTrainingArguments(TrainingArguments):
         freeze: ``"image"`` or ``"text"`` stops the training of that tower and its projection (LiT, arXiv 2111.07991). A
             frozen tower runs once per window, in eval mode, and the loss computes no gradient for it.
         retain_graphs: of how many micro-batches of a window the autograd graph is kept, so that they need no second
-            forward: a number, or ``"auto"`` for as many as GPU memory allows by the measure of the first two windows.
+            forward: a number, or ``"auto"`` for as many as GPU memory allows by the measure of the second window.
             Each costs the activations of a micro-batch; the first costs none, so 0 is 1. The gradient is the same.
         offload_window: the window's inputs stay in pinned host memory and are moved one micro-batch ahead, so device
             memory does not grow with gradient_accumulation_steps but by the embeddings.
+
+    Other defaults than those of TrainingArguments: ``remove_unused_columns`` and ``logging_nan_inf_filter`` are off;
+    ``ddp_find_unused_parameters=None`` means False, and so does ``ddp_broadcast_buffers=None`` for a model without
+    batch norms.
 
     Raises:
         ValueError: an option is unknown, or contradicts exact windows.
@@ -79,13 +83,14 @@ class InfCLTrainingArguments(TrainingArguments):
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
-        for name, unwanted, reason in (
-            ("dataloader_drop_last", True, "it would drop rows of evaluations too; training has full windows anyway"),
-            ("batch_eval_metrics", True, "metrics are of the whole set, not of batches"),
-            ("label_smoothing_factor", self.label_smoothing_factor or None, "the contrastive loss has no labels"),
+        for name, default, reason in (
+            ("dataloader_drop_last", False, "it would drop rows of evaluations too; training has full windows anyway"),
+            ("batch_eval_metrics", False, "metrics are of the whole set, not of batches"),
+            ("eval_do_concat_batches", True, "metrics are of the whole set, not of batches"),
+            ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
         ):
-            if getattr(self, name) == unwanted:
-                raise ValueError(f"{name}={unwanted} is not for InfCLTrainer: {reason}. Leave it off.")
+            if (value := getattr(self, name)) != default:
+                raise ValueError(f"{name}={value} is not for InfCLTrainer: {reason}. Leave it at {default}.")
         if self.auto_find_batch_size:
             raise ValueError(
                 "auto_find_batch_size would change the contrastive batch and with it the objective. Lower "

@@ -4,8 +4,8 @@
     python scripts/evaluate.py --model outputs/mine --zero_shot_dataset my/labelled --templates "a photo of a {}."
     accelerate launch scripts/evaluate.py --model google/siglip-base-patch16-224 --eval_dataset my/pairs
 
-Takes the arguments of `scripts/train.py` that concern neither training nor its data, in a file too. Prints a table and
-writes eval_results.json into --output_dir.
+Takes the arguments of `scripts/train.py` but for the training data, in a file too, and has no use for those about the
+training itself. Prints a table and writes eval_results.json into --output_dir.
 """
 
 from pathlib import Path

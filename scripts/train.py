@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import yaml
+from huggingface_hub import HfApi
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModel, AutoProcessor, HfArgumentParser
 
@@ -37,10 +38,8 @@ class PairArguments:
     image_column: str = field(default="image", metadata={"help": "Column of images, paths or encoded images."})
     caption_column: str = field(default="caption", metadata={"help": "Column of captions: a string or a list of them."})
     pair_id_column: str | None = field(
-        default=None, metadata={"help": "Rows with equal values in this column are never each other's negatives."}
-    )
-    pair_ids: str | None = field(
-        default=None, metadata={"help": "'caption': equal captions are never each other's negatives."}
+        default=None,
+        metadata={"help": "Rows equal in this column, the caption's for instance, are never each other's negatives."},
     )
     eval_dataset: str | None = field(
         default=None, metadata={"help": "Image-text pairs to measure the loss and retrieval on: Hub id or folder."}
@@ -49,7 +48,7 @@ class PairArguments:
 
     @property
     def columns(self) -> dict[str, str | None]:
-        names = "image_column", "caption_column", "pair_id_column", "pair_ids"
+        names = "image_column", "caption_column", "pair_id_column"
         return {name: getattr(self, name) for name in names}
 
 
@@ -119,9 +118,18 @@ def main() -> None:
             args=args,
             state=trainer.state,
             seconds=trained["train_runtime"],
+            pair_id_column=pairs.pair_id_column,
             evaluations=evaluations(pairs, zero_shot, eval_datasets, measured),
             curves=curves,
         ).save(Path(args.output_dir, "README.md"))
+        if args.push_to_hub:  # save_model has pushed the model, with a card that Trainer wrote
+            HfApi(token=args.hub_token).upload_folder(
+                repo_id=trainer.hub_model_id,
+                folder_path=args.output_dir,
+                allow_patterns=["README.md", "curves.png", "*_results.json"],
+                commit_message="Model card, curves and results",
+                revision=args.hub_revision,
+            )
         and_curves = ", its curves" if curves else ""
         print(f"The model, its card (README.md){and_curves} and results (*.json) are in {args.output_dir}")
     leave(trainer)

@@ -66,7 +66,7 @@ class TestLoadPairs:
 
     def test_a_wrong_split_is_told_which_there_are(self, tmp_path):
         folder = write_folder(tmp_path / "pairs", ["a"])
-        with pytest.raises(ValueError, match=r'"tset".*\[\'train\'\]'):
+        with pytest.raises(ValueError, match=r'pairs.*"tset".*\[\'train\'\]'):
             load_pairs(str(folder), split="tset")
         DatasetDict(train=captioned(["a"]), test=captioned(["a"])).save_to_disk(tmp_path / "saved")
         with pytest.raises(ValueError, match=r"no split 'tset'; its splits are \['train', 'test'\]"):
@@ -78,6 +78,10 @@ class TestLoadPairs:
     def test_a_wrong_configuration_is_told_which_there_are(self, tmp_path):
         with pytest.raises(ValueError, match=r"'big' not found. Available: \['default'\]"):
             load_pairs(str(write_folder(tmp_path / "pairs", ["a"])), split="train", name="big")
+
+    def test_captions_of_two_types_are_told_where(self, tmp_path):
+        with pytest.raises(ValueError, match=r"pairs.*'train'.*Column\(/caption\) changed from array to string"):
+            load_pairs(str(write_folder(tmp_path / "pairs", [["a", "b"], "c"])), split="train")
 
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"no dataset at '.*nothing'"):
@@ -150,7 +154,7 @@ class TestPairIds:
         assert caption_pair_id(same) != caption_pair_id("a photo of a cafe in a straße")
 
     def test_of_the_caption(self):
-        dataset = ImageTextDataset(captioned(["A cat", "a dog", "a cat"]), pair_ids="caption")
+        dataset = ImageTextDataset(captioned(["A cat", "a dog", "a cat"]), pair_id_column="caption")
         ids = [item["pair_id"] for item in dataset]
         assert ids[0] == ids[2] == caption_pair_id("a cat") != ids[1]
 
@@ -261,7 +265,7 @@ class TestBadSamples:
         assert max(counts) > 1, "nine rows of ten are bad: some replacement was bad too"
 
     def test_skip_keeps_the_pair_ids_asked_for(self, broken):
-        for item in ImageTextDataset(broken, on_bad_sample="skip", pair_ids="caption"):
+        for item in ImageTextDataset(broken, on_bad_sample="skip", pair_id_column="caption"):
             assert item["pair_id"] == caption_pair_id(f"caption {row_of(item)}")
 
     def test_skip_gives_up_when_everything_is_bad(self):
@@ -286,8 +290,6 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
-        (PAIRS, {"pair_ids": "image"}, "pair_ids must be None or \"caption\", got 'image'"),
-        (PAIRS, {"pair_ids": "caption", "pair_id_column": "id"}, "exclude each other"),
         (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
         (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count replacements twice"),
         (PAIRS.select([]), {}, "no rows"),

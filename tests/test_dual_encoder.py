@@ -110,7 +110,7 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
         torch.testing.assert_close(encoder.encode_images(batch), images, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(encoder.encode_texts(batch), texts, rtol=1e-4, atol=1e-5)
     assert encoder.objective == ("sigmoid" if kind.startswith("siglip") else "softmax")
-    assert len(encoder.parameters) == (2 if kind.startswith("siglip") else 1)
+    assert len(encoder.temperature_parameters) == (2 if kind.startswith("siglip") else 1)
     assert bool(encoder.batch_norms()) == (kind in ("align", "groupvit"))
 
 
@@ -155,7 +155,7 @@ def test_clamp_limits_the_multiplier(kind):
     encoder = DualEncoder(BUILD[kind]())
     for start, expected in ((1e3, 50.0), (0.5, 1.0), (7.0, 7.0)):
         with torch.no_grad():
-            encoder.parameters[0].fill_(1 / start if kind == "align" else math.log(start))
+            encoder.temperature_parameters[0].fill_(1 / start if kind == "align" else math.log(start))
         encoder.clamp_logit_scale(50)
         assert encoder.scale_and_bias()[0].item() == pytest.approx(expected)
 
@@ -166,9 +166,9 @@ def test_siglip_from_config_starts_where_the_paper_does_and_a_trained_one_is_lef
     scale, bias = encoder.scale_and_bias()
     assert (scale.item(), bias.item()) == (pytest.approx(10), -10)
     with torch.no_grad():
-        encoder.parameters[0].zero_()
+        encoder.temperature_parameters[0].zero_()
     assert not encoder.initialise_sigmoid()
-    assert encoder.parameters[0] == 0
+    assert encoder.temperature_parameters[0] == 0
     assert not DualEncoder(models.clip()).initialise_sigmoid()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from test_parity import MODELS, VARIANTS, Gradients, check
-from test_trainer import trainer_for
+from test_trainer import parameters, trainer_for
 
 from hf_infcl.strategies import STRATEGIES
 
@@ -104,3 +106,29 @@ def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective,
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     ranks.run(rank_compile, world_size, str(tmp_path), objective, frozen, backend="nccl", timeout=300)
+
+
+def rank_auto(rank: int, world_size: int, folder: str) -> None:
+    """Parameters after four windows, in the last two of which "auto" keeps what graphs it has found to fit: all."""
+    options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 4, "use_cpu": False}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    ends, forwards = [], []
+    for retain in ("1", "auto"):
+        model, runs = models.clip(dropout=0.3), []
+        model.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        trainer = trainer_for(folder, model, models.Pairs(32 * world_size), retain_graphs=retain, **options)
+        start = parameters(trainer)
+        trainer.train()
+        ends.append(parameters(trainer))
+        forwards.append(len(runs))
+    # A wrapper's last micro-batch is always encoded again.
+    last = 4 if trainer.accelerator.distributed_type == DistributedType.NO else 5
+    assert forwards == [7 * 4, 7 * 2 + last * 2]
+    assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl")

@@ -123,11 +123,9 @@ def test_only_wanted_gradients(ranks, world_size):
 
 
 def rank_memory(rank: int, world_size: int, objective: str) -> int:
-    tiled.TILE_ELEMENTS = 64
     x, y = (t.requires_grad_() for t in features(32, 64, seed=rank))
-    with LargestTensor() as seen:
+    with mock.patch.object(tiled, "TILE_ELEMENTS", 64), LargestTensor() as seen:
         contrastive_loss(x, y, 10.0, 0.0, objective=objective).backward()
-    tiled.TILE_ELEMENTS = 1 << 20
     return seen.elements
 
 
@@ -143,6 +141,9 @@ def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
     wrong = rank == 1
     ids = torch.arange(4)
     return {
+        "model output": ((x, (y,) if wrong else y, 1.0), {}, r"rank 1: text_embeds must be a tensor, .*got a tuple"),
+        "text scale": ((x, y, "1" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
+        "no scale": ((x, y, None if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a NoneType"),
         "rows": ((x[:3], y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 0: .*\[4, 8\].*\n.*rank 1: .*\[3, 8\]"),
         "width": ((x[:, :5], y[:, :5], 1.0) if wrong else (x, y, 1.0), {}, r"\[4, 8\][\s\S]*\[4, 5\]"),
         "towers": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[4, 8\] and \[3, 8\]"),
@@ -180,7 +181,10 @@ def test_every_process_is_told_what_is_wrong_anywhere(ranks):
     ranks.run(rank_errors, 2)
 
 
-@pytest.mark.parametrize("name", ["towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"])
+@pytest.mark.parametrize(
+    "name",
+    ["model output", "text scale", "towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"],
+)
 def test_one_process_is_told_what_is_wrong(name):
     args, options, message = _bad_inputs(1)[name]
     with pytest.raises(ValueError, match=message.removeprefix("rank 1: ")):

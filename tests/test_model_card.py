@@ -63,17 +63,20 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         ("image-text-retrieval", "someone/pairs", "test", "text retrieval recall@1"): 0.75,
     }
     for fact in (
-        "**32 pairs** = 8 per device × 4 accumulation steps × 1 process (ring)",
-        "60 optimizer steps, 1,920 pairs seen, 1.5 epochs",
+        "**32 pairs** = 8 per device × 4 accumulation steps × 1 process |",
+        "60 optimizer steps, 1,920 pairs seen, 1.6 passes over the data",
+        "| negatives | all other pairs of the batch, also of equal captions |",
         "0.001, cosine",
         "| frozen | image tower |",
         "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
-        "| `someone/labelled`, validation | 300 | top-5 accuracy | not defined |",
         "“a photo of a {}.”",
         '["cat", "dog"]',
         "](curves.png)",
     ):
         assert fact in read.text, fact
+    assert "top-5" not in read.content, "of two classes"
+    assert "during training" not in read.text.partition("## Results")[2]
+    assert "bad samples" not in read.text
     assert "runtime" not in read.content
     assert "per_second" not in read.content
 
@@ -98,6 +101,16 @@ def test_a_card_without_results_says_so(tmp_path):
     read = card(tmp_path)
     assert "not evaluated" in read.text
     assert "model-index" not in read.data.to_dict()
+
+
+def test_what_weakens_a_result_is_told(tmp_path):
+    args = InfCLTrainingArguments(output_dir=str(tmp_path), eval_strategy="steps", eval_steps=5, use_cpu=True)
+    state = TrainerState(global_step=10, max_steps=10, log_history=[{"skipped_samples": 2}, {"skipped_samples": 3}, {}])
+    evaluations = [Evaluation("someone/pairs", "test", 1000, PAIRS)]
+    text = card(tmp_path, args=args, state=state, evaluations=evaluations, pair_id_column="url").text
+    assert "all other pairs of the batch but those of equal `url`" in text
+    assert "3 times another row took the place of one" in text
+    assert "during training too, on the same sets; the figures are of the last step" in text
 
 
 def test_curves_are_drawn(tmp_path):

@@ -136,7 +136,8 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     assert {entry["global_batch_size"] for entry in logs} == {16 * 4 * 2}
     assert 0 <= results["eval_zero_shot_acc1"] <= 1
     card = (trained / "README.md").read_text()
-    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes (ring)" in card
+    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes |" in card
+    assert "but those of equal `label`" in card
     assert f"{results['eval_zero_shot_acc1']:.4f}" in card
     assert str(demo) not in card
     assert (trained / "curves.png").stat().st_size > 10_000
@@ -162,6 +163,39 @@ def test_training_needs_no_evaluation_and_can_be_resumed(demo, tmp_path):
     assert "No curves" in printed, "which need an optional package"
     assert not (tmp_path / "curves.png").exists()
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_what_is_pushed_last_is_the_measured_card(demo, tmp_path):
+    """The Hub's calls are noted instead of made."""
+    stubbed = """
+import os, runpy, shutil, sys, types, huggingface_hub
+
+def upload(self, *, repo_id, folder_path, **options):
+    assert repo_id == "me/mine"
+    shutil.copy(os.path.join(folder_path, "README.md"), os.path.join(folder_path, "_pushed.md"))
+
+huggingface_hub.HfApi.create_repo = lambda self, *args, **options: types.SimpleNamespace(repo_id="me/mine")
+huggingface_hub.HfApi.upload_folder = upload
+del sys.argv[0]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--use_cpu"]
+    words += [
+        "--report_to",
+        "none",
+        "--max_steps",
+        1,
+        "--push_to_hub",
+        "--hub_model_id",
+        "me/mine",
+        "--save_strategy",
+        "no",
+    ]
+    run("-c", stubbed, SCRIPTS / "train.py", *words, "--eval_dataset", demo / "digits")
+    pushed = (tmp_path / "_pushed.md").read_text()
+    assert "contrastive loss of the whole set" in pushed
+    assert pushed == (tmp_path / "README.md").read_text()
 
 
 def test_evaluate_measures_what_training_measured(demo, trained, tmp_path):
@@ -313,7 +347,7 @@ def test_plots_show_the_newest_rows(script, tmp_path):
     ):
         row = {"date": date, "device": device, "implementation": name, "ms": ms}
         common.append(tmp_path / "t.csv", columns, row)
-    rows = common.newest(tmp_path / "t.csv", ("implementation",), "ms")
+    rows = common.newest(tmp_path / "t.csv", ("implementation",), lambda row: row["ms"])
     assert [(row["implementation"], row["ms"]) for row in rows] == [("a", "3"), ("b", "4")]
     with pytest.raises(SystemExit, match="other columns"):
         common.append(tmp_path / "t.csv", (*columns, "more"), {})
@@ -328,23 +362,30 @@ def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
     assert "2410.17243" in written
     assert len([line for line in written.splitlines() if line.startswith("|")]) == 9 + 8 + 6
 
-    for batch in (32 * 1024, 128 * 1024, 512 * 1024):
-        row = {"date": "2026-01-01", "device": "NVIDIA H200", "world_size": 4, "model": "vit-b-16"}
-        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": batch}
-        row |= {"loss_gib": 1.5, "peak_gib": 10 + batch / 102_400} if batch < 512 * 1024 else {"note": "does not fit"}
-        step.common.append(tmp_path / "step.csv", step.COLUMNS, row)
+    for world_size, dtype, k, memory in (
+        (4, "float32", 32, {"loss_gib": 1.5, "peak_gib": 10.3}),
+        (4, "float32", 128, {"loss_gib": 1.5, "peak_gib": 11.2}),
+        (2, "bfloat16", 128, {"loss_gib": 2.5, "peak_gib": 12.4}),
+        (2, "bfloat16", 512, {"note": "does not fit"}),
+    ):
+        row = {"date": "2026-01-01", "device": "NVIDIA H200", "world_size": world_size, "model": "vit-b-16"}
+        row |= {"comparison": "table", "implementation": "hf_infcl", "batch_size": 1024 * k, "pixel_dtype": dtype}
+        step.common.append(tmp_path / "step.csv", step.COLUMNS, row | memory)
     tables.run(where)
     written = where.output.read_text()
-    assert "| hf_infcl, 4 × H200 | 1.50 (10.32) | – | 1.50 (11.28) | – | ✗ | – |" in written
-    assert "| vit-b-16, 4 × H200 | – | – | ≥ 128k (1.50 GiB) |" in written
+    assert "| hf_infcl, 4 × H200, float32 images | 1.50 (10.30) | – | 1.50 (11.20) | – | – | – |" in written
+    assert "| hf_infcl, 2 × H200, bfloat16 images | – | – | 2.50 (12.40) | – | ✗ | – |" in written
+    assert "| vit-b-16, 4 × H200, float32 images | – | – | ≥ 128k (1.50 GiB) |" in written
+    assert "| vit-b-16, 2 × H200, bfloat16 images | – | – | ≥ 128k (2.50 GiB) |" in written
 
 
-def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path):
-    loss = script("benchmarks.loss")
-    (tmp_path / "loss.csv").write_bytes((SCRIPTS / "benchmarks/loss.csv").read_bytes())
-    loss.plot(tmp_path / "loss.csv")
-    assert (tmp_path / "loss.png").stat().st_size > 10_000
-    assert tuple(rows_of(tmp_path / "loss.csv")[0]) == loss.COLUMNS
+@pytest.mark.parametrize("name", ["loss", "ring", "memory", "step"])
+def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
+    benchmark, table = script(f"benchmarks.{name}"), tmp_path / f"{name}.csv"
+    table.write_bytes((SCRIPTS / f"benchmarks/{name}.csv").read_bytes())
+    benchmark.plot(table)
+    assert table.with_suffix(".png").stat().st_size > 10_000
+    assert tuple(rows_of(table)[0]) == benchmark.COLUMNS
 
 
 # ---- Arguments ----

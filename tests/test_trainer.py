@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from typing import Any
+from unittest import mock
 
 import models
 import pytest
@@ -14,7 +15,7 @@ from test_parity import Gradients
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
+from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
 from hf_infcl.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.trainer import WindowSampler
@@ -568,6 +569,7 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True .*rows of evaluations"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics=True .*whole set"),
+        ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False .*whole set.*at True"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 .*no labels"),
         ({"freeze": "vision"}, "freeze must be one of None, 'image', 'text', got 'vision'"),
         ({"retain_graphs": "all"}, "retain_graphs must be a number from 0 or 'auto', got 'all'"),
@@ -581,6 +583,38 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
 def test_arguments_that_contradict_exact_windows(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
+
+
+def test_images_and_captions_need_a_processor(tmp_path):
+    from test_data import PAIRS
+
+    with pytest.raises(ValueError, match="processing_class=AutoProcessor"):
+        InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=ImageTextDataset(PAIRS))
+
+
+def test_weights_of_half_precision_are_warned_of(tmp_path, caplog):
+    trainer_for(tmp_path)
+    assert "rounding" not in caplog.text
+    trainer_for(tmp_path, models.clip().bfloat16())
+    assert "trains in torch.bfloat16" in caplog.text
+    caplog.clear()
+    halved = models.clip()
+    halved.vision_model.half().requires_grad_(False)
+    trainer_for(tmp_path, halved)
+    assert "rounding" not in caplog.text, "what is frozen loses nothing"
+
+
+def rank_apart(rank: int, world_size: int, folder: str) -> None:
+    # As on CPUs without use_cpu: torch.distributed is there, and TrainingArguments do not look at it.
+    with (
+        mock.patch.object(InfCLTrainingArguments, "world_size", 1),
+        pytest.raises(ValueError, match="2 processes were"),
+    ):
+        trainer_for(folder)
+
+
+def test_processes_that_would_train_apart_are_refused(ranks, tmp_path):
+    ranks.run(rank_apart, 2, str(tmp_path))
 
 
 def test_batch_norm_is_warned_of(tmp_path, caplog):

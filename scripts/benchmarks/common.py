@@ -186,15 +186,15 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
     print(*(f"{key}={row[key]}" for key in columns if row.get(key, "") != "" and key not in unsaid), flush=True)
 
 
-def newest(table: Path, keys: tuple[str, ...], value: str) -> list[Row]:
-    """Of the device measured last, the last of the rows that agree in ``keys`` and have a ``value``.
+def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> list[Row]:
+    """Of the device measured last, the last of the ``wanted`` rows that agree in ``keys``.
 
     So a repeated measurement replaces an older one.
     """
     if not table.exists():
         return []
     with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row[value]]
+        rows = [row for row in csv.DictReader(file) if wanted(row)]
     rows = [row for row in rows if row["device"] == rows[-1]["device"]]
     return list({tuple(row[key] for key in keys): row for row in rows}.values())
 

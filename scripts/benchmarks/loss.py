@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> None:
 
 def plot(table: Path) -> None:
     """Time and memory against the batch size: a row of two panels for each setting with three sizes or more."""
-    rows = common.newest(table, ("objective", "dtype", "dim", "batch_size", "implementation"), "ms")
+    rows = common.newest(table, ("objective", "dtype", "dim", "batch_size", "implementation"), lambda row: row["ms"])
     style = common.styles(dict.fromkeys(row["implementation"] for row in rows))
     settings: dict[str, list[dict[str, Any]]] = {}
     for row in rows:

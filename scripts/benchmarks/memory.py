@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 def plot(table: Path) -> None:
     """For each objective: memory against the global batch at the most GPUs, and against the GPUs at one b."""
     keys = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size", "implementation")
-    rows = common.newest(table, keys, "peak_mib")
+    rows = common.newest(table, keys, lambda row: row["peak_mib"])
     objectives = list(dict.fromkeys(row["objective"] for row in rows))
     if not rows:
         return

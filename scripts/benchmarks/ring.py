@@ -211,7 +211,7 @@ def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.d
 
 def plot(table: Path) -> None:
     """Time per implementation, a panel for each setting at the most GPUs measured."""
-    rows = common.newest(table, (*SETTING, "implementation"), "ms")
+    rows = common.newest(table, (*SETTING, "implementation"), lambda row: row["ms"])
     most = max((int(row["world_size"]) for row in rows), default=0)
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

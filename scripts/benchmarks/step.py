@@ -177,18 +177,19 @@ def plot(table: Path) -> None:
     keys = (
         "world_size",
         "model",
+        "pixel_dtype",
         "comparison",
         "accumulation_steps",
         "micro_batch_size",
         "batch_size",
         "implementation",
     )
-    rows = common.newest(table, keys, "ms")
+    rows = common.newest(table, keys, lambda row: row["ms"])
     panels: list[tuple[str, list[Row]]] = []
     for comparison, value in (("overhead", "ratio"), ("table", "peak_gib")):
         group = [row for row in rows if row["comparison"] == comparison and row[value]]
         if group:
-            last = {key: group[-1][key] for key in ("world_size", "model", "micro_batch_size")}
+            last = {key: group[-1][key] for key in ("world_size", "model", "pixel_dtype", "micro_batch_size")}
             panels.append((comparison, [row for row in group if all(row[k] == v for k, v in last.items())]))
     if not panels:
         return
@@ -212,7 +213,11 @@ def plot(table: Path) -> None:
             for row in group:
                 lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row["peak_gib"])))
             common.draw_lines(axis, lines, common.styles(lines))
-            axis.set(title=setting, xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
+            title = f"{setting}, {first['pixel_dtype']} images"
+            axis.set(title=title, xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
+            sizes = sorted({batch for points in lines.values() for batch, _ in points})
+            axis.set_xticks(sizes, [f"{batch:,}" for batch in sizes])
+            axis.set_xticks([], minor=True)
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_formatter("{x:g}")
     common.save(figure, table.with_suffix(".png"), [row for _, group in panels for row in group])

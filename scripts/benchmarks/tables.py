@@ -8,11 +8,9 @@ GB, ours are GiB of torch's allocator.
 from __future__ import annotations
 
 import argparse
-import csv
-from collections.abc import Callable
 from pathlib import Path
 
-from .common import FOLDER, Row
+from .common import FOLDER, Row, newest
 
 K = 1024
 PAPER_MEMORY = {  # table 1: ViT-L/14, gradient cache with micro-batches of 128, AdamW; loss (peak) in GB
@@ -57,16 +55,17 @@ PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak 
 STEP_KEYS = ("world_size", "model", "pixel_dtype", "micro_batch_size", "batch_size", "implementation")
 
 
-def read(name: str, keys: tuple[str, ...], wanted: Callable[[Row], bool]) -> list[Row]:
-    """Of the device measured last and the most of them, the last of the rows that agree in ``keys``."""
-    table = FOLDER / f"{name}.csv"
-    if not table.exists():
-        return []
-    with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if wanted(row)]
-    rows = [row for row in rows if row["device"] == rows[-1]["device"]]
+def of_most_devices(rows: list[Row]) -> list[Row]:
     most = max((int(row["world_size"]) for row in rows), default=0)
-    return list({tuple(row[key] for key in keys): row for row in rows if int(row["world_size"]) == most}.values())
+    return [row for row in rows if int(row["world_size"]) == most]
+
+
+def by_hardware(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by number of devices and dtype of images, the fewest devices first."""
+    found: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: int(row["world_size"])):
+        found.setdefault(f"{hardware_of(row)}, {row['pixel_dtype']} images", []).append(row)
+    return found
 
 
 def markdown(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -83,12 +82,13 @@ def memory(steps: list[Row]) -> str:
     for hardware, losses in PAPER_MEMORY.items():
         for loss, figures in losses.items():
             lines.append((f"{loss}, {hardware} (paper)", *(figures.get(size // K, "–") for size in sizes)))
-    for name in dict.fromkeys(row["implementation"] for row in steps):
-        cells = dict.fromkeys(sizes, "–")
-        for row in (row for row in steps if row["implementation"] == name):
-            fits = f"{float(row['loss_gib'] or 0):.2f} ({float(row['peak_gib'] or 0):.2f})" if row["peak_gib"] else "✗"
-            cells[int(row["batch_size"])] = fits
-        lines.append((f"{name}, {hardware_of(steps[0])}", *cells.values()))
+    for hardware, rows in by_hardware(steps).items():
+        for name in dict.fromkeys(row["implementation"] for row in rows):
+            cells = dict.fromkeys(sizes, "–")
+            for row in (row for row in rows if row["implementation"] == name):
+                figures = (float(row[key] or 0) for key in ("loss_gib", "peak_gib"))
+                cells[int(row["batch_size"])] = "{:.2f} ({:.2f})".format(*figures) if row["peak_gib"] else "✗"
+            lines.append((f"{name}, {hardware}", *cells.values()))
     return markdown(("loss (peak) memory per GPU", *map(thousands, sizes)), lines)
 
 
@@ -98,11 +98,11 @@ def hardware_of(row: Row) -> str:
 
 def maximum(steps: list[Row]) -> str:
     lines = list(PAPER_MAXIMUM)
-    if steps:
-        resident = (largest(steps, name) for name in ("CLIP", "OpenCLIP local loss", "hf_infcl"))
-        budget, where = steps[0]["model"], hardware_of(steps[0])
-        lines.append((f"{budget}, {where}", *resident))
-        lines.append((f"{budget}, offload_window, {where}", "–", "–", largest(steps, "hf_infcl offload")))
+    for hardware, rows in by_hardware(steps).items():
+        budget = rows[0]["model"]
+        resident = (largest(rows, name) for name in ("CLIP", "OpenCLIP local loss", "hf_infcl"))
+        lines.append((f"{budget}, {hardware}", *resident))
+        lines.append((f"{budget}, offload_window, {hardware}", "–", "–", largest(rows, "hf_infcl offload")))
     return markdown(("budget", "CLIP", "OpenCLIP", "Inf-CL / hf_infcl"), lines)
 
 
@@ -133,14 +133,14 @@ def ablation(memories: list[Row], times: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    steps = read("step", STEP_KEYS, lambda row: row["comparison"] == "table")
+    steps = newest(FOLDER / "step.csv", STEP_KEYS, lambda row: row["comparison"] == "table")
     same = ("world_size", "objective", "batch_size", "implementation")
 
     def at_64k(row: Row) -> bool:
         return row["batch_size"] == str(64 * K) and row["objective"] == "softmax" and row["dim"] == "512"
 
-    memories = read("memory", same, lambda row: at_64k(row) and bool(row["peak_mib"]))
-    times = read("ring", same, lambda row: at_64k(row) and bool(row["ms"]))
+    memories = of_most_devices(newest(FOLDER / "memory.csv", same, lambda row: at_64k(row) and row["peak_mib"]))
+    times = of_most_devices(newest(FOLDER / "ring.csv", same, lambda row: at_64k(row) and row["ms"]))
     dates = sorted({row["date"] for row in (*steps, *memories, *times)})
     when = " to ".join(sorted({*dates[:1], *dates[-1:]})) or "no run yet"
     text = f"""# The paper's tables

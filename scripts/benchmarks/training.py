@@ -203,7 +203,6 @@ class PooledInfCLTrainer(InfCLTrainer):
     """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_window``."""
 
     pool: list[Batch]
-    _dispatched = False
 
     def get_train_dataloader(self) -> Any:
         device = None if self.args.offload_window else self.args.device
