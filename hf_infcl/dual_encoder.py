@@ -33,8 +33,9 @@ SIGMOID_MODELS = ("siglip", "siglip2")
 # What `freeze` stops, first the tower itself; not every model has all of the others.
 TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 
-# Parameters that belong to other uses of a tower: a pooler beside the first position, attention to images.
-_UNUSED = {"align": "text_model.pooler.", "blip": ".crossattention."}
+# Parameters that belong to other uses of a tower: a pooler beside the first position, attention to images, and what
+# stands for masked patches in DINOv2's pretraining.
+_UNUSED = {"align": "text_model.pooler.", "blip": ".crossattention.", "vision-text-dual-encoder": ".mask_token"}
 
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -138,11 +139,20 @@ class DualEncoder:
         except NotImplementedError:
             self._base.get_input_embeddings = lambda: None
 
-    def register_fsdp_methods(self) -> None:
-        """Lets FSDP2 gather the parameters for the two towers' own methods, as it does for forward."""
-        for name in ("get_image_features", "get_text_features"):
-            if name not in vars(self.model):
-                register_fsdp_forward_method(self.model, name)
+    @contextlib.contextmanager
+    def fsdp_methods(self) -> Iterator[None]:
+        """Within the context FSDP2 gathers the parameters for the two towers' own methods, as it does for forward.
+
+        Not outside of it: CLIP's forward calls these methods, and would be left without its parameters half-way.
+        """
+        names = ("get_image_features", "get_text_features")
+        for name in names:
+            register_fsdp_forward_method(self.model, name)
+        try:
+            yield
+        finally:
+            for name in names:
+                vars(self.model).pop(name, None)  # the class's own again; none was set where nothing is sharded
 
     def stock_shapes(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state with the shapes that plain ``from_pretrained`` expects, after `make_temperature_a_vector`."""
@@ -185,6 +195,11 @@ class DualEncoder:
         towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
         return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
 
+    def frozen_parts(self) -> list[nn.Module]:
+        """The towers and the projections that do not train."""
+        parts = (getattr(self.model, name, None) for names in TOWERS.values() for name in names)
+        return [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
+
     def encode_images(self, batch: Mapping[str, Any]) -> Tensor:
         """L2-normalised image embeddings [images, D], for evaluation."""
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
@@ -199,7 +214,7 @@ class DualEncoder:
 
     def batch_norms(self) -> list[str]:
         """Names of the layers that normalise over the micro-batch in training, which no window can make exact."""
-        constant = {module for tower in self.frozen_towers().values() for module in tower.modules()}
+        constant = {module for part in self.frozen_parts() for module in part.modules()}
         return [
             name
             for name, module in self.model.named_modules()

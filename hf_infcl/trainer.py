@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
@@ -57,8 +57,8 @@ class InfCLTrainer(Trainer):
 
     Raises:
         ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
-            know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; ``args`` of another class;
-            ``compute_loss_func``; an `ImageTextDataset` without a processor or collator.
+            know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; FSDP where only the temperature trains;
+            ``args`` of another class; ``compute_loss_func``; an `ImageTextDataset` without a processor or collator.
     """
 
     args: InfCLTrainingArguments
@@ -148,6 +148,12 @@ class InfCLTrainer(Trainer):
         if self.args.freeze is not None:
             dual_encoder.freeze(self.args.freeze)
         if self.is_fsdp_enabled:
+            temperature = set(dual_encoder.temperature_parameters)
+            if not any(p.requires_grad for p in model.parameters() if p not in temperature):
+                raise ValueError(
+                    "No embedding depends on a parameter that trains, and FSDP exchanges gradients after a backward "
+                    "through the model alone. Train a tower or a projection, or use DDP for logit_scale by itself."
+                )
             dual_encoder.prepare_for_fsdp()
         if self.is_deepspeed_enabled:
             dual_encoder.make_temperature_a_vector()
@@ -200,6 +206,8 @@ class InfCLTrainer(Trainer):
         """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
         dataloader = super().get_train_dataloader()
         self._dispatched = isinstance(dataloader, DataLoaderDispatcher)
+        if isinstance(dataloader.dataset, IterableDatasetShard):
+            dataloader.dataset.drop_last = True  # it would fill a stream's last batch with rows of the first
         if self.args.offload_window:
             if self._dispatched:
                 raise ValueError(
@@ -222,17 +230,14 @@ class InfCLTrainer(Trainer):
             return [], None
         try:
             window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-            if any("caption_image" in batch for batch in window):
-                raise ValueError(
-                    "A training batch has images with several captions or none; one is drawn per epoch by "
-                    "ImageTextDataset(dataset) with all_captions=False. Wrap the training rows in that."
-                )
+            for batch in window:
+                _check_batch(batch)
+            rows = sum(len(batch["pixel_values"]) for batch in window)
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
             if not self._dispatched:
                 _tell_the_others(error)
             raise
-        rows = sum(len(batch["pixel_values"]) for batch in window)
         seen = [int(rows) for (rows,) in Ring().agree([rows])]
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
@@ -256,8 +261,8 @@ class InfCLTrainer(Trainer):
             The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
         """
         model.train()
-        for tower in self.dual_encoder.frozen_towers().values():
-            tower.eval()  # what does not train has no use for dropout, and then need not run twice
+        for frozen in self.dual_encoder.frozen_parts():
+            frozen.eval()  # what does not train has no use for dropout, and then need not run twice
         if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             prepare()
         index = self._next_micro_batch
@@ -288,6 +293,8 @@ class InfCLTrainer(Trainer):
         if not last:
             return torch.zeros_like(loss)
         self._cached = None
+        if is_ddp and self._windows_trained == 0 and not ddp.find_unused_parameters:
+            _check_all_have_gradients(ddp.module)
         self._windows_trained += 1
         return loss
 
@@ -422,8 +429,6 @@ class InfCLTrainer(Trainer):
     ) -> tuple[None, Any, Any]:
         """Embeddings of one batch: of images and their captions, or of images and their labels."""
         inputs = self._prepare_inputs(inputs)
-        if self.is_fsdp_enabled:
-            self.dual_encoder.register_fsdp_methods()
         with torch.no_grad(), self.accelerator.autocast():
             images = self.dual_encoder.encode_images(inputs).float()
             if "labels" in inputs:
@@ -451,17 +456,18 @@ class InfCLTrainer(Trainer):
         Pairs: ``loss``, the contrastive loss of the whole set as one batch (of each image with its first caption), and
         retrieval recalls over all captions. A `ZeroShotDataset`: accuracies.
         """
-        output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
-        assert output.metrics is not None
-        if isinstance(output.predictions, tuple):
-            metrics = self._pairs(output)
-        elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
-            metrics = self._zero_shot(dataset, output)
-        else:
-            raise ValueError(
-                "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset itself, "
-                f"not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
-            )
+        with self.dual_encoder.fsdp_methods() if self.is_fsdp_enabled else nullcontext():
+            output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+            assert output.metrics is not None
+            if isinstance(output.predictions, tuple):
+                metrics = self._pairs(output)
+            elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
+                metrics = self._zero_shot(dataset, output)
+            else:
+                raise ValueError(
+                    "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset "
+                    f"itself, not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
+                )
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -589,8 +595,36 @@ class _MicroBatch:
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
 
 
+def _check_batch(batch: Any) -> None:
+    """Raises a ValueError for what no data collator should give in training."""
+    if not isinstance(batch, Mapping) or not {"pixel_values", "input_ids"} <= batch.keys():
+        got = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise ValueError(f"The data collator must give a dict with pixel_values and input_ids at least, got {got}.")
+    for name in ("pixel_values", "input_ids", "pair_ids", "skipped"):
+        if name in batch and not isinstance(batch[name], Tensor):
+            raise ValueError(
+                f"The data collator must give {name} as a tensor, or leave pair_ids and skipped out, got a "
+                f"{type(batch[name]).__name__}."
+            )
+    if "caption_image" in batch:
+        raise ValueError(
+            "A training batch has images with several captions or none; one is drawn per epoch by "
+            "ImageTextDataset(dataset) with all_captions=False. Wrap the training rows in that."
+        )
+
+
 def _without_compiler(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
+
+
+def _check_all_have_gradients(model: nn.Module) -> None:
+    """Raises a ValueError for parameters without a gradient: DDP waits for them and averages nothing until then."""
+    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
+        names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
+        raise ValueError(
+            f"No embedding depends on {names}: DDP would wait for their gradients and not average the others. Freeze "
+            "what is not used (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
+        )
 
 
 def _tell_the_others(error: Exception) -> None:

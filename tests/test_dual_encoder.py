@@ -55,6 +55,13 @@ def _groupvit() -> tf.GroupViTModel:
     return tf.GroupViTModel(config)
 
 
+def _vision_text_dinov2() -> tf.VisionTextDualEncoderModel:
+    config = tf.VisionTextDualEncoderConfig.from_vision_text_configs(
+        tf.Dinov2Config(**VISION), tf.BertConfig(**BERT), projection_dim=12
+    )
+    return tf.VisionTextDualEncoderModel(config)
+
+
 BUILD = {
     "aimv2": lambda: tf.Aimv2Model(tf.Aimv2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)),
     "align": _align,
@@ -123,6 +130,33 @@ def test_what_trains_takes_part_in_the_loss(kind):
     scale, bias = encoder.scale_and_bias()
     (scale * images @ texts.t() + (0 if bias is None else bias)).square().sum().backward()
     assert not [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+def test_what_stands_for_masked_patches_does_not_train():
+    model = _vision_text_dinov2().train()
+    DualEncoder(model).freeze_unused()
+    images, texts = DualEncoder(model).embed(model, batch_for("vision-text-dual-encoder"))
+    (model.logit_scale * images @ texts.t()).square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == ["vision_model.embeddings.mask_token"]
+
+
+def test_batch_norms_count_unless_all_around_them_is_frozen():
+    model = _align()
+    encoder = DualEncoder(model)
+    every = encoder.batch_norms()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.requires_grad_(False)
+    assert encoder.batch_norms() == every, "they go on normalising over the micro-batch"
+    encoder.freeze("image")
+    assert encoder.batch_norms() == []
+
+    model = _groupvit()
+    encoder = DualEncoder(model)
+    assert len(encoder.batch_norms()) == 2, "one in each projection"
+    encoder.freeze("image")
+    assert encoder.batch_norms() == ["text_projection.1"]
+    assert encoder.frozen_parts() == [model.vision_model, model.visual_projection]
 
 
 @pytest.mark.parametrize("tower", ["image", "text"])

@@ -76,6 +76,35 @@ def rank_evaluate(rank: int, world_size: int, folder: str) -> float:
     return trainer.evaluate()["eval_loss"]
 
 
+def rank_evaluated(rank: int, world_size: int, folder: str, name: str) -> None:
+    losses = []
+    for strategy in ("no", "steps"):
+        options = {"use_cpu": False, "fsdp": True, "max_steps": 3, "eval_strategy": strategy, "eval_steps": 1}
+        trainer = trainer_for(
+            folder, getattr(models, name)(), models.Pairs(64), eval_dataset=models.Pairs(9), **options
+        )
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backend, name):
+    fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend)
+
+
+def rank_temperature(rank: int, world_size: int, folder: str) -> None:
+    model = models.clip().requires_grad_(False)
+    model.logit_scale.requires_grad_(True)
+    with pytest.raises(ValueError, match="No embedding depends on a parameter that trains"):
+        trainer_for(folder, model, use_cpu=False, fsdp=True)
+
+
+def test_the_temperature_alone_is_refused(fresh_ranks, tmp_path):
+    fresh_ranks.run(rank_temperature, 2, str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
     expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend)

@@ -141,6 +141,18 @@ def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
     assert ranks.run(rank_stream, world_size, str(tmp_path)) == [12 // world_size] * world_size
 
 
+def rank_short_stream(rank: int, world_size: int, folder: str, rows: int) -> None:
+    # By themselves accelerate's shards would fill the window with rows that it has already.
+    trainer = trainer_for(folder, data=Stream(rows), accelerator_config={"dispatch_batches": False})
+    with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("rows", [3, 9, 15])
+def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows):
+    ranks.run(rank_short_stream, 2, str(tmp_path), rows)
+
+
 def test_images_are_let_go_after_their_last_use(tmp_path):
     class Watch(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -615,6 +627,42 @@ def rank_apart(rank: int, world_size: int, folder: str) -> None:
 
 def test_processes_that_would_train_apart_are_refused(ranks, tmp_path):
     ranks.run(rank_apart, 2, str(tmp_path))
+
+
+def rank_unused(rank: int, world_size: int, folder: str, find: bool) -> None:
+    model = models.clip()
+    model.forgotten = torch.nn.Parameter(torch.ones(2))
+    trainer = trainer_for(folder, model, ddp_find_unused_parameters=find)
+    before = parameters(trainer)
+    if find:
+        trainer.train()
+    else:
+        with pytest.raises(ValueError, match=r"No embedding depends on forgotten: .*ddp_find_unused_parameters"):
+            trainer.train()
+    assert torch.equal(parameters(trainer), before) != find
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, find):
+    ranks.run(rank_unused, 2, str(tmp_path), find)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pixel_values": None}, r"dict with pixel_values and input_ids at least, got keys \['input_ids', "),
+        ({"pair_ids": [1, 2, 3, 4]}, "pair_ids as a tensor, or leave .* got a list"),
+        ((1, 2), "at least, got a tuple"),
+    ],
+)
+def test_a_collator_of_other_things_is_told(tmp_path, changes, message):
+    def collate(items: list[dict[str, Any]]) -> Any:
+        if not isinstance(changes, dict):
+            return changes
+        return {k: v for k, v in {**default_collate(items), **changes}.items() if v is not None}
+
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, data_collator=collate).train()
 
 
 def test_batch_norm_is_warned_of(tmp_path, caplog):
