@@ -118,7 +118,7 @@ def _serve(pipe: Any) -> None:
 
 
 def _forget() -> None:
-    """Leaves the group and accelerate's memory of it, so that the next job begins afresh."""
+    """Leaves the group, accelerate's memory of it and the precision that was set; the next job begins afresh."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
@@ -126,6 +126,13 @@ def _forget() -> None:
     PartialState._reset_state()
     if dist.is_initialized():
         dist.destroy_process_group()
+    without_tf32()
+
+
+def without_tf32() -> None:
+    """TF32 is turned on for compiled models: by transformers under the first name, by accelerate under the second."""
+    torch.backends.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
 
 
 class FreshRanks:

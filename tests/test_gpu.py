@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from accelerate.utils import DistributedType
+from conftest import without_tf32
 from test_parity import MODELS, VARIANTS, Gradients, check
 from test_trainer import parameters, trainer_for
 
@@ -79,11 +80,8 @@ def test_fp16_gradients_are_within_its_rounding(ranks, world_size):
 
 
 class WithoutTF32(Gradients):
-    """TF32 is turned on for compiled models."""
-
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        torch.backends.fp32_precision = "ieee"  # transformers sets TF32 by this name, accelerate by the next
-        torch.set_float32_matmul_precision("highest")
+        without_tf32()
 
 
 def rank_compile(rank: int, world_size: int, folder: str, objective: str, frozen: str | None) -> None:
