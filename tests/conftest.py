@@ -69,6 +69,7 @@ class Ranks:
             results.append(self._pipes[rank].recv())
         failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
+            self.close()  # what is left of them may not fit together
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failures))
         return [value for _, value in results]
 
@@ -109,6 +110,7 @@ def _serve(pipe: Any) -> None:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
             )
+            dist.barrier()  # a job without communication could be over, and its group gone, before others have joined
             answer = True, function(rank, world_size, *args)
         except BaseException:
             answer = False, traceback.format_exc()
