@@ -140,6 +140,7 @@ def _loss(
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device, dtype).reshape(())
+    value = value if torch.compiler.is_compiling() else float(value)  # numpy's numbers and arrays without dimensions
     return torch.full((), value, dtype=dtype, device=device)  # unlike a copy from the host allowed in CUDA graphs
 
 
@@ -310,14 +311,18 @@ def _problem(
     for name, value in (("logit_scale", scale), ("logit_bias", bias)):
         if value is None and name == "logit_bias":
             continue
-        if not torch.compiler.is_compiling() and not hasattr(value, "__float__"):
-            return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
         if isinstance(value, Tensor) and value.numel() != 1:
             return f"{name} must have one element, got shape {list(value.shape)}."
         # On a GPU reading a value stalls the stream, and a compiled graph cannot do it.
         known = not alone or x.device.type == "cpu" or not isinstance(value, Tensor)
-        if known and not torch.compiler.is_compiling() and not math.isfinite(_number(value)):
-            return f"{name} must be finite, got {_number(value)}."
+        if torch.compiler.is_compiling() or not known:
+            continue
+        try:
+            number = _number(value)
+        except (TypeError, ValueError, OverflowError):
+            return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
+        if not math.isfinite(number):
+            return f"{name} must be finite, got {number}."
     if pair_ids is not None:
         if not isinstance(pair_ids, Tensor):
             return f"pair_ids must be a tensor, [b] int64, got a {type(pair_ids).__name__}."

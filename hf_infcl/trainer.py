@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -158,7 +158,8 @@ class InfCLTrainer(Trainer):
         if self.is_deepspeed_enabled:
             dual_encoder.make_temperature_a_vector()
         half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
-        if half and not self.is_deepspeed_enabled:  # whose optimizer keeps them in fp32
+        in_fp32 = self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.mixed_precision != "no")
+        if half and not in_fp32:  # for the optimizer
             logger.warning(
                 f"The model trains in {half.pop()}, where steps smaller than the weights' rounding are lost. Load it "
                 "with from_pretrained(..., dtype=torch.float32): bf16=True computes in bf16 all the same."
@@ -206,8 +207,8 @@ class InfCLTrainer(Trainer):
         """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
         dataloader = super().get_train_dataloader()
         self._dispatched = isinstance(dataloader, DataLoaderDispatcher)
-        if isinstance(dataloader.dataset, IterableDatasetShard):
-            dataloader.dataset.drop_last = True  # it would fill a stream's last batch with rows of the first
+        if isinstance(dataloader.dataset, IterableDataset):
+            _drop_rest_of_stream(dataloader)
         if self.args.offload_window:
             if self._dispatched:
                 raise ValueError(
@@ -245,7 +246,7 @@ class InfCLTrainer(Trainer):
             if self.state.global_step == 0:
                 raise ValueError(
                     f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: "
-                    f"the processes got {seen} of {wanted} each. Lower the batch, or use more data."
+                    f"the processes got {seen} of {wanted} each in full micro-batches. Lower it, or use more data."
                 )
             self._exhausted = True
             return [], None
@@ -293,7 +294,7 @@ class InfCLTrainer(Trainer):
         if not last:
             return torch.zeros_like(loss)
         self._cached = None
-        if is_ddp and self._windows_trained == 0 and not ddp.find_unused_parameters:
+        if is_ddp and self._windows_trained == 0 and not (ddp.find_unused_parameters or ddp.static_graph):
             _check_all_have_gradients(ddp.module)
         self._windows_trained += 1
         return loss
@@ -593,6 +594,15 @@ class _MicroBatch:
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
+
+
+def _drop_rest_of_stream(dataloader: Any) -> None:
+    """Only full batches of a stream: a short one would end the pass, and accelerate fills up with rows of the first."""
+    vars(dataloader.base_dataloader)["drop_last"] = True  # each worker's last batch may be short; not to be set by name
+    if isinstance(dataloader, DataLoaderDispatcher):
+        dataloader._drop_last = True
+    if isinstance(dataloader.dataset, IterableDatasetShard):
+        dataloader.dataset.drop_last = True
 
 
 def _check_batch(batch: Any) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,7 +143,12 @@ def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
     ids = torch.arange(4)
     return {
         "model output": ((x, (y,) if wrong else y, 1.0), {}, r"rank 1: text_embeds must be a tensor, .*got a tuple"),
-        "text scale": ((x, y, "1" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
+        "text scale": ((x, y, "one" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
+        "vector of numpy": (
+            (x, y, np.ones(2) if wrong else 1.0),
+            {},
+            "rank 1: logit_scale must be a number .*got a ndarr",
+        ),
         "no scale": ((x, y, None if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a NoneType"),
         "rows": ((x[:3], y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 0: .*\[4, 8\].*\n.*rank 1: .*\[3, 8\]"),
         "width": ((x[:, :5], y[:, :5], 1.0) if wrong else (x, y, 1.0), {}, r"\[4, 8\][\s\S]*\[4, 5\]"),

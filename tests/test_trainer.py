@@ -141,16 +141,33 @@ def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
     assert ranks.run(rank_stream, world_size, str(tmp_path)) == [12 // world_size] * world_size
 
 
-def rank_short_stream(rank: int, world_size: int, folder: str, rows: int) -> None:
-    # By themselves accelerate's shards would fill the window with rows that it has already.
-    trainer = trainer_for(folder, data=Stream(rows), accelerator_config={"dispatch_batches": False})
+def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
+    # By itself accelerate would fill the window with rows that it has already.
+    trainer = trainer_for(folder, data=Stream(rows), accelerator_config={"dispatch_batches": dispatch})
     with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
         trainer.train()
 
 
-@pytest.mark.parametrize("rows", [3, 9, 15])
-def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows):
-    ranks.run(rank_short_stream, 2, str(tmp_path), rows)
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("rows", [9, 15])
+def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispatch):
+    ranks.run(rank_short_stream, 2, str(tmp_path), rows, dispatch)
+
+
+class Uneven(Stream):
+    """Of two workers one has ten rows and the other the rest."""
+
+    def __iter__(self):
+        first = torch.utils.data.get_worker_info().id == 0
+        return (self.data[i] for i in (range(10) if first else range(10, len(self.data))))
+
+
+def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
+    trainer = trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2)
+    rows = Rows()
+    rows.watch(trainer)
+    trainer.train()
+    assert len({text for step in rows.steps for text in step}) == 12 * 8
 
 
 def test_images_are_let_go_after_their_last_use(tmp_path):
@@ -514,7 +531,9 @@ def test_a_loss_that_is_not_finite_stops_before_it_does_harm(tmp_path):
 
 
 def test_a_stream_without_one_full_window_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"first global batch of 8 pairs was full.*\[5\] of 8"):
+    with pytest.raises(
+        ValueError, match=r"first global batch of 8 pairs was full.*\[4\] of 8 each in full micro-batches"
+    ):
         trainer_for(tmp_path, data=Stream(5)).train()
 
 
