@@ -35,6 +35,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.offload": (*HUGGING_FACE, "hf_infcl.losses", "hf_infcl.trainer"),
     "hf_infcl.dual_encoder": (*TRAINER, "hf_infcl.losses", "hf_infcl.kernels"),
     "hf_infcl.training_args": ("transformers.AutoModel", "hf_infcl.data", "hf_infcl.trainer"),
+    "hf_infcl.windows": ("transformers", "hf_infcl.losses", "hf_infcl.trainer"),
     "hf_infcl.trainer": ("hf_infcl.kernels", "hf_infcl.reference"),
     "hf_infcl.data": (*MODELS, *TRAINER, *DISTRIBUTED),
     "hf_infcl.evaluation": ("hf_infcl", *HUGGING_FACE),

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
 from hf_infcl.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
-from hf_infcl.trainer import WindowSampler
+from hf_infcl.windows import WindowSampler
 
 
 def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
