@@ -80,7 +80,7 @@ class InfCLTrainer(Trainer):
                 "cannot share a contrastive batch. Start one process per GPU with `accelerate launch` or `torchrun`, "
                 "or show this process one GPU with CUDA_VISIBLE_DEVICES=0."
             )
-        if dist.is_initialized() and dist.get_world_size() != args.world_size:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() != args.world_size:
             raise ValueError(
                 f"{dist.get_world_size()} processes were started, but each trains for itself: args.world_size is "
                 f"{args.world_size}. On CPUs pass use_cpu=True."
