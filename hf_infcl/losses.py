@@ -318,11 +318,11 @@ def _problem(
         if torch.compiler.is_compiling() or not known:
             continue
         try:
-            number = _number(value)
+            finite = math.isfinite(value.detach() if isinstance(value, Tensor) else value)
         except (TypeError, ValueError, OverflowError):
             return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
-        if not math.isfinite(number):
-            return f"{name} must be finite, got {number}."
+        if not finite:
+            return f"{name} must be finite, got {_number(value)}."
     if pair_ids is not None:
         if not isinstance(pair_ids, Tensor):
             return f"pair_ids must be a tensor, [b] int64, got a {type(pair_ids).__name__}."

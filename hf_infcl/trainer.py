@@ -97,7 +97,7 @@ class InfCLTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
         self._sampler: WindowSampler | None = None
-        self._dispatched = False  # a stream that the main process reads for all
+        self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
         super().__init__(model, args, data_collator, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
@@ -207,11 +207,11 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
         dataloader = super().get_train_dataloader()
-        self._dispatched = isinstance(dataloader, DataLoaderDispatcher)
+        self._dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
         if isinstance(dataloader.dataset, IterableDataset):
             drop_rest_of_stream(dataloader)
         if self.args.offload_window:
-            if self._dispatched:
+            if self._dispatcher is not None:
                 raise ValueError(
                     "offload_window keeps batches in host memory, but this stream is read by the main process and sent "
                     'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
@@ -237,22 +237,29 @@ class InfCLTrainer(Trainer):
             rows = sum(len(batch["pixel_values"]) for batch in window)
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
-            if not self._dispatched:
+            if self._dispatcher is None:
                 _tell_the_others(error)
+            elif isinstance(error, TypeError) and self._dispatcher._stop_iteration and self.state.global_step == 0:
+                # On every process alike: without a full micro-batch for each, accelerate has nothing to send.
+                raise self._stream_too_short([0] * self.args.world_size) from error
             raise
         seen = [int(rows) for (rows,) in Ring().agree([rows])]
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
             # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
             if self.state.global_step == 0:
-                raise ValueError(
-                    f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: "
-                    f"the processes got {seen} of {wanted} each in full micro-batches. Lower it, or use more data."
-                )
+                raise self._stream_too_short(seen)
             self._exhausted = True
             return [], None
         self._window = window
         return window, None
+
+    def _stream_too_short(self, seen: list[int]) -> ValueError:
+        wanted = self.args.global_batch_size // self.args.world_size
+        return ValueError(
+            f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: the "
+            f"processes got {seen} of {wanted} each in full micro-batches. Lower the batch, or use more data."
+        )
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None

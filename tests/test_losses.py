@@ -143,7 +143,7 @@ def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
     ids = torch.arange(4)
     return {
         "model output": ((x, (y,) if wrong else y, 1.0), {}, r"rank 1: text_embeds must be a tensor, .*got a tuple"),
-        "text scale": ((x, y, "one" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
+        "text scale": ((x, y, "1" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
         "vector of numpy": (
             (x, y, np.ones(2) if wrong else 1.0),
             {},

@@ -181,17 +181,8 @@ sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
     words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--use_cpu"]
-    words += [
-        "--report_to",
-        "none",
-        "--max_steps",
-        1,
-        "--push_to_hub",
-        "--hub_model_id",
-        "me/mine",
-        "--save_strategy",
-        "no",
-    ]
+    words += ["--report_to", "none", "--max_steps", 1, "--save_strategy", "no"]
+    words += ["--push_to_hub", "--hub_model_id", "me/mine"]
     run("-c", stubbed, SCRIPTS / "train.py", *words, "--eval_dataset", demo / "digits")
     pushed = (tmp_path / "_pushed.md").read_text()
     assert "contrastive loss of the whole set" in pushed

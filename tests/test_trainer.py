@@ -149,7 +149,7 @@ def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispat
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("rows", [9, 15])
+@pytest.mark.parametrize("rows", [3, 9, 15])
 def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispatch):
     ranks.run(rank_short_stream, 2, str(tmp_path), rows, dispatch)
 
@@ -648,22 +648,22 @@ def test_processes_that_would_train_apart_are_refused(ranks, tmp_path):
     ranks.run(rank_apart, 2, str(tmp_path))
 
 
-def rank_unused(rank: int, world_size: int, folder: str, find: bool) -> None:
+def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
     model = models.clip()
     model.forgotten = torch.nn.Parameter(torch.ones(2))
-    trainer = trainer_for(folder, model, ddp_find_unused_parameters=find)
+    trainer = trainer_for(folder, model, gradient_accumulation_steps=1, **options)
     before = parameters(trainer)
-    if find:
+    if options:
         trainer.train()
     else:
         with pytest.raises(ValueError, match=r"No embedding depends on forgotten: .*ddp_find_unused_parameters"):
             trainer.train()
-    assert torch.equal(parameters(trainer), before) != find
+    assert torch.equal(parameters(trainer), before) != bool(options)
 
 
-@pytest.mark.parametrize("find", [False, True])
-def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, find):
-    ranks.run(rank_unused, 2, str(tmp_path), find)
+@pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
+def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, options):
+    ranks.run(rank_unused, 2, str(tmp_path), options)
 
 
 @pytest.mark.parametrize(
