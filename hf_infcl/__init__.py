@@ -9,9 +9,9 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `import hf_infcl` is light and needs neither triton nor datasets nor evaluate.
 _HOME = {
-    "contrastive_loss": "losses",
-    "InfCLTrainer": "trainer",
-    "InfCLTrainingArguments": "training_args",
+    "contrastive_loss": "loss",
+    "InfCLTrainer": "training.trainer",
+    "InfCLTrainingArguments": "training.arguments",
     "ContrastiveCollator": "data",
     "ImageTextDataset": "data",
     "ZeroShotDataset": "data",
@@ -30,9 +30,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset, load_pairs
-    from .losses import contrastive_loss
-    from .trainer import InfCLTrainer
-    from .training_args import InfCLTrainingArguments
+    from .loss import contrastive_loss
+    from .training.arguments import InfCLTrainingArguments
+    from .training.trainer import InfCLTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -39,7 +39,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, contrastive_loss
 from hf_infcl.evaluation import retrieval_metrics
-from hf_infcl.model_card import COLOURS
+from hf_infcl.publishing.model_card import COLOURS
 
 MICRO_BATCH, WINDOW = 16, 32
 EPOCHS, SEEDS = 20, (0, 1, 2)

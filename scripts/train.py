@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoModel, AutoProcessor, HfArgumentParser
 
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, load_pairs
-from hf_infcl.model_card import Evaluation, model_card, plot_curves
+from hf_infcl.publishing.model_card import Evaluation, model_card, plot_curves
 
 
 @dataclass

@@ -48,7 +48,7 @@ torch.version.hip = "6.4" if of_amd else None
 torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=100)
 torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
 
-from hf_infcl.kernels import triton as backend  # noqa: E402
+from hf_infcl.kernels import triton_backend as backend  # noqa: E402
 
 backend.HOPPER_PAYS = 0  # of these small blocks, too
 x = torch.zeros(6000, 512, dtype=torch.bfloat16)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import pytest
 import torch
 import transformers
-from test_parity import MODELS, Gradients, check
-from test_trainer import StopAt, trainer_for
+from helpers import models
+from helpers.parity import MODELS, Gradients, check
+from helpers.trainers import StopAt, trainer_for
 
 from hf_infcl import InfCLTrainer
 

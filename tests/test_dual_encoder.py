@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tf
+from helpers import models
 from transformers import CLIPConfig, CLIPTextConfig, CLIPVisionConfig
 
-from hf_infcl.dual_encoder import SIGMOID_MODELS, SOFTMAX_MODELS, DualEncoder
+from hf_infcl.training.dual_encoder import SIGMOID_MODELS, SOFTMAX_MODELS, DualEncoder
 
 TEXT, VISION = models._TEXT, models._VISION
 BERT = {**TEXT, "type_vocab_size": 2}

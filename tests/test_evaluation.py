@@ -12,7 +12,7 @@ from sklearn.metrics import balanced_accuracy_score
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_infcl import evaluation
+from hf_infcl.evaluation import retrieval as evaluation
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 
 KS = (1, 2, 5, 10)

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from test_trainer import trainer_for
+from helpers import models
+from helpers.trainers import trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
 

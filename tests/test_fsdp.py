@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import pytest
-from test_parity import MODELS, Gradients, check
-from test_trainer import trainer_for
+from helpers import models
+from helpers.parity import MODELS, Gradients, check
+from helpers.trainers import trainer_for
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 

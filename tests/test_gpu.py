@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from conftest import without_tf32
-from test_parity import MODELS, VARIANTS, Gradients, check
-from test_trainer import parameters, trainer_for
+from helpers import models
+from helpers.parity import MODELS, VARIANTS, Gradients, check
+from helpers.processes import without_tf32
+from helpers.trainers import parameters, trainer_for
 
-from hf_infcl.strategies import STRATEGIES
+from hf_infcl.loss.strategies import STRATEGIES
 
 pytestmark = pytest.mark.gpu
 

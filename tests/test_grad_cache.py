@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_infcl.grad_cache import CachedWindow, RandomState
+from hf_infcl.training.grad_cache import CachedWindow, RandomState
 
 
 class Counting(nn.Module):

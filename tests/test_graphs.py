@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_infcl import graphs
+from hf_infcl.loss import cuda_graphs as graphs
 
 
 class Recorded:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import features, relative_error
-from test_tiled import LargestTensor, run
+from helpers.numerics import LargestTensor, features, relative_error, run
 
-from hf_infcl import contrastive_loss, reference, strategies
-from hf_infcl.kernels import tiled
-from hf_infcl.losses import local_contrastive_loss
-from hf_infcl.ring import Ring
-from hf_infcl.strategies import STRATEGIES
+from hf_infcl import contrastive_loss, reference
+from hf_infcl.kernels import torch_backend as tiled
+from hf_infcl.loss import strategies
+from hf_infcl.loss.contrastive import local_contrastive_loss
+from hf_infcl.loss.ring import Ring
+from hf_infcl.loss.strategies import STRATEGIES
 
 
 def shard(t: Any, rank: int, world_size: int) -> Any:

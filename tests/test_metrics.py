@@ -4,7 +4,7 @@ import evaluate
 import pytest
 import torch
 
-from hf_infcl import metrics
+from hf_infcl.evaluation import hub_metrics as metrics
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_metrics
 
 

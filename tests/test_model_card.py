@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import TrainerState
 
 from hf_infcl import InfCLTrainingArguments
-from hf_infcl.model_card import Evaluation, model_card, plot_curves
+from hf_infcl.publishing.model_card import Evaluation, model_card, plot_curves
 
 ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}
 PAIRS = {"loss": 1.25, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.75, "steps_per_second": 3.0}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import models
 import peft
 import pytest
 import torch
-from test_trainer import trainer_for
+from helpers import models
+from helpers.trainers import trainer_for
 
-from hf_infcl.dual_encoder import DualEncoder
+from hf_infcl.training.dual_encoder import DualEncoder
 
 
 def lora(tower: str) -> peft.PeftModel:

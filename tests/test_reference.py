@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import features
+from helpers import models
+from helpers.numerics import features
 
 from hf_infcl import reference
 

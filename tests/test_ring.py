@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_infcl.ring import Ring
+from hf_infcl.loss.ring import Ring
 
 
 def rank_travel(rank: int, world_size: int) -> None:

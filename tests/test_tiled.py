@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from conftest import features, relative_error
+from helpers.numerics import LargestTensor, features, relative_error, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_infcl import contrastive_loss, reference
-from hf_infcl.kernels import tiled
+from hf_infcl.kernels import torch_backend as tiled
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
 
@@ -31,13 +30,6 @@ def draw_features(kind: str, b: int, d: int, seed: int) -> tuple[Tensor, Tensor]
     elif kind == "zeros":
         x[::2] = 0
     return x, y
-
-
-def run(function, x, y, scale, bias, dtype, **options):
-    leaves = [t.to(dtype).clone().requires_grad_() for t in (x, y, torch.tensor(scale), torch.tensor(bias))]
-    loss = function(*leaves, **options)
-    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
-    return loss.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
 
 
 @settings(max_examples=150, deadline=None)
@@ -160,19 +152,6 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
     torch.testing.assert_close(total, expected.sum())
     torch.testing.assert_close(grad_y, expected.t() @ x)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, Tensor):
-                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
-        return out
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])

@@ -7,45 +7,19 @@ import os
 from typing import Any
 from unittest import mock
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
-from test_parity import Gradients
+from helpers import models
+from helpers.parity import Gradients
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import TrainerCallback
 
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
-from hf_infcl.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
-from hf_infcl.windows import WindowSampler
-
-
-def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
-    defaults = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 2,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-    }
-    return InfCLTrainingArguments(output_dir=str(folder), **{**defaults, **options})
-
-
-def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
-    extras = {k: options.pop(k) for k in ("eval_dataset", "callbacks", "compute_metrics", "model_init") if k in options}
-    data = models.Pairs(40) if data is None else data
-    model = model if model is not None or "model_init" in extras else models.clip()
-    collator = options.pop("data_collator", default_collate)
-    return InfCLTrainer(model, arguments(folder, **options), collator, train_dataset=data, **extras)
-
-
-def parameters(trainer: InfCLTrainer) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
-
+from hf_infcl.training.dual_encoder import DualEncoder
+from hf_infcl.training.windows import WindowSampler
 
 # ---- Data ----
 
@@ -113,7 +87,7 @@ class Stream(IterableDataset):
 
 
 def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
-    from hf_infcl.ring import Ring
+    from hf_infcl.loss.ring import Ring
 
     calls, agree = [], Ring.agree
     monkeypatch.setattr(Ring, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
@@ -211,14 +185,6 @@ def test_a_stream_resumes_after_its_end_in_the_next_pass(tmp_path):
     resumed = trainer_for(tmp_path, **options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.step
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -571,7 +537,8 @@ def test_training_on_several_captions_at_once_is_refused(tmp_path):
 def test_the_default_collator_is_made_for_the_model(tmp_path, monkeypatch):
     made = {}
     monkeypatch.setattr(
-        "hf_infcl.trainer.ContrastiveCollator", lambda processor, **options: made.update(options) or default_collate
+        "hf_infcl.training.trainer.ContrastiveCollator",
+        lambda processor, **options: made.update(options) or default_collate,
     )
     processor = type("Processor", (), {"tokenizer": type("Tokenizer", (), {"model_max_length": 10**30})})()
     for build, fixed in ((models.clip, None), (models.siglip, True)):

@@ -16,11 +16,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from conftest import features, relative_error
+from helpers.numerics import features, relative_error
 
-from hf_infcl import contrastive_loss, graphs, kernels, reference
-from hf_infcl.kernels import tiled
-from hf_infcl.kernels import triton as backend
+from hf_infcl import contrastive_loss, kernels, reference
+from hf_infcl.kernels import torch_backend as tiled
+from hf_infcl.kernels import triton_backend as backend
+from hf_infcl.loss import cuda_graphs as graphs
 
 DEVICE = "cpu" if backend.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if backend.INTERPRETED else [torch.bfloat16])

@@ -1,8 +1,8 @@
 """Block arithmetic of the contrastive losses: rows of images against columns of texts, never a stored matrix.
 
-Four operators of `torch.library`, each computed by the module that its last argument, the backend, selects: `tiled` in
-plain torch for any device, or `triton`. Both offer functions of the operators' names with the arguments in the same
-order, and know nothing of autograd and torch.distributed.
+Four operators of `torch.library`, each computed by the module that its last argument, the backend, selects:
+`torch_backend` in plain torch for any device, or `triton_backend`. Both offer functions of the operators' names with
+the arguments in the same order, and know nothing of autograd and torch.distributed.
 
 The words of all of them: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits
 z_ij = scale · x_i·y_j (+ bias), never stored. scale and bias are 0-dim tensors on the features' device: nothing waits
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tiled
+from . import torch_backend
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -47,8 +47,8 @@ def select(backend: str, x: Tensor) -> ModuleType:
     if problem := obstacle(backend, x.device, x.dtype):
         raise ValueError(problem)
     if backend == "triton" or (backend == "auto" and _automatic(x.device, x.dtype)):
-        return importlib.import_module(".triton", __name__)
-    return tiled
+        return importlib.import_module(".triton_backend", __name__)
+    return torch_backend
 
 
 @functools.lru_cache
@@ -69,7 +69,7 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "its kernels compute in float32, and the features are float64"
     try:
-        triton = importlib.import_module(".triton", __name__)
+        triton = importlib.import_module(".triton_backend", __name__)
     except ImportError as error:
         return f"the package triton (3.6 or newer) cannot be imported ({error})"
     if triton.INTERPRETED:

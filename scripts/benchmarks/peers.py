@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_infcl.ring import Ring
+from hf_infcl.loss.ring import Ring
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -36,9 +36,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_infcl import contrastive_loss, strategies
-from hf_infcl.kernels import tiled
-from hf_infcl.losses import OBJECTIVES, local_contrastive_loss
-from hf_infcl.strategies import STRATEGIES
+from hf_infcl.kernels import torch_backend as tiled
+from hf_infcl.loss.contrastive import OBJECTIVES, local_contrastive_loss
+from hf_infcl.loss.strategies import STRATEGIES
 
 from . import common, peers, timeline
 from .common import BIAS, FOLDER, SCALE, Row

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import hf_infcl.trainer
+import hf_infcl.training.trainer
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 
 from . import common, peers
@@ -251,6 +251,10 @@ def train(
         trainer = trainer_class(model=model, args=args, callbacks=[clock])
         trainer.pool = pool
         trainer.remove_callback(transformers.PrinterCallback)
-        with mock.patch.object(hf_infcl.trainer, "contrastive_loss", clock.recorded(loss)) if loss else nullcontext():
+        with (
+            mock.patch.object(hf_infcl.training.trainer, "contrastive_loss", clock.recorded(loss))
+            if loss
+            else nullcontext()
+        ):
             trainer.train()
         return clock, trainer

@@ -3,7 +3,7 @@
 `evaluate.load` takes one metric class from a file, so both metrics are configurations of one class:
 
     import evaluate
-    from hf_infcl import metrics
+    from hf_infcl.evaluation import hub_metrics as metrics
 
     zero_shot = evaluate.load(metrics.__file__, "zero_shot")  # or metrics.ContrastiveMetric("zero_shot")
     for images, labels in batches:  # [b, D] and [b]

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import graphs, kernels
+from .. import kernels
+from . import cuda_graphs
 from .ring import Ring
 from .strategies import STRATEGIES, RingStrategy, select_strategy
 
@@ -127,7 +128,7 @@ def _loss(
     ring: Ring,
 ) -> Tensor:
     _check(x, y, scale, bias, options, pair_ids, ring)
-    dtype = kernels.tiled.accumulate_dtype(x)
+    dtype = kernels.torch_backend.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
     strategy = select_strategy(options.strategy, ring, options.backend, y)
@@ -161,7 +162,9 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         evaluate = functools.partial(_evaluate, strategy, objective, wanted)
         if _is_small(strategy, x):
-            evaluate = functools.partial(graphs.run, (type(strategy), strategy.backend, objective, wanted), evaluate)
+            evaluate = functools.partial(
+                cuda_graphs.run, (type(strategy), strategy.backend, objective, wanted), evaluate
+            )
         loss, *gradients = evaluate(x, y, scale, bias, ids)
         assert loss is not None
         ctx.save_for_backward(*gradients)
@@ -193,7 +196,7 @@ def _is_small(strategy: RingStrategy, x: Tensor) -> bool:
         and x.is_cuda
         and len(x) <= SMALL_BATCH
         and strategy.ring.world_size == 1
-        and kernels.select(strategy.backend, x) is not kernels.tiled
+        and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 
 

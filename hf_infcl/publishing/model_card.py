@@ -14,8 +14,8 @@ import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import TrainerState
 
-from . import __version__
-from .training_args import InfCLTrainingArguments
+from .. import __version__
+from ..training.arguments import InfCLTrainingArguments
 
 # Okabe and Ito's colours, which the colour-blind tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

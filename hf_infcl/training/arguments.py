@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
 
+from ..kernels import BACKENDS
+from ..loss import OBJECTIVES
+from ..loss.strategies import STRATEGIES
 from .dual_encoder import TOWERS
-from .kernels import BACKENDS
-from .losses import OBJECTIVES
-from .strategies import STRATEGIES
 
 
 @dataclass

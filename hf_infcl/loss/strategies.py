@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import kernels
+from .. import kernels
 from .ring import Ring
 
 GATHERED_BYTES = 256 << 20  # up to which a ring gathers its texts: a constant, so that its memory stays O(b·D)

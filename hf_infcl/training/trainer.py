@@ -21,14 +21,14 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
-from .data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
+from ..data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
+from ..evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from ..loss import contrastive_loss, local_contrastive_loss
+from ..loss.ring import Ring
+from .arguments import InfCLTrainingArguments
 from .dual_encoder import SIGMOID_MODELS, DualEncoder
-from .evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from .grad_cache import CachedWindow, Features
-from .losses import contrastive_loss, local_contrastive_loss
 from .offload import Fetcher
-from .ring import Ring
-from .training_args import InfCLTrainingArguments
 from .windows import WindowSampler, check_batch, drop_rest_of_stream
 
 logger = logging.get_logger(__name__)

@@ -1,0 +1,8 @@
+"""From files to batches: opening datasets, decoding images, drawing captions, collating."""
+
+from .collator import ContrastiveCollator
+from .labelled import ZeroShotDataset
+from .loading import load_pairs
+from .pairs import ImageTextDataset, caption_pair_id
+
+__all__ = ["ContrastiveCollator", "ImageTextDataset", "ZeroShotDataset", "caption_pair_id", "load_pairs"]

@@ -1,0 +1,73 @@
+"""Labelled images and the prompts that describe their classes, for zero-shot classification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .images import ImageDataset, is_integer
+
+if TYPE_CHECKING:
+    import datasets
+
+
+class ZeroShotDataset(ImageDataset):
+    """Labelled images for zero-shot classification, and the prompts that describe the classes.
+
+    Item i is a dict of
+        image: RGB `PIL.Image.Image`.
+        label: int, index into `class_names`.
+
+    Args:
+        dataset: a map-style `datasets.Dataset` without a transform.
+        image_column: images; or paths (strings) or encoded images (binary).
+        label_column: a `ClassLabel` column, or integers.
+        class_names: one name per class, equal names allowed; by default those of the `ClassLabel`.
+        templates: prompts with one "{}" each, where the class name goes.
+
+    Raises:
+        ValueError: at construction for a wrong dataset, column, column type, template, or labels without a name; on
+            access for a bad image, which is never skipped here, because it would change what is measured.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        image_column: str = "image",
+        label_column: str = "label",
+        class_names: Sequence[str] | None = None,
+        templates: Sequence[str] = ("a photo of a {}.",),
+    ) -> None:
+        super().__init__(dataset, image_column, [label_column])
+        feature = dataset.features[label_column]
+        if not is_integer(feature):
+            raise ValueError(
+                f"label_column {label_column!r} must hold integers, not {feature}; "
+                f"class_encode_column({label_column!r}) turns strings into a ClassLabel"
+            )
+        if class_names is None:
+            class_names = getattr(feature, "names", None)
+        if not class_names or isinstance(class_names, str):
+            raise ValueError(
+                f"class_names must list the names of the classes, got {class_names!r}; "
+                f"it may be left out only if label_column {label_column!r} is a ClassLabel, and it is {feature}"
+            )
+        if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
+            raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}')
+        labels = self._rows.select_columns([label_column]).unique(label_column)
+        if unnamed := [label for label in labels if label is None or not 0 <= label < len(class_names)]:
+            raise ValueError(
+                f"label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names"
+            )
+        self._label_column = label_column
+        self.class_names = list(class_names)
+        self.templates = tuple(templates)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        value = self._rows[row]
+        return {"image": self._image(row, value[self._image_column]), "label": value[self._label_column]}
+
+    def prompts(self) -> list[str]:
+        """The prompts of class 0, one per template, then those of class 1, ..."""
+        return [template.replace("{}", name) for name in self.class_names for template in self.templates]

@@ -1,0 +1,43 @@
+"""Opening a dataset by name: a Hub id, a local folder, or what `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import datasets
+
+
+def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.Dataset:
+    """Load one split of a dataset.
+
+    Args:
+        source: a folder written by `save_to_disk`; or anything that `datasets.load_dataset` takes: a Hub id, or a local
+            folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
+            column).
+        split: name of the split, for instance "train". `load_dataset` sources also take slices, "train[:10%]".
+        name: configuration of the dataset, where it has several.
+
+    Raises:
+        ValueError: nothing to load at `source`, or no such split or configuration (the message names those there are).
+    """
+    import datasets
+    from huggingface_hub.errors import HFValidationError
+
+    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+    if not any((Path(source) / file).is_file() for file in saved):
+        try:
+            return datasets.load_dataset(source, name, split=split)
+        except (FileNotFoundError, ConnectionError, HFValidationError) as error:
+            raise ValueError(f"no dataset at {source!r}, neither as a local folder nor on the Hub: {error}") from error
+        except ValueError as error:  # no such split or configuration; metadata whose columns change their type
+            raise ValueError(f"{source!r}, split {split!r}: {error}") from error
+
+    loaded = datasets.load_from_disk(source)
+    if isinstance(loaded, datasets.Dataset):
+        # A dataset saved by itself may not know what split it was.
+        loaded = datasets.DatasetDict({str(loaded.split or split): loaded})
+    if split not in loaded:
+        raise ValueError(f"{source!r} has no split {split!r}; its splits are {list(loaded)}")
+    return loaded[split]

@@ -1,0 +1,143 @@
+"""Image-text pairs: rows of a dataset as items of one image and its captions."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import unicodedata
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from .images import BadSampleError, ImageDataset, is_integer, is_string
+
+if TYPE_CHECKING:
+    import datasets
+
+# With on_bad_sample="skip": so many bad rows in succession mean a broken dataset, not a few broken files.
+_MAX_TRIES = 100
+
+
+class ImageTextDataset(ImageDataset):
+    """Image-caption pairs, one per row of a `datasets.Dataset`.
+
+    Item i is a dict of
+        image: RGB `PIL.Image.Image`. Transparency is dropped, as in CLIP's own preprocessing.
+        caption: list of str; one caption, or all of them with `all_captions`.
+        pair_id: int64; items of equal id are the same thing, never each other's negatives. Absent unless asked for.
+        skipped: int, the bad rows passed over for this item. Only with `on_bad_sample="skip"`.
+
+    A row is bad if its image is missing or cannot be decoded, if it has no caption but white space, or no pair id.
+
+    Whatever is drawn at random depends on (seed, epoch, row) alone: it is the same for any number of workers and
+    processes, and after a resume.
+
+    Args:
+        dataset: a map-style `datasets.Dataset` without a transform.
+        image_column: images; or paths (strings) or encoded images (binary).
+        caption_column: strings, or lists of strings of which one is drawn anew each epoch.
+        pair_id_column: rows of equal value here are never each other's negatives: integers; strings, such as urls; or
+            the caption column, for captions that read the same (`caption_pair_id` of the item's first).
+        all_captions: give all captions of a row, for evaluation.
+        seed: of the captions drawn and of the rows that replace bad ones.
+        on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
+            place. That row may already be in the same window. So items then always carry a pair id (the row number,
+            unless asked for otherwise), and a repeated row is not its own negative.
+
+    Raises:
+        ValueError: at construction for a wrong dataset, column, column type or option; on access for a bad row.
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        *,
+        image_column: str = "image",
+        caption_column: str = "caption",
+        pair_id_column: str | None = None,
+        all_captions: bool = False,
+        seed: int = 0,
+        on_bad_sample: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        if on_bad_sample not in ("raise", "skip"):
+            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}')
+        if on_bad_sample == "skip" and all_captions:
+            raise ValueError(
+                'on_bad_sample="skip" would count replacements twice in an evaluation (all_captions=True): '
+                "drop the bad rows from the dataset instead"
+            )
+        super().__init__(dataset, image_column, [caption_column] + ([pair_id_column] if pair_id_column else []))
+
+        captions = dataset.features[caption_column]
+        if not (is_string(captions) or is_string(getattr(captions, "feature", None))):
+            raise ValueError(f"caption_column {caption_column!r} must hold strings or lists of strings, not {captions}")
+        if pair_id_column and pair_id_column != caption_column:
+            ids = dataset.features[pair_id_column]
+            if not (is_integer(ids) or is_string(ids)):
+                raise ValueError(f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}")
+        self._caption_column = caption_column
+        self._pair_id_column = pair_id_column
+        self._all_captions = all_captions
+        self._seed = seed
+        self._on_bad_sample = on_bad_sample
+        # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose which captions are drawn; call it in every process before its iteration over the epoch starts."""
+        self._epoch.fill_(epoch)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        if self._on_bad_sample == "raise":
+            return self._sample(row)
+        candidate, replacements = row, self._random(row, "replacement")
+        for skipped in range(_MAX_TRIES):
+            try:
+                return {**self._sample(candidate), "skipped": skipped}
+            except BadSampleError as error:  # noqa: PERF203
+                last = error
+                candidate = replacements.randrange(len(self))
+        raise ValueError(f"{_MAX_TRIES} rows drawn one after another were all bad; the last: {last}") from last
+
+    def _sample(self, row: int) -> dict[str, Any]:
+        value = self._rows[row]
+        captions = value[self._caption_column]
+        captions = [captions] if isinstance(captions, str) else captions or []
+        captions = [caption for caption in captions if caption and not caption.isspace()]
+        if not captions:
+            raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
+        if not self._all_captions:
+            captions = [self._random(row, "caption").choice(captions)]
+        item = {"image": self._image(row, value[self._image_column]), "caption": captions}
+
+        if self._pair_id_column == self._caption_column:
+            item["pair_id"] = caption_pair_id(captions[0])
+        elif self._pair_id_column:
+            pair_id = value[self._pair_id_column]
+            if pair_id is None:
+                raise self._bad_sample(row, f"column {self._pair_id_column!r}: no pair id")
+            item["pair_id"] = _hash(pair_id) if isinstance(pair_id, str) else _as_int64(pair_id)
+        elif self._on_bad_sample == "skip":
+            item["pair_id"] = row
+        return item
+
+    def _random(self, row: int, purpose: str) -> random.Random:
+        return random.Random(f"{self._seed} {self._epoch.item()} {row} {purpose}")  # hashed with SHA-512
+
+
+def caption_pair_id(caption: str) -> int:
+    """An int64 that is equal for captions that read the same, and for no others (but for hash collisions).
+
+    The text is brought to Unicode NFKC, case is folded and runs of white space become one space. The first 8 bytes of
+    its BLAKE2b make the id: the same in every process, and among 10 million captions two collide with odds of 3e-6.
+    """
+    return _hash(" ".join(unicodedata.normalize("NFKC", caption).casefold().split()))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _as_int64(value: int) -> int:
+    """One to one: int64 stays, the upper half of uint64 becomes negative."""
+    return (value + 2**63) % 2**64 - 2**63

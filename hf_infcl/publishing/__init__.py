@@ -1,0 +1,1 @@
+"""What is published beside a trained model: its card and its curves."""

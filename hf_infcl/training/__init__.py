@@ -1,0 +1,1 @@
+"""`InfCLTrainer` and what it is made of."""

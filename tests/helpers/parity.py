@@ -1,0 +1,201 @@
+"""One step of the real trainer against plain autograd of one process holding the whole batch."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl.training.dual_encoder import DualEncoder
+
+from . import models
+
+GLOBAL_BATCH = 48  # divides by 1, 2, 3, 4 ranks times 1, 2, 4 steps
+MODELS = {"softmax": models.clip, "sigmoid": models.siglip}
+VARIANTS = ("plain", "pair_ids", "frozen image", "frozen text", "dropout")
+
+# fp32 rounding of a forward and backward over other shapes. Some gradients are zero in exact arithmetic (a key bias
+# shifts all attention logits alike), so nothing is asked of a tensor below a 1e-7th of the whole gradient.
+TOLERANCE, FLOOR = 1e-5, 1e-7
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients that the first optimizer step sees."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen = {n: _whole(p.grad) for n, p in _unwrap(model).named_parameters() if p.grad is not None}
+
+
+def _whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+
+
+class Draws:
+    """The random state that each micro-batch was encoded with.
+
+    Fails if a second pass starts from another state, or gets other embeddings.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.states: dict[bytes, list[Tensor]] = {}
+        self._embeds: dict[bytes, tuple[Tensor, Tensor]] = {}
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        first = self.states.setdefault(_key(kwargs["input_ids"]), random_state(kwargs["input_ids"].device))
+        for seen, now in zip(first, random_state(kwargs["input_ids"].device), strict=True):
+            assert torch.equal(seen, now), "the passes drew different dropout masks"
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
+        first = self._embeds.setdefault(_key(kwargs["input_ids"]), embeds)
+        for seen, now in zip(first, embeds, strict=True):
+            if now.is_cuda:  # attention may run another kernel with autograd than without; another mask shows anyway
+                same = torch.allclose(seen.float(), now.float(), atol=0.02 if torch.is_autocast_enabled() else 1e-5)
+            else:
+                same = torch.equal(seen, now)
+            assert same, f"the passes encoded different features: {(seen - now).abs().max()}"
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(state: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _key(input_ids: Tensor) -> bytes:
+    return input_ids.cpu().numpy().tobytes()
+
+
+def _unwrap(model: Any) -> nn.Module:
+    return getattr(model, "module", model)
+
+
+def _model(objective: str, variant: str) -> nn.Module:
+    model = MODELS[objective](dropout=0.3 if variant == "dropout" else 0.0)
+    if variant.startswith("frozen"):
+        tower = model.vision_model if variant == "frozen image" else model.text_model
+        tower.requires_grad_(False)
+        for projection in ("visual_projection", "text_projection"):
+            if projection.startswith("visual") == (variant == "frozen image") and hasattr(model, projection):
+                getattr(model, projection).requires_grad_(False)
+    if variant == "lora":
+        import peft
+
+        targets = r".*(q_proj|v_proj|fc1)"
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+    return model
+
+
+def _data(variant: str, rows: int = GLOBAL_BATCH) -> models.Pairs:
+    return models.Pairs(rows, repeats=3 if variant == "pair_ids" else 0)
+
+
+def train(objective: str, variant: str, world_size: int, steps: int, **overrides: Any) -> InfCLTrainer:
+    options = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": True, **overrides}
+    gradients = options.pop("gradients", Gradients)
+    with tempfile.TemporaryDirectory() as folder:
+        args = InfCLTrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=GLOBAL_BATCH // world_size // steps,
+            gradient_accumulation_steps=steps,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = InfCLTrainer(
+            _model(objective, variant),
+            args,
+            default_collate,
+            train_dataset=_data(variant, rows=GLOBAL_BATCH * 2 if args.max_steps > 1 else GLOBAL_BATCH),
+            callbacks=[gradients()],
+        )
+        trainer.draws = Draws(trainer.model)
+        trainer.train()
+    return trainer
+
+
+def rank_gradients(rank: int, world_size: int, cells: list[tuple], overrides: dict[str, Any]) -> list[Any]:
+    results = []
+    for objective, variant, steps in cells:
+        trainer = train(objective, variant, world_size, steps, **overrides)
+        callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients))
+        gradients = {name: gradient.cpu() for name, gradient in callback.seen.items()}
+        results.append((trainer.state.log_history[0]["loss"], gradients, trainer.draws.states))
+    return results
+
+
+def truth(
+    objective: str, variant: str, draws: dict[bytes, list[Tensor]], device: torch.device
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one process holding the whole batch; with dropout, drawn per micro-batch as recorded."""
+    model = _model(objective, variant).train().to(device)
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    data = _data(variant)
+    parts = [range(len(data))]
+    if variant == "dropout":
+        rows = {_key(data.tokens[i : i + 1]): i for i in range(len(data))}
+        width = len(_key(data.tokens[:1]))
+        parts = [[rows[key[i : i + width]] for i in range(0, len(key), width)] for key in draws]
+        assert sorted(functools.reduce(operator.iadd, parts, [])) == list(range(len(data))), (
+            "the micro-batches are not a partition of the batch"
+        )
+    states = draws.values() if variant == "dropout" else [random_state(device)]
+    embeds = []
+    for part, state in zip(parts, states, strict=True):
+        set_random_state(state, device)
+        batch = {name: value.to(device) for name, value in data.batch(list(part)).items()}
+        embeds.append(encoder.embed(model, batch))
+    images, texts = (torch.cat(column) for column in zip(*embeds, strict=True))
+    ids = None if data.ids is None else data.ids[[i for part in parts for i in part]].to(device)
+    scale, bias = encoder.scale_and_bias()
+    loss = reference.contrastive_loss(images, texts, scale, bias, objective=objective, pair_ids=ids)
+    loss.sum().backward()
+    return loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check(
+    ranks: Any,
+    world_size: int,
+    cells: list[tuple],
+    overrides: dict[str, Any],
+    *,
+    backend: str = "gloo",
+    tolerance: float = TOLERANCE,
+    floor: float = FLOOR,
+) -> None:
+    """Every rank's loss and gradients in every cell against one process's.
+
+    Asks for an error of at most ``tolerance`` of each tensor's norm and ``floor`` of the whole gradient's.
+    """
+    device = torch.device("cuda" if backend == "nccl" else "cpu")
+    by_rank = ranks.run(rank_gradients, world_size, cells, overrides, backend=backend)
+    for cell, results in zip(cells, zip(*by_rank, strict=True), strict=True):
+        objective, variant, _ = cell
+        draws = {key: state for _, _, states in results for key, state in states.items()}
+        loss, expected = truth(objective, variant, draws, device)
+        whole = torch.stack([g.norm() for g in expected.values()]).norm()
+        for rank, (seen_loss, gradients, _) in enumerate(results):
+            where = f"{cell} rank {rank} of {world_size}"
+            assert seen_loss == pytest.approx(loss, rel=tolerance), where
+            assert gradients.keys() == expected.keys(), where
+            for name, gradient in expected.items():
+                error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may have become a vector
+                bound = tolerance * gradient.norm() + floor * whole
+                assert error <= bound, f"{where} {name}: {error} of {gradient.norm()}, whole {whole}"

@@ -1,0 +1,153 @@
+"""Processes that form a group on demand: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """A pool of processes. Started once, because importing torch takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        backend: str = "gloo",
+        timeout: float = 120,
+    ) -> list[Any]:
+        """function(rank, world_size, *args) on every rank of a fresh group; the results in order of the ranks.
+
+        Under "nccl" rank r has GPU r. An exception on any rank is an AssertionError here.
+        """
+        while len(self._processes) < world_size:
+            parent, child = mp.get_context("spawn").Pipe()
+            process = mp.get_context("spawn").Process(target=_serve, args=(child,), daemon=True)
+            process.start()
+            self._pipes.append(parent)
+            self._processes.append(process)
+        # The store finds and binds a free port itself: one found first and bound later may be taken in between.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for rank in range(world_size):
+            self._pipes[rank].send((function, rank, world_size, store.port, backend, args))
+        results = []
+        for rank in range(world_size):
+            if not self._pipes[rank].poll(timeout):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world_size} said nothing for {timeout} s: a hang")
+            results.append(self._pipes[rank].recv())
+        failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
+        if failures:
+            self.close()  # what is left of them may not fit together
+            raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join()
+        self._pipes, self._processes = [], []
+
+
+def _serve(pipe: Any) -> None:
+    from hf_infcl.loss import strategies
+
+    torch.set_num_threads(1)
+    strategies.GATHERED_BYTES = 0  # a ring goes round, however small its blocks
+    while True:
+        try:
+            function, rank, world_size, port, backend, args = pipe.recv()
+        except EOFError:
+            return
+        launched = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": world_size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "ACCELERATE_USE_CPU": backend == "gloo",
+        }
+        os.environ.update({name: str(value) for name, value in launched.items()})
+        try:
+            device = torch.device("cuda", rank) if backend == "nccl" else None
+            if device is not None:
+                torch.cuda.set_device(device)
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            limit = timedelta(seconds=60)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
+            )
+            dist.barrier()  # a job without communication could be over, and its group gone, before others have joined
+            answer = True, function(rank, world_size, *args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        with contextlib.suppress(Exception):
+            _forget()
+        pipe.send(answer)
+
+
+def _forget() -> None:
+    """Leaves the group, accelerate's memory of it and the precision that was set; the next job begins afresh."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._reset_state()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    without_tf32()
+
+
+def without_tf32() -> None:
+    """TF32 is turned on for compiled models: by transformers under the first name, by accelerate under the second."""
+    torch.backends.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
+
+
+class FreshRanks:
+    """`Ranks` with new processes for each job, since FSDP2 and DeepSpeed remember the groups that they have met.
+
+    On "gloo" the job may use both, which accelerate otherwise keeps for accelerators.
+    """
+
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", **options: Any
+    ) -> list[Any]:
+        pool = Ranks()
+        try:
+            job = (
+                (_as_on_accelerators, world_size, function, args)
+                if backend == "gloo"
+                else (function, world_size, *args)
+            )
+            return pool.run(*job, backend=backend, **options)
+        finally:
+            pool.close()
+
+
+def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any], args: tuple) -> Any:
+    from accelerate import DistributedType, PartialState
+
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    with contextlib.suppress(ImportError):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives that it would compile first
+    return function(rank, world_size, *args)

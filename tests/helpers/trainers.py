@@ -1,0 +1,47 @@
+"""Small trainers on CPUs, and callbacks that stop them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+
+from . import models
+
+
+def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return InfCLTrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def trainer_for(folder: Any, model: Any = None, data: Any = None, **options: Any) -> InfCLTrainer:
+    extras = {k: options.pop(k) for k in ("eval_dataset", "callbacks", "compute_metrics", "model_init") if k in options}
+    data = models.Pairs(40) if data is None else data
+    model = model if model is not None or "model_init" in extras else models.clip()
+    collator = options.pop("data_collator", default_collate)
+    return InfCLTrainer(model, arguments(folder, **options), collator, train_dataset=data, **extras)
+
+
+def parameters(trainer: InfCLTrainer) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(trainer.model.parameters()).detach().clone()
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
