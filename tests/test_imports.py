@@ -27,21 +27,22 @@ def rooms(*names: str) -> tuple[str, ...]:
 MUST_NOT_KNOW = {
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
+    "hf_infcl.processes": (*HUGGING_FACE, *rooms("kernels", "loss", "data", "evaluation", "training", "publishing")),
     "hf_infcl.kernels": (
         *("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
-        *rooms("loss", "data", "evaluation", "training", "publishing"),
+        *rooms("processes", "loss", "data", "evaluation", "training", "publishing"),
     ),
     "hf_infcl.kernels.torch_backend": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE, "triton"),
     "hf_infcl.loss": (*HUGGING_FACE, *rooms("data", "evaluation", "training", "publishing")),
     "hf_infcl.loss.cuda_graphs": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
-    "hf_infcl.loss.ring": ("hf_infcl", *HUGGING_FACE),
+    "hf_infcl.loss.ring": (*HUGGING_FACE, *rooms("kernels", "loss.contrastive", "loss.inputs", "loss.strategies")),
     "hf_infcl.data": (
         *(*MODELS, *TRAINER, *DISTRIBUTED),
-        *rooms("kernels", "loss", "evaluation", "training", "publishing"),
+        *rooms("kernels", "processes", "loss", "evaluation", "training", "publishing"),
     ),
     "hf_infcl.evaluation": (
         *(*DISTRIBUTED, *TRAINER, *MODELS),
-        *rooms("kernels", "loss", "data", "training", "publishing"),
+        *rooms("kernels", "processes", "loss", "data", "training", "publishing"),
     ),
     "hf_infcl.evaluation.retrieval": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.training": rooms("reference", "publishing"),
@@ -54,7 +55,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.publishing": (
         *TRAINER,
         *DISTRIBUTED,
-        *rooms("kernels", "loss", "data", "evaluation", "training.trainer"),
+        *rooms("kernels", "processes", "loss", "data", "evaluation", "training.trainer"),
     ),
 }
 

@@ -87,10 +87,10 @@ class Stream(IterableDataset):
 
 
 def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
-    from hf_infcl.loss.ring import Ring
+    from hf_infcl.processes import Processes
 
-    calls, agree = [], Ring.agree
-    monkeypatch.setattr(Ring, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
+    calls, agree = [], Processes.agree
+    monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
     trainer_for(tmp_path, data=Stream(20), max_steps=6).train()
     # Two full windows a pass, and the one that was not in the two passes that came to it.
     assert len(calls) == 3 + 3 + 2

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import kernels
+from ..processes import Processes
 from . import cuda_graphs
-from .ring import Ring
 from .strategies import STRATEGIES, RingStrategy, select_strategy
 
 OBJECTIVES = ("softmax", "sigmoid")
@@ -76,7 +76,7 @@ def contrastive_loss(
         ValueError: on every process alike, if shapes, dtypes or devices do not fit, differ between processes, or the
             scale or bias is not finite. (On a single GPU, where reading the scale would stall the stream, a non-finite
             tensor gives a NaN loss instead.)
-        RuntimeError: another process failed and said so (`hf_infcl.ring.Ring.agree`).
+        RuntimeError: another process failed and said so (`hf_infcl.processes.Processes.agree`).
     """
     return _loss(
         image_embeds,
@@ -85,7 +85,7 @@ def contrastive_loss(
         logit_bias,
         _Options(objective, strategy, backend),
         pair_ids,
-        Ring(process_group),
+        Processes(process_group),
     )
 
 
@@ -101,7 +101,7 @@ def local_contrastive_loss(
 ) -> Tensor:
     """`contrastive_loss` of what this process holds, whatever others do: no communication at all."""
     options = _Options(objective, "ring", backend)
-    return _loss(image_embeds, text_embeds, logit_scale, logit_bias, options, pair_ids, Ring.alone())
+    return _loss(image_embeds, text_embeds, logit_scale, logit_bias, options, pair_ids, Processes(alone=True))
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ def _loss(
     bias: Tensor | float | None,
     options: _Options,
     pair_ids: Tensor | None,
-    ring: Ring,
+    processes: Processes,
 ) -> Tensor:
-    _check(x, y, scale, bias, options, pair_ids, ring)
+    _check(x, y, scale, bias, options, pair_ids, processes)
     dtype = kernels.torch_backend.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale, bias = _scalar(scale, dtype, x.device), _scalar(0.0 if bias is None else bias, dtype, x.device)
-    strategy = select_strategy(options.strategy, ring, options.backend, y)
+    strategy = select_strategy(options.strategy, processes, options.backend, y)
     # Within a Function grad mode is always off, and its needs_input_grad does not ask for it.
     wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (x, y, scale, bias))
     with torch.autocast(x.device.type, enabled=False):
@@ -168,7 +168,7 @@ class _Loss(torch.autograd.Function):
         loss, *gradients = evaluate(x, y, scale, bias, ids)
         assert loss is not None
         ctx.save_for_backward(*gradients)
-        ctx.ring, ctx.dtype = strategy.ring, x.dtype
+        ctx.processes, ctx.dtype = strategy.processes, x.dtype
         return loss
 
     @staticmethod
@@ -176,7 +176,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         products_x, products_y, factors = ctx.saved_tensors
         want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
-        of_products, of_scale, of_bias = (ctx.ring.sum(grad) * factors).unbind()
+        of_products, of_scale, of_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
             _scaled(products_x, of_products, ctx.dtype) if want_x else None,
             _scaled(products_y, of_products, ctx.dtype) if want_y else None,
@@ -195,7 +195,7 @@ def _is_small(strategy: RingStrategy, x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and x.is_cuda
         and len(x) <= SMALL_BATCH
-        and strategy.ring.world_size == 1
+        and strategy.processes.world_size == 1
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 
@@ -220,8 +220,8 @@ def _evaluate(
     total, of_bias, products_x, products_y = getattr(strategy, objective)(
         x, y, scale, bias, ids, want_x or (want_scale and not want_y), want_y
     )
-    count = len(x) * strategy.ring.world_size * (2 if objective == "softmax" else 1)
-    loss = strategy.ring.sum(total) / count
+    count = len(x) * strategy.processes.world_size * (2 if objective == "softmax" else 1)
+    loss = strategy.processes.sum(total) / count
     if not any(wanted):
         return loss, None, None, None
     of_scale = torch.zeros_like(scale)
@@ -243,10 +243,10 @@ def _check(
     bias: Tensor | float | None,
     options: _Options,
     pair_ids: Tensor | None,
-    ring: Ring,
+    processes: Processes,
 ) -> None:
     """Raises the same ValueError on every process if any process's inputs are unusable or do not fit the others'."""
-    alone = ring.world_size == 1
+    alone = processes.world_size == 1
     problem = options.problem() or _problem(x, y, scale, bias, pair_ids, options.backend, alone)
     if alone:
         if problem:
@@ -269,10 +269,10 @@ def _check(
             pair_ids is not None,
             sum(g << i for i, g in enumerate(gradients)),
         ]
-    signatures = ring.agree(signature)
+    signatures = processes.agree(signature)
     if not problem and all(other == signatures[0] for other in signatures):
         return
-    texts = ring.gather_text(problem or _describe(x, y, scale, bias, options, pair_ids))
+    texts = processes.gather_text(problem or _describe(x, y, scale, bias, options, pair_ids))
     listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
     raise ValueError(
         "contrastive_loss needs embeddings of one shape and dtype, one logit_scale and logit_bias, and the same "

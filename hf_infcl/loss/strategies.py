@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from .ring import Ring
+from ..processes import Processes
+from .ring import Ring, RingReduction
 
 GATHERED_BYTES = 256 << 20  # up to which a ring gathers its texts: a constant, so that its memory stays O(b·D)
 
@@ -36,7 +37,7 @@ class Collector(Protocol):
 
     def add(self, part: Tensor) -> None: ...
 
-    def home(self) -> Tensor: ...
+    def result(self) -> Tensor: ...
 
 
 class RingStrategy:
@@ -46,17 +47,17 @@ class RingStrategy:
     computation of the block at hand.
     """
 
-    def __init__(self, ring: Ring, backend: str) -> None:
-        self.ring, self.backend = ring, backend
+    def __init__(self, processes: Processes, backend: str) -> None:
+        self.processes, self.backend = processes, backend
 
     def columns(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
         """Blocks of columns with their ``diagonal``: all processes' tensors of [b, ...], None stays None."""
-        for source, held in self.ring.rotate(*tensors):
-            yield (0 if source == self.ring.rank else None), held
+        for source, held in Ring(self.processes).rotate(*tensors):
+            yield (0 if source == self.processes.rank else None), held
 
     def collector(self, combine: Callable[..., Any]) -> Collector:
         """Takes a part per block of `columns`, in their order; combined by `torch.add` or `torch.logaddexp`."""
-        return self.ring.traveller(combine)
+        return RingReduction(Ring(self.processes), combine)
 
     def softmax(
         self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
@@ -87,7 +88,7 @@ class RingStrategy:
             odds_x = rows if odds_x is None else torch.logaddexp(odds_x, rows)
             odds_y.add(part)
         assert odds_x is not None
-        return odds_x, odds_y.home()
+        return odds_x, odds_y.result()
 
     def softmax_gradients(
         self,
@@ -115,7 +116,7 @@ class RingStrategy:
             )
             if part is not None:
                 texts.add(part)
-        return grad_x, texts.home() if want_y else None
+        return grad_x, texts.result() if want_y else None
 
     def sigmoid(
         self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
@@ -132,7 +133,7 @@ class RingStrategy:
             loss, total = loss + terms, total + coefficients
             if part is not None:
                 texts.add(part)
-        return loss, total, grad_x, texts.home() if want_y else None
+        return loss, total, grad_x, texts.result() if want_y else None
 
 
 class DiscoStrategy(RingStrategy):
@@ -143,12 +144,12 @@ class DiscoStrategy(RingStrategy):
     """
 
     def columns(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
-        gathered = tuple(None if t is None else self.ring.gather(t).flatten(0, 1) for t in tensors)
+        gathered = tuple(None if t is None else self.processes.gather(t).flatten(0, 1) for t in tensors)
         rows = next(len(t) for t in tensors if t is not None)
-        yield self.ring.rank * rows, gathered
+        yield self.processes.rank * rows, gathered
 
     def collector(self, combine: Callable[..., Any]) -> Collector:
-        reduce = {torch.add: self.ring.scatter_sum, torch.logaddexp: self.ring.scatter_logaddexp}
+        reduce = {torch.add: self.processes.scatter_sum, torch.logaddexp: self.processes.scatter_logaddexp}
         return _Scattered(reduce[combine])
 
 
@@ -161,7 +162,7 @@ class _Scattered:
     def add(self, part: Tensor) -> None:
         self._own = self._reduce(part)
 
-    def home(self) -> Tensor:
+    def result(self) -> Tensor:
         return self._own
 
 
@@ -209,7 +210,7 @@ class LocalStrategy(DiscoStrategy):
                 grad_y=grad_b,
                 backend=self.backend,
             )
-            return grad_a, None if grad_b is None else self.ring.scatter_sum(grad_b)
+            return grad_a, None if grad_b is None else self.processes.scatter_sum(grad_b)
 
         x_of_images, y_of_images = of_rows(x, y, odds[0], want_x, want_y)
         y_of_texts, x_of_texts = of_rows(y, x, odds[1], want_y, want_x)
@@ -281,16 +282,16 @@ class GatherStrategy(DiscoStrategy):
 STRATEGIES = {"ring": RingStrategy, "disco": DiscoStrategy, "local": LocalStrategy, "gather": GatherStrategy}
 
 
-def select_strategy(name: str, ring: Ring, backend: str, texts: Tensor) -> RingStrategy:
+def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor) -> RingStrategy:
     """The strategy of this name; a ring whose texts and their gradients take up to `GATHERED_BYTES` is disco.
 
     Small blocks take longer to launch than to compute, and a ring of W processes launches W of them.
     """
     of_features = 16 if texts.dtype == torch.float32 else texts.element_size()  # Triton multiplies six parts of fp32
-    gathered = ring.world_size * texts.numel() * (of_features + 4)  # of all processes, with gradients in fp32
-    if name == "ring" and ring.world_size > 1 and gathered <= GATHERED_BYTES:
+    gathered = processes.world_size * texts.numel() * (of_features + 4)  # of all processes, with gradients in fp32
+    if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
-    return STRATEGIES[name](ring, backend)
+    return STRATEGIES[name](processes, backend)
 
 
 def _zeros(like: Tensor, scalar: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
 from ..evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from ..loss import contrastive_loss, local_contrastive_loss
-from ..loss.ring import Ring
+from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import SIGMOID_MODELS, DualEncoder
 from .grad_cache import CachedWindow, Features
@@ -238,12 +238,12 @@ class InfCLTrainer(Trainer):
         except Exception as error:
             # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
             if self._dispatcher is None:
-                _tell_the_others(error)
+                announce_failure(error)
             elif isinstance(error, TypeError) and self._dispatcher._stop_iteration and self.state.global_step == 0:
                 # On every process alike: without a full micro-batch for each, accelerate has nothing to send.
                 raise self._stream_too_short([0] * self.args.world_size) from error
             raise
-        seen = [int(rows) for (rows,) in Ring().agree([rows])]
+        seen = [int(rows) for (rows,) in Processes().agree([rows])]
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
             # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
@@ -358,11 +358,11 @@ class InfCLTrainer(Trainer):
         except Exception as error:
             # The others come to agree on the loss's inputs next; under FSDP they are waiting within their forwards.
             if not encoded and not self.is_fsdp_enabled:
-                _tell_the_others(error)
+                announce_failure(error)
             raise
         if not window.loss.isfinite():  # the same on every process, before anything has been changed
             assert finite is not None
-            ranks = [rank for rank, (own,) in enumerate(Ring().agree([finite.item()])) if not own]
+            ranks = [rank for rank, (own,) in enumerate(Processes().agree([finite.item()])) if not own]
             cause = f"logit_scale is {self.dual_encoder.scale_and_bias()[0].item():g}"
             if ranks:
                 cause = f"an image or the model gives embeddings that are not finite (those of ranks {ranks} are not)"
@@ -576,15 +576,6 @@ def _check_all_have_gradients(model: nn.Module) -> None:
             f"No embedding depends on {names}: DDP would wait for their gradients and not average the others. Freeze "
             "what is not used (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
         )
-
-
-def _tell_the_others(error: Exception) -> None:
-    """Where the other processes agree on something next, they learn of an error here and stop with its reason."""
-    ring = Ring()
-    if ring.world_size > 1:
-        logger.error("Rank %d stops the others: %s: %s", ring.rank, type(error).__name__, error)  # before any wait
-        with suppress(RuntimeError):  # raised here as on the others, but here the cause itself says more
-            ring.agree([], failure=f"{type(error).__name__}: {error}")
 
 
 def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_infcl.loss.ring import Ring
+from hf_infcl.processes import Processes
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -91,14 +91,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, all_reduce: bool) -> Tensor:
         ctx.all_reduce = all_reduce
-        return Ring().gather(x).flatten(0, 1)
+        return Processes().gather(x).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ring = Ring()
+        processes = Processes()
         if not ctx.all_reduce:
-            return ring.scatter_sum(grad), None
-        return ring.sum(grad.contiguous()).view(ring.world_size, -1, grad.shape[1])[ring.rank], None
+            return processes.scatter_sum(grad), None
+        return processes.sum(grad.contiguous()).view(processes.world_size, -1, grad.shape[1])[processes.rank], None
 
 
 def clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
 
 def open_clip_local(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, all_reduce: bool = False) -> Tensor:
     """OpenCLIP's --local-loss --gather-with-grad: own images against all texts, own texts against all images, b×B."""
-    target = torch.arange(len(x), device=x.device) + Ring().rank * len(x)
+    target = torch.arange(len(x), device=x.device) + Processes().rank * len(x)
 
     def direction(a: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(scale.to(a.dtype) * a @ _Gather.apply(b, all_reduce).t(), target)

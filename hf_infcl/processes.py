@@ -1,0 +1,137 @@
+"""The processes that share a batch: their collectives, their agreements, and how the error of one reaches the others.
+
+One process is a group of one: callers need not ask whether there are several.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MOST_NUMBERS = 15  # that `agree` exchanges
+
+_logger = logging.getLogger(__name__)
+
+
+class Processes:
+    """The processes of a group. Its methods are collective: every process of the group has to call them.
+
+    Args:
+        process_group: the group; None is the default group, or this process alone if none is initialised.
+        alone: this process is a group of its own, even if a default group is initialised.
+
+    Attributes:
+        group: what torch.distributed calls the group.
+        rank: of this process within the group.
+        world_size: the number of processes.
+        device: where the group exchanges small tensors that come from the host.
+
+    Raises:
+        ValueError: this process is not a member of the group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
+        self.group = process_group
+        self.rank, self.world_size = 0, 1
+        self.device = torch.device("cpu")
+        # torch may have been built without torch.distributed.
+        if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
+            return
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("This process is not a member of process_group: call the loss on its members alone.")
+        if dist.get_backend(process_group) == dist.Backend.NCCL:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum over the processes, the same on each; for one process the tensor itself, not a copy."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """[world_size, *shape]: every process's tensor, all of one shape and dtype."""
+        if self.world_size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty(self.world_size, *tensor.shape)
+        # torch 2.13 renames the collectives of single tensors and deprecates the old names.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(gathered, tensor.contiguous()[None], group=self.group)
+        return gathered
+
+    def scatter_sum(self, tensor: Tensor) -> Tensor:
+        """[b, ...]: the elementwise sum over the processes of the b rows that belong to this rank.
+
+        Args:
+            tensor: [world_size · b, ...], of the same shape on every process; rows r·b to (r + 1)·b belong to rank r.
+        """
+        if self.world_size == 1:
+            return tensor
+        total = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        reduce_scatter(total, tensor.contiguous(), group=self.group)
+        return total
+
+    def scatter_logaddexp(self, tensor: Tensor) -> Tensor:
+        """As `scatter_sum`, with the logarithm of the sum of exponentials in place of the sum."""
+        if self.world_size == 1:
+            return tensor
+        largest = tensor.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)  # subtracted first, so that nothing overflows
+        anchor = largest.clamp_min(torch.finfo(tensor.dtype).min)  # -inf - -inf is not a number
+        b = len(tensor) // self.world_size
+        return self.scatter_sum(torch.exp(tensor - anchor)).log() + anchor[self.rank * b : (self.rank + 1) * b]
+
+    def gather_text(self, text: str) -> list[str]:
+        """Every process's text, in the order of the ranks."""
+        if self.world_size == 1:
+            return [text]
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text, group=self.group)
+        return texts
+
+    def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:
+        """Exchanges numbers, so that all processes can draw the same conclusion from them.
+
+        A process that cannot continue passes the reason as ``failure``. The others learn of it in their next call,
+        whatever that call is about, instead of waiting for a collective that the failed process will never join. If
+        they never call `agree` again, the timeout of the group ends the wait.
+
+        Args:
+            numbers: up to `MOST_NUMBERS`, as many on every process that has not failed.
+            failure: why this process cannot continue; empty if it can.
+
+        Returns:
+            Every process's numbers, in the order of the ranks.
+
+        Raises:
+            RuntimeError: on every process, if one of them failed; the message holds the rank and the reason.
+        """
+        # A row has a fixed length, because a process that failed does not know how many numbers the others exchange.
+        row = torch.zeros(1 + MOST_NUMBERS, dtype=torch.float64)
+        row[0] = bool(failure)
+        row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
+        rows = self.gather(row.to(self.device)).tolist()
+        if any(failed for failed, *_ in rows):
+            reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_text(failure)) if text]
+            raise RuntimeError("All ranks stop because of an error:\n" + "\n".join(reasons))
+        return [values[: len(numbers)] for _, *values in rows]
+
+
+def announce_failure(error: Exception) -> None:
+    """Lets all other processes of the default group stop with this error in their next `Processes.agree`."""
+    processes = Processes()
+    if processes.world_size == 1:
+        return
+    failure = f"{type(error).__name__}: {error}"
+    # Logged first, because the others may be stuck elsewhere and this process may wait for them until the timeout.
+    _logger.error("All ranks stop because of an error on rank %d: %s", processes.rank, failure)
+    with suppress(RuntimeError):  # raised here as on the others, but the caller holds the error itself
+        processes.agree([], failure)

@@ -1,0 +1,88 @@
+"""The processes that share a batch: every collective gives the same as one process that holds everybody's tensors."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_infcl.processes import MOST_NUMBERS, Processes, announce_failure
+
+
+def rank_collectives(rank: int, world_size: int) -> None:
+    processes = Processes()
+    assert (processes.rank, processes.world_size) == (rank, world_size)
+    g = torch.Generator().manual_seed(0)
+    tensors = torch.randn(world_size, 2 * world_size, 3, generator=g, dtype=torch.float64)  # one for each rank
+    tensors[:, 0, 0] = -torch.inf
+    mine, before, my_rows = tensors[rank], tensors[rank].clone(), slice(2 * rank, 2 * rank + 2)
+    torch.testing.assert_close(processes.sum(mine), tensors.sum(0))
+    assert torch.equal(processes.gather(mine), tensors)
+    torch.testing.assert_close(processes.scatter_sum(mine), tensors.sum(0)[my_rows])
+    torch.testing.assert_close(processes.scatter_logaddexp(mine), tensors.logsumexp(0)[my_rows])
+    large = processes.scatter_logaddexp(1e6 * mine)
+    torch.testing.assert_close(large, (1e6 * tensors).logsumexp(0)[my_rows])
+    assert torch.equal(mine, before), "the caller's tensor was written to"
+    assert processes.gather(torch.tensor([rank])).tolist() == [[r] for r in range(world_size)]
+    assert processes.gather_text(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
+    assert processes.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_collectives(ranks, world_size):
+    ranks.run(rank_collectives, world_size)
+
+
+def test_one_process_needs_no_group():
+    assert not dist.is_initialized()
+    rank_collectives(0, 1)
+
+
+def rank_alone(rank: int, world_size: int) -> None:
+    if rank == 0:  # a collective of the default group would wait for rank 1
+        processes = Processes(alone=True)
+        assert (processes.rank, processes.world_size) == (0, 1)
+        assert processes.sum(torch.ones(1)).item() == 1
+        assert processes.agree([3.0]) == [[3.0]]
+
+
+def test_alone_needs_no_other_process(ranks):
+    ranks.run(rank_alone, 2)
+
+
+def rank_outside(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="not a member"):
+            Processes(group)
+    else:
+        assert Processes(group).world_size == 1
+
+
+def test_a_process_outside_the_group_is_refused(ranks):
+    ranks.run(rank_outside, 2)
+
+
+def rank_failure(rank: int, world_size: int, announced: bool) -> None:
+    processes = Processes()
+    if rank == 1 and announced:
+        announce_failure(MemoryError("out of paper"))  # returns, for its caller to raise the error itself
+    else:
+        numbers = [] if rank == 1 else [1.0] * MOST_NUMBERS
+        reason = r"^All ranks stop because of an error:\n  rank 1: MemoryError: out of paper$"
+        with pytest.raises(RuntimeError, match=reason):
+            processes.agree(numbers, failure="MemoryError: out of paper" if rank == 1 else "")
+    assert processes.agree([]) == [[]] * world_size, "nothing is left hanging"
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_failure_stops_every_process_with_its_reason(ranks, announced):
+    ranks.run(rank_failure, 3, announced)
+
+
+def test_one_process_has_nobody_to_announce_a_failure_to(caplog):
+    with caplog.at_level(logging.DEBUG):
+        announce_failure(MemoryError("out of paper"))
+    assert not caplog.records
