@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 4 scripts/benchmark.py memory
     python scripts/benchmark.py step
 
-What each measures, and how, is told by `benchmark.py <name> --help`; code, rows and plots are in scripts/benchmarks.
+`benchmark.py <name> --help` says what each measures and how. The code is in scripts/benchmarks/, the rows and pictures
+are in scripts/benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from benchmarks.common import commit
 from make_digits import CLASS_NAMES, small_clip
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
@@ -70,7 +71,12 @@ def main() -> None:
         best = {method: best_rate(rows, method) for method in METHODS}
         rows += run_all(pool, [(method, rate, seed) for method, rate in best.items() for seed in SEEDS[1:]])
 
-    origin = {"date": date.today(), "torch": torch.__version__, "transformers": transformers.__version__}
+    origin = {
+        "date": date.today(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     with open(folder / "global_batch.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin])
         writer.writeheader()

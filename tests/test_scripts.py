@@ -7,6 +7,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -238,11 +239,20 @@ def rows_of(table: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def test_a_row_names_its_commit(script, monkeypatch):
+    common = script("benchmarks.common")
+    monkeypatch.delenv("HF_INFCL_COMMIT", raising=False)
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|unknown", common.commit())
+    monkeypatch.setenv("HF_INFCL_COMMIT", "abc1234")
+    assert common.environment(torch.device("cpu"))["commit"] == "abc1234"
+
+
 def on_two(*words: Any) -> str:
     return run("-m", "torch.distributed.run", "--nproc-per-node", 2, SCRIPTS / "benchmark.py", *words)
 
 
-def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
+def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_INFCL_COMMIT", "abc1234")
     words = ["--per-gpu-batch-sizes", 32, "--global-batch-sizes", 24, "--dims", 16, "--dtype", "float32"]
     on_two("ring", *words, "--objectives", "softmax", "sigmoid", "--milliseconds", 5, "--output", tmp_path / "ring.csv")
     rows = rows_of(tmp_path / "ring.csv")
@@ -254,6 +264,7 @@ def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
         row["implementation"] for row in others
     }
     assert not any(row["note"] for row in rows), rows
+    assert {row["commit"] for row in rows} == {"abc1234"}
     assert all(float(row["gradient_difference"]) < 1e-5 for row in others), rows
     assert all(float(row["ms"]) > 0 and float(row["efficiency"]) > 0 for row in rows)
     assert (tmp_path / "ring.png").stat().st_size > 10_000
@@ -346,7 +357,7 @@ def test_plots_show_the_newest_rows(script, tmp_path):
 
 def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
     tables, step = script("benchmarks.tables"), script("benchmarks.step")
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
     where = argparse.Namespace(output=tmp_path / "TABLES.md")
     tables.run(where)
     written = where.output.read_text()
@@ -373,7 +384,7 @@ def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["loss", "ring", "memory", "step"])
 def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
     benchmark, table = script(f"benchmarks.{name}"), tmp_path / f"{name}.csv"
-    table.write_bytes((SCRIPTS / f"benchmarks/{name}.csv").read_bytes())
+    table.write_bytes((SCRIPTS / f"benchmarks/results/{name}.csv").read_bytes())
     benchmark.plot(table)
     assert table.with_suffix(".png").stat().st_size > 10_000
     assert tuple(rows_of(table)[0]) == benchmark.COLUMNS

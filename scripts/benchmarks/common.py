@@ -6,6 +6,7 @@ import csv
 import datetime
 import importlib.metadata
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-FOLDER = Path(__file__).parent
+RESULTS = Path(__file__).parent / "results"
 SCALE, BIAS = 100.0, -10.0
 MIB, GIB = 2**20, 2**30
 
@@ -152,9 +153,10 @@ def free_bytes(device: torch.device) -> float:
 
 
 def environment(device: torch.device, *packages: str) -> Row:
-    """Date, device and versions, for every row."""
+    """Date, commit, device and versions, for every row."""
     row: Row = {
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
     }
@@ -162,6 +164,19 @@ def environment(device: torch.device, *packages: str) -> Row:
         with suppress(importlib.metadata.PackageNotFoundError):
             row[package] = importlib.metadata.version(package)
     return row
+
+
+def commit() -> str:
+    """Short hash of the commit that is measured, with "-dirty" where the files differ from it.
+
+    On a machine without the repository's history the variable HF_INFCL_COMMIT names it.
+    """
+    if named := os.environ.get("HF_INFCL_COMMIT"):
+        return named
+    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
 
 
 def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
@@ -182,7 +197,7 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
         if not begun:
             writer.writeheader()
         writer.writerow(row)
-    unsaid = ("date", "device", "torch", "triton", "transformers")
+    unsaid = ("date", "commit", "device", "torch", "triton", "transformers")
     print(*(f"{key}={row[key]}" for key in columns if row.get(key, "") != "" and key not in unsaid), flush=True)
 
 

@@ -24,17 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, graphs
+from hf_infcl import contrastive_loss
+from hf_infcl.loss import cuda_graphs
 
 from . import common, peers
-from .common import BIAS, FOLDER, SCALE
+from .common import BIAS, RESULTS, SCALE
 from .peers import Loss
 
 PRODUCTS = {"softmax": 4, "sigmoid": 3}
 COMPILED_UP_TO = 16384  # beyond, our kernels take longer than their launches
 REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
 COLUMNS = (
-    *("date", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
+    *("date", "commit", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
     *("ms", "ms_p10", "ms_p90", "floor_fraction", "matmul_tflops", "peak_mib", "loss_error", "gradient_error"),
     *("first_call_s", "note"),
 )
@@ -109,7 +110,7 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
         value.backward()
         return value.detach()
 
-    graphs._recording.cache_clear()
+    cuda_graphs._recording.cache_clear()
     begin = time.perf_counter()
     step()
     torch.cuda.synchronize()
@@ -119,7 +120,7 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(graphs.PATIENCE):  # the last of these is recorded; what it keeps counts
+    for _ in range(cuda_graphs.PATIENCE):  # the last of these is recorded; what it keeps counts
         value = step()
     torch.cuda.synchronize()
     row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
@@ -206,5 +207,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms")
     parser.add_argument("--errors-up-to", type=int, default=65536, help="largest batch compared with float64")
     parser.add_argument(
-        "--output", type=Path, default=FOLDER / "loss.csv", help="the CSV, appended to; its plot lies beside it"
+        "--output", type=Path, default=RESULTS / "loss.csv", help="the CSV, appended to; its plot lies beside it"
     )

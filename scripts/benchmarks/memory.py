@@ -19,10 +19,10 @@ import torch
 from hf_infcl.loss.contrastive import OBJECTIVES
 
 from . import common, ring
-from .common import FOLDER, Row
+from .common import RESULTS, Row
 
 COLUMNS = (
-    *("date", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
+    *("date", "commit", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
     *("batch_size", "implementation", "peak_mib", "inputs_mib", "gradients_mib", "note"),
 )
 SMALL = 256  # a first step's libraries and workspaces are none of the loss's memory
@@ -102,4 +102,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
     parser.add_argument("--implementations", nargs="+", help="by name, default: all that are installed")
-    parser.add_argument("--output", type=Path, default=FOLDER / "memory.csv", help="appended to; plot beside it")
+    parser.add_argument("--output", type=Path, default=RESULTS / "memory.csv", help="appended to; plot beside it")

@@ -1,7 +1,7 @@
 """Time of the loss across GPUs: the strategies, other implementations, and how communication overlaps computation.
 
     torchrun --nproc-per-node 4 scripts/benchmark.py ring --objectives softmax sigmoid
-    torchrun --nproc-per-node 4 scripts/benchmark.py ring --timeline scripts/benchmarks/ring_timeline.png
+    torchrun --nproc-per-node 4 scripts/benchmark.py ring --timeline scripts/benchmarks/results/ring_timeline.png
 
 A row is a forward and backward of one implementation on W GPUs of b pairs each (inputs as in `loss`). Repetitions begin
 together, and each takes as long as its slowest process; quantiles in milliseconds.
@@ -35,17 +35,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, strategies
+from hf_infcl import contrastive_loss
 from hf_infcl.kernels import torch_backend as tiled
+from hf_infcl.loss import strategies
 from hf_infcl.loss.contrastive import OBJECTIVES, local_contrastive_loss
 from hf_infcl.loss.strategies import STRATEGIES
 
 from . import common, peers, timeline
-from .common import BIAS, FOLDER, SCALE, Row
+from .common import BIAS, RESULTS, SCALE, Row
 from .peers import Loss
 
 COLUMNS = (
-    *("date", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
+    *("date", "commit", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
     *("batch_size", "implementation", "ms", "ms_p10", "ms_p90", "gpairs_per_s", "efficiency", "peak_mib"),
     *("gradient_difference", "note"),
 )
@@ -250,4 +251,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
     parser.add_argument("--timeline", type=Path, help="instead: draw the GPU streams of one step of the ring here")
-    parser.add_argument("--output", type=Path, default=FOLDER / "ring.csv", help="appended to; its plot lies beside it")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "ring.csv", help="appended to; its plot lies beside it"
+    )

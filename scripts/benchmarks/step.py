@@ -33,10 +33,10 @@ import torch
 from hf_infcl import contrastive_loss
 
 from . import common, peers, training
-from .common import FOLDER, SCALE, Row
+from .common import RESULTS, SCALE, Row
 
 COLUMNS = (
-    *("date", "device", "torch", "transformers", "world_size", "model", "pixel_dtype", "micro_batch_size"),
+    *("date", "commit", "device", "torch", "transformers", "world_size", "model", "pixel_dtype", "micro_batch_size"),
     *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
     *("images_per_s", "ratio", "loss_gib", "peak_gib", "note"),
 )
@@ -233,4 +233,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--implementations", nargs="+", help="by name, default: all")
-    parser.add_argument("--output", type=Path, default=FOLDER / "step.csv", help="appended to; plot beside it")
+    parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .common import FOLDER, Row, newest
+from .common import RESULTS, Row, newest
 
 K = 1024
 PAPER_MEMORY = {  # table 1: ViT-L/14, gradient cache with micro-batches of 128, AdamW; loss (peak) in GB
@@ -133,14 +133,14 @@ def ablation(memories: list[Row], times: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    steps = newest(FOLDER / "step.csv", STEP_KEYS, lambda row: row["comparison"] == "table")
+    steps = newest(RESULTS / "step.csv", STEP_KEYS, lambda row: row["comparison"] == "table")
     same = ("world_size", "objective", "batch_size", "implementation")
 
     def at_64k(row: Row) -> bool:
         return row["batch_size"] == str(64 * K) and row["objective"] == "softmax" and row["dim"] == "512"
 
-    memories = of_most_devices(newest(FOLDER / "memory.csv", same, lambda row: at_64k(row) and row["peak_mib"]))
-    times = of_most_devices(newest(FOLDER / "ring.csv", same, lambda row: at_64k(row) and row["ms"]))
+    memories = of_most_devices(newest(RESULTS / "memory.csv", same, lambda row: at_64k(row) and row["peak_mib"]))
+    times = of_most_devices(newest(RESULTS / "ring.csv", same, lambda row: at_64k(row) and row["ms"]))
     dates = sorted({row["date"] for row in (*steps, *memories, *times)})
     when = " to ".join(sorted({*dates[:1], *dates[-1:]})) or "no run yet"
     text = f"""# The paper's tables
@@ -171,4 +171,4 @@ Ours at a global batch of 65,536, D = 512, bf16; Ring-CL's matrices are fp32.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", type=Path, default=FOLDER / "TABLES.md")
+    parser.add_argument("--output", type=Path, default=RESULTS / "TABLES.md")
