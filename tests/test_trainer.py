@@ -379,7 +379,7 @@ class TinyTokens:
     """A collator for images with labels that tokenizes prompts by their characters."""
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        images = torch.stack([torch.tensor(item["image"].getpixel((0, 0))) / 255 for item in items])
+        images = torch.stack([torch.from_numpy(item["image"][0, 0]) / 255 for item in items])
         labels = torch.tensor([item["label"] for item in items])
         return {"pixel_values": images[:, :, None, None].expand(-1, 3, 16, 16).contiguous(), "labels": labels}
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class ContrastiveCollator:
             caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.
             labels [b]: for zero-shot items, which have no captions.
         """
-        images = [item["image"] for item in items]
+        images = [_picture(item["image"]) for item in items]
         batch = dict(self.processor.image_processor(images=images, return_tensors="pt"))
         if "caption" in items[0]:
             if any(not isinstance(item["caption"], list) for item in items):
@@ -87,3 +89,8 @@ class ContrastiveCollator:
                 texts, padding=self._padding, truncation=True, max_length=self.max_length, return_tensors="pt"
             )
         )
+
+
+def _picture(image: Any) -> Any:
+    """PIL's form of a decoded image: processors may take the axes of an array for others."""
+    return Image.fromarray(image) if isinstance(image, np.ndarray) else image

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,11 +12,10 @@ import torch
 
 if TYPE_CHECKING:
     import datasets
-    from PIL import Image
 
 
 class BadSampleError(ValueError):
-    pass
+    """A row whose image, caption or pair id cannot be used."""
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -24,22 +25,24 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         import datasets
 
         if isinstance(dataset, datasets.DatasetDict):
-            raise ValueError(f"dataset is a DatasetDict; pass one of its splits: {list(dataset)}")
+            raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
-            raise ValueError(f"dataset must be a datasets.Dataset, got {type(dataset).__name__}")
+            raise ValueError(f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}.")
         columns = list(dict.fromkeys([image_column, *columns]))
         if missing := [column for column in columns if column not in dataset.column_names]:
-            raise ValueError(f"no column {missing} in the dataset; its columns are {dataset.column_names}")
+            raise ValueError(f"The dataset has no column {missing}. Its columns are {dataset.column_names}.")
         if len(dataset) == 0:
-            raise ValueError("the dataset has no rows")
+            raise ValueError("The dataset has no rows.")
         if dataset.format["type"] == "custom":
             raise ValueError(
-                "the dataset has a transform, which would see undecoded images: call reset_format() and transform the "
-                "items in a dataset around this one"
+                "The dataset has a transform, which would see undecoded images. Call reset_format() and transform the "
+                "items in a dataset around this one."
             )
         feature = dataset.features[image_column]
         if not (isinstance(feature, datasets.Image) or is_value(feature, "string", "large_string", "binary")):
-            raise ValueError(f"image_column {image_column!r} must hold images, paths or encoded images, not {feature}")
+            raise ValueError(
+                f"The image_column {image_column!r} must hold images, paths or encoded images, not {feature}."
+            )
         rows = dataset.with_format(None).select_columns(columns)
         self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
         self._columns = dataset.column_names
@@ -48,32 +51,52 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _image(self, row: int, value: dict[str, Any] | None) -> Image.Image:
+    def _image(self, row: int, value: dict[str, Any] | None) -> np.ndarray:
+        if value is None:
+            raise self._bad_sample(row, f"column {self._image_column!r}: no image")
         try:
             return decode_rgb(value)
-        except Exception as error:  # whatever a decoder raises: OSError, SyntaxError, struct.error, ...
+        except Exception as error:
             raise self._bad_sample(row, f"column {self._image_column!r}: {type(error).__name__}: {error}") from error
 
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
-            f"row {row} of the dataset with columns {self._columns} is bad: {cause}. "
-            'Mend or drop it; in training, on_bad_sample="skip" puts another row in its place'
+            f"Row {row} of the dataset with columns {self._columns} is bad: {cause}. "
+            'Mend or drop it; in training, on_bad_sample="skip" puts another row in its place.'
         )
 
 
-def decode_rgb(value: dict[str, Any] | None) -> Image.Image:
-    """The image of an undecoded `datasets.Image` value, upright and in RGB with 8 bits."""
-    import datasets
-    from PIL import Image
+def decode_rgb(value: bytes | Mapping[str, Any]) -> np.ndarray:
+    """The pixels of an image file as uint8 [H, W, 3]: RGB, turned upright by the orientation in its EXIF data.
 
-    if value is None:
-        raise ValueError("no image")
-    image = datasets.Image().decode_example(value)
+    Transparency is dropped, as in CLIP's own preprocessing; 16-bit grey keeps its high byte.
+
+    Args:
+        value: the bytes of the file; or an undecoded value of `datasets.Image`, a mapping with ``bytes`` and ``path``.
+
+    Raises:
+        Exception: the file is missing or broken. Decoders raise OSError, SyntaxError, struct.error and more.
+    """
+    from PIL import Image, ImageOps
+
+    image: Image.Image = Image.open(io.BytesIO(value if isinstance(value, bytes) else _read(value)))
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     elif "transparency" in image.info:  # a palette: PIL warns unless it goes by way of RGBA
         image = image.convert("RGBA")
-    return image.convert("RGB")
+    return np.array(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _read(value: Mapping[str, Any]) -> bytes:
+    if value["bytes"] is not None:
+        return value["bytes"]
+    if "://" in value["path"]:
+        from datasets.utils.file_utils import xopen
+
+        with xopen(value["path"], "rb") as file:
+            return file.read()
+    return Path(value["path"]).read_bytes()
 
 
 def is_value(feature: Any, *dtypes: str) -> bool:

@@ -15,7 +15,7 @@ class ZeroShotDataset(ImageDataset):
     """Labelled images for zero-shot classification, and the prompts that describe the classes.
 
     Item i is a dict of
-        image: RGB `PIL.Image.Image`.
+        image: RGB, a uint8 array [H, W, 3].
         label: int, index into `class_names`.
 
     Args:

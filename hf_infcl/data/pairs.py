@@ -22,7 +22,7 @@ class ImageTextDataset(ImageDataset):
     """Image-caption pairs, one per row of a `datasets.Dataset`.
 
     Item i is a dict of
-        image: RGB `PIL.Image.Image`. Transparency is dropped, as in CLIP's own preprocessing.
+        image: RGB, a uint8 array [H, W, 3]. Transparency is dropped, as in CLIP's own preprocessing.
         caption: list of str; one caption, or all of them with `all_captions`.
         pair_id: int64; items of equal id are the same thing, never each other's negatives. Absent unless asked for.
         skipped: int, the bad rows passed over for this item. Only with `on_bad_sample="skip"`.
