@@ -1,4 +1,4 @@
-"""`InfCLTrainer` as a Trainer: data, resume, logs, evaluation, options and errors. Gradients are in test_parity.py."""
+"""`InfCLTrainer` as a Trainer: data, resume, logs, options and errors. Gradients are in test_parity.py."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import models
+from helpers.evaluation import Captioned, collate_captions
 from helpers.parity import Gradients
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, reference
-from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
-from hf_infcl.training.dual_encoder import DualEncoder
+from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.training.windows import WindowSampler
 
 # ---- Data ----
@@ -310,149 +308,6 @@ def test_the_objective_can_be_chosen(tmp_path):
     assert losses[None] == losses["softmax"] != losses["sigmoid"]
 
 
-# ---- Evaluation ----
-
-
-class Captioned(Dataset):
-    """Images with one to three captions each, as ready token sequences."""
-
-    def __init__(self, rows: int, pair_ids: bool = False) -> None:
-        self.pairs, self.texts = models.Pairs(rows), models.Pairs(3 * rows, seed=7)
-        self.pair_ids = pair_ids
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def captions(self, row: int) -> torch.Tensor:
-        return self.texts.tokens[3 * row : 3 * row + 1 + row % 3]
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"pixel_values": self.pairs.images[row], "texts": self.captions(row), "pair_id": row // 2}
-
-
-def collate_captions(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    tokens = torch.cat([item["texts"] for item in items])
-    counts = torch.tensor([len(item["texts"]) for item in items])
-    return {
-        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "caption_image": torch.arange(len(items)).repeat_interleave(counts),
-        "pair_ids": torch.tensor([item["pair_id"] for item in items]),
-    }
-
-
-def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:
-    model = getattr(models, build)()
-    trainer = trainer_for(
-        folder, model, eval_dataset=Captioned(23), data_collator=collate_captions, per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
-
-
-@pytest.mark.parametrize("build", ["clip", "siglip"])
-def test_evaluation_is_of_the_whole_set_on_any_number_of_ranks(ranks, tmp_path, build):
-    data, model = Captioned(23), getattr(models, build)().eval()
-    encoder = DualEncoder(model)
-    encoder.initialise_sigmoid()
-    with torch.no_grad():
-        images = encoder.encode_images({"pixel_values": data.pairs.images})
-        owner = [row for row in range(23) for _ in data.captions(row)]
-        tokens = torch.cat([data.captions(row) for row in range(23)])
-        texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
-        first = [owner.index(row) for row in range(23)]
-        loss = reference.contrastive_loss(
-            images.double(),
-            texts[first].double(),
-            *encoder.scale_and_bias(),
-            objective=encoder.objective,
-            pair_ids=torch.arange(23) // 2,
-        )
-    expected = {"loss": loss.item(), **retrieval_metrics(images, texts, torch.tensor(owner))}
-    for world_size in (1, 2, 3):
-        for metrics in ranks.run(rank_evaluate, world_size, str(tmp_path), build):
-            for name, value in expected.items():
-                assert metrics[f"eval_{name}"] == pytest.approx(value, rel=1e-5), (world_size, name)
-
-
-class TinyTokens:
-    """A collator for images with labels that tokenizes prompts by their characters."""
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        images = torch.stack([torch.from_numpy(item["image"][0, 0]) / 255 for item in items])
-        labels = torch.tensor([item["label"] for item in items])
-        return {"pixel_values": images[:, :, None, None].expand(-1, 3, 16, 16).contiguous(), "labels": labels}
-
-    def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
-        tokens = torch.tensor([[0, *[2 + ord(c) % 60 for c in t[-4:]], models.VOCABULARY - 1] for t in texts])
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
-def labelled(rows: int) -> ZeroShotDataset:
-    import datasets
-    from PIL import Image
-
-    colours = [Image.new("RGB", (4, 4), (7 * i % 256, 31 * i % 256, 11 * i % 256)) for i in range(rows)]
-    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list("abcdefg"))})
-    table = datasets.Dataset.from_dict({"image": colours, "label": [i % 7 for i in range(rows)]}, features=features)
-    return ZeroShotDataset(table, templates=("see {}.", "a {}!"))
-
-
-def rank_zero_shot(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    trainer = trainer_for(
-        folder, eval_dataset={"colours": labelled(17)}, data_collator=TinyTokens(), per_device_eval_batch_size=4
-    )
-    return trainer.evaluate()
-
-
-def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
-    data, encoder, collate = labelled(17), DualEncoder(models.clip().eval()), TinyTokens()
-    batch = collate([data[i] for i in range(17)])
-    with torch.no_grad():
-        classifier = zero_shot_classifier(encoder.encode_texts(collate.tokenize(data.prompts())), 2)
-        expected = zero_shot_metrics(encoder.encode_images(batch), classifier, batch["labels"])
-    assert 0 < expected["acc5"] < 1
-    for world_size in (1, 2, 3):
-        for metrics in ranks.run(rank_zero_shot, world_size, str(tmp_path)):
-            for name, value in expected.items():
-                assert metrics[f"eval_colours_{name}"] == pytest.approx(value), (world_size, name)
-
-
-def test_evaluation_during_training_and_compute_metrics(tmp_path):
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        images, texts = prediction.predictions
-        assert images.shape == (9, 12)
-        assert texts.shape == (9, 1, 12)
-        assert prediction.label_ids.tolist() == [1] * 9
-        return {"cosine": float((F.normalize(torch.tensor(images)) * torch.tensor(texts[:, 0])).sum(1).mean())}
-
-    trainer = trainer_for(
-        tmp_path,
-        eval_dataset=models.Pairs(9),
-        compute_metrics=compute_metrics,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-    )
-    trainer.train()
-    evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
-    assert len(evaluations) == 2
-    assert all(-1 <= e["eval_cosine"] <= 1 for e in evaluations)
-    assert trainer.state.best_metric == min(e["eval_loss"] for e in evaluations)
-
-
-def test_zero_shot_without_a_tokenizer_is_an_error(tmp_path):
-    class ImagesOnly(TinyTokens):
-        tokenize = property()
-
-    trainer = trainer_for(tmp_path, eval_dataset=labelled(5), data_collator=ImagesOnly())
-    with pytest.raises(ValueError, match="tokenize"):
-        trainer.evaluate()
-
-
 # ---- Errors ----
 
 
@@ -501,12 +356,6 @@ def test_a_stream_without_one_full_window_is_an_error(tmp_path):
         ValueError, match=r"first global batch of 8 pairs was full.*\[4\] of 8 each in full micro-batches"
     ):
         trainer_for(tmp_path, data=Stream(5)).train()
-
-
-def test_images_with_labels_have_to_be_a_zero_shot_set(tmp_path):
-    subset = torch.utils.data.Subset(labelled(9), range(5))
-    with pytest.raises(ValueError, match="ZeroShotDataset itself, not a Subset"):
-        trainer_for(tmp_path, eval_dataset=subset, data_collator=TinyTokens()).evaluate()
 
 
 def test_a_loss_of_one_s_own_is_refused(tmp_path):

@@ -487,13 +487,17 @@ class InfCLTrainer(Trainer):
                 f"tokenize(texts) such as ContrastiveCollator's, not {type(self.data_collator).__name__}."
             )
         prompts = dataset.prompts()
+        # All ranks encode equally many, since under FSDP a forward communicates. Repetitions of the last fill the share
+        # of the last ranks, so what they add stands behind all prompts.
+        share = -(-len(prompts) // self.args.world_size)
+        first = share * self.args.process_index
+        own = (prompts + prompts[-1:] * (share * self.args.world_size - len(prompts)))[first : first + share]
         size = self.args.per_device_eval_batch_size
         embeds = []
-        with self.accelerator.split_between_processes(prompts, apply_padding=True) as own:
-            for start in range(0, len(own), size):
-                batch = self._prepare_inputs(self.data_collator.tokenize(own[start : start + size]))
-                with torch.no_grad(), self.accelerator.autocast():
-                    embeds.append(self.dual_encoder.encode_texts(batch).float())
+        for start in range(0, share, size):
+            batch = self._prepare_inputs(self.data_collator.tokenize(own[start : start + size]))
+            with torch.no_grad(), self.accelerator.autocast():
+                embeds.append(self.dual_encoder.encode_texts(batch).float())
         texts = self.accelerator.gather(torch.cat(embeds))[: len(prompts)]
         classifier = zero_shot_classifier(texts, num_templates=len(dataset.templates))
         images, labels = self._on_device(output.predictions), self._on_device(output.label_ids)
