@@ -105,16 +105,17 @@ class Processes:
         they never call `agree` again, the timeout of the group ends the wait.
 
         Args:
-            numbers: up to `MOST_NUMBERS`, as many on every process that has not failed.
+            numbers: up to `MOST_NUMBERS`.
             failure: why this process cannot continue; empty if it can.
 
         Returns:
-            Every process's numbers, in the order of the ranks.
+            Every process's numbers, in the order of the ranks, as many as this process passed. A number that another
+            process did not pass is 0.
 
         Raises:
             RuntimeError: on every process, if one of them failed; the message holds the rank and the reason.
         """
-        # A row has a fixed length, because a process that failed does not know how many numbers the others exchange.
+        # The row has a fixed length, because a failed process does not know how many numbers the others exchange.
         row = torch.zeros(1 + MOST_NUMBERS, dtype=torch.float64)
         row[0] = bool(failure)
         row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)

@@ -108,7 +108,7 @@ def sigmoid_block(
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
         own.copy_(positive)
-        loss += F.softplus(logits).sum()
+        loss += F.softplus(logits, threshold=40).sum()
         coefficients = logits.sigmoid_()
         own.neg_()
         total += coefficients.sum()

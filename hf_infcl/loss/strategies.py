@@ -1,25 +1,26 @@
-"""Who computes which part of the B×B logits, and what travels for it: the strategies of the papers.
+"""How processes share the B×B logits of a batch: which of them each process computes, and what travels for it.
 
-A process r of W holds the images x [b, D] and texts y [b, D] of b of the B = W·b pairs. Every strategy gives it the
-same three things: the statistics of its own rows and columns, the products of the coefficients with its own embeddings,
-and for the sigmoid loss both at once. They differ in memory and traffic.
+Process r of W holds the images x [b, D] and texts y [b, D] of b of the B = W·b pairs: its `Shard`. Every strategy gives
+it the same: the terms of the loss of its own rows and columns, and the products of the loss's coefficients with the
+features, which are the gradients of its own images and texts. Strategies differ in memory and traffic.
 
-| strategy | blocks of a process | what travels | memory beside tiles |
+| strategy | logits of a process | what travels | memory beside tiles |
 |---|---|---|---|
-| ring (Inf-CL, arXiv 2410.17243) | W of b×b, one after another | texts and their gradients, around | O(b·D) |
-| disco (DisCo-CLIP, arXiv 2304.08480) | one b×B | texts gathered, their gradients reduced | O(B·D) |
+| ring (Inf-CL, arXiv 2410.17243) | W blocks of b×b, one after another | texts and their gradients, around | O(b·D) |
+| disco (DisCo-CLIP, arXiv 2304.08480) | one block of b×B | texts gathered, their gradients reduced | O(B·D) |
 | local (OpenCLIP's local loss) | b×B for images, B×b for texts | both gathered, both gradients reduced | O(B·D) |
-| gather (CLIP) | the whole B×B | both gathered, nothing returns | O(B·D) |
+| gather (CLIP) | all B×B | both gathered, no gradients | O(B·D) |
 
-A ring of small texts is computed as disco: `select_strategy`.
-
-Words as in `hf_infcl.kernels`; the log-odds of softmax are explained at `softmax_statistics` there.
+`select_strategy` computes a ring of small texts as disco. The words block, diagonal and log-odds are explained in
+`hf_infcl.kernels`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,270 +30,341 @@ from .. import kernels
 from ..processes import Processes
 from .ring import Ring, RingReduction
 
-GATHERED_BYTES = 256 << 20  # up to which a ring gathers its texts: a constant, so that its memory stays O(b·D)
+GATHERED_BYTES = 256 << 20  # a ring gathers its texts up to this size, a constant, so that its memory stays O(b·D)
 
 
-class Collector(Protocol):
-    """Combines what the processes say about each other's columns."""
+@dataclass(frozen=True)
+class Shard:
+    """This process's share of the global batch, and the parameters of the logits z_ij = scale · x_i·y_j + bias."""
 
-    def add(self, part: Tensor) -> None: ...
+    x: Tensor  # [b, D] images
+    y: Tensor  # [b, D] texts
+    scale: Tensor  # scalar, on the features' device
+    bias: Tensor  # scalar
+    ids: Tensor | None  # [b] int64: two pairs with equal ids are not each other's negatives
 
-    def result(self) -> Tensor: ...
 
+class Terms(NamedTuple):
+    """The terms of the loss that this process computes, and the gradients that belong to its pairs, in fp32 or fp64.
 
-class RingStrategy:
-    """Inf-CL: one ring for both directions. Texts travel; each process computes its images' rows block by block.
-
-    Columns' statistics and gradients travel along with the texts and arrive home complete. Transfers overlap the
-    computation of the block at hand.
+    The loss is the sum of the terms of all processes divided by a constant: 2B for the softmax loss, B for the sigmoid
+    loss. The coefficient C_ij is the derivative of the sum of all terms by the logit z_ij.
     """
+
+    loss: Tensor  # scalar, the sum of this process's terms
+    coefficients: Tensor  # scalar, the sum of this process's part of C
+    grad_x: Tensor | None  # [b, D], C·Y for this process's images; None if not wanted
+    grad_y: Tensor | None  # [b, D], Cᵀ·X for this process's texts; None if not wanted
+
+
+class SoftmaxStatistics(NamedTuple):
+    """Statistics of this process's images (x) and texts (y), each [b], that determine the softmax coefficients."""
+
+    lse_x: Tensor  # the log-sum-exp of an image's logits over the global batch
+    lse_y: Tensor  # the log-sum-exp of a text's logits
+    positive_x: Tensor  # the part of a pair's coefficient that comes from the cross entropy of its image
+    positive_y: Tensor  # the part that comes from the cross entropy of its text
+
+
+class Reduction(Protocol):
+    """Combines the parts that the processes compute for each other's texts."""
+
+    def add(self, part: Tensor) -> None:
+        """Takes this process's part for the block of texts at hand, in the order of the blocks."""
+
+    def result(self) -> Tensor:
+        """[b, ...]: the combination of all processes' parts for this process's texts."""
+
+
+class Strategy(ABC):
+    """Computes this process's `Terms` of a loss over the pairs of all processes, by collective calls."""
 
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
 
-    def columns(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
-        """Blocks of columns with their ``diagonal``: all processes' tensors of [b, ...], None stays None."""
-        for source, held in Ring(self.processes).rotate(*tensors):
-            yield (0 if source == self.processes.rank else None), held
-
-    def collector(self, combine: Callable[..., Any]) -> Collector:
-        """Takes a part per block of `columns`, in their order; combined by `torch.add` or `torch.logaddexp`."""
-        return RingReduction(Ring(self.processes), combine)
-
-    def softmax(
-        self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Four products in all: one of the statistics, one recomputed, two of the gradients.
-
-        Returns:
-            The sum of the cross entropies of this process's images and texts; ΣC, which is 0; and C·Y and Cᵀ·X of its
-            images and texts, [b, D], None if not wanted. C is 2B times the derivative of the loss by the logits.
-        """
-        positive = kernels.positive_logits(x, y, scale, backend=self.backend)
-        odds = torch.stack(self.softmax_statistics(x, y, scale, positive, ids))
-        loss, total = F.softplus(odds).sum(), torch.zeros_like(scale)
+    def softmax(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
+        """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
+        positive = kernels.positive_logits(shard.x, shard.y, shard.scale, backend=self.backend)
+        odds = torch.stack(self.softmax_log_odds(shard, positive))  # [2, b]
+        # log(1 + exp(odds)) keeps its digits however small it gets. F.softplus returns its input above a threshold, by
+        # default 20, where fp64 can still tell the difference.
+        cross_entropies = F.softplus(odds, threshold=40)
+        loss, coefficients = cross_entropies.sum(), torch.zeros_like(shard.scale)
         if not (want_x or want_y):
-            return loss, total, None, None
-        return loss, total, *self.softmax_gradients(x, y, scale, positive, odds, ids, want_x, want_y)
+            return Terms(loss, coefficients, None, None)
+        lse_x, lse_y = positive + cross_entropies
+        statistics = SoftmaxStatistics(lse_x, lse_y, *-torch.sigmoid(odds))
+        return Terms(loss, coefficients, *self.softmax_gradients(shard, statistics, want_x, want_y))
 
-    def softmax_statistics(
-        self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The log-odds of the negatives of this process's images and of its texts, each [b]."""
+    @abstractmethod
+    def softmax_log_odds(self, shard: Shard, positive: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-odds of the negatives of this process's images and of its texts, each [b].
+
+        Args:
+            positive: [b], the logits of this process's pairs.
+        """
+
+    @abstractmethod
+    def softmax_gradients(
+        self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``grad_x`` and ``grad_y`` of the `Terms`."""
+
+    @abstractmethod
+    def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
+        """The sigmoid loss: C is B times its derivative. Terms and coefficients come from one pass over the logits."""
+
+    def gather(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """[B, ...] of each [b, ...], in the order of the ranks; None stays None."""
+        return tuple(None if t is None else self.processes.gather(t).flatten(0, 1) for t in tensors)
+
+    def diagonal(self, shard: Shard) -> int:
+        """Where this process's pairs lie among the B of all processes."""
+        return self.processes.rank * len(shard.x)
+
+
+class BlockwiseStrategy(Strategy):
+    """Each process computes the logits of its images with all texts, in blocks of texts.
+
+    What it computes for another process's texts, statistics and gradients, is reduced to that process. The softmax loss
+    takes four products in all: one for the statistics, and one that recomputes the logits and two for the gradients.
+    The sigmoid loss takes three.
+    """
+
+    @abstractmethod
+    def blocks(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
+        """Blocks of all processes' texts, as (the ``diagonal`` of the block, the tensors of its texts).
+
+        Args:
+            tensors: [b, ...] of this process's texts, at least one; None stays None.
+        """
+
+    @abstractmethod
+    def reduction(self, combine: Callable[..., Any]) -> Reduction:
+        """The reduction of one part for each of the `blocks`, by `torch.add` or `torch.logaddexp`."""
+
+    def softmax_log_odds(self, shard: Shard, positive: Tensor) -> tuple[Tensor, Tensor]:
         odds_x: Tensor | None = None
-        odds_y = self.collector(torch.logaddexp)
-        for diagonal, (text, text_positive, text_ids) in self.columns(y, positive, ids):
-            rows, part = kernels.softmax_statistics(
-                x, text, scale, positive, text_positive, ids, text_ids, diagonal, backend=self.backend
+        odds_y = self.reduction(torch.logaddexp)
+        for diagonal, (texts, text_positive, text_ids) in self.blocks(shard.y, positive, shard.ids):
+            rows, columns = kernels.softmax_statistics(
+                *(shard.x, texts, shard.scale, positive, text_positive, shard.ids, text_ids, diagonal),
+                backend=self.backend,
             )
             odds_x = rows if odds_x is None else torch.logaddexp(odds_x, rows)
-            odds_y.add(part)
+            odds_y.add(columns)
         assert odds_x is not None
         return odds_x, odds_y.result()
 
     def softmax_gradients(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        positive: Tensor,
-        odds: Tensor,
-        ids: Tensor | None,
-        want_x: bool,
-        want_y: bool,
+        self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """C·Y and Cᵀ·X as `softmax` returns them; ``odds`` [2, b] are the statistics."""
-        lse_x, lse_y = positive + F.softplus(odds)
-        own = -torch.sigmoid(odds).sum(0)
-        grad_x = _zeros(x, positive) if want_x else None
-        texts = self.collector(torch.add)
-        for diagonal, (text, text_lse, text_ids) in self.columns(y, lse_y, ids):
-            part = _zeros(text, positive) if want_y else None
+        lse_x, lse_y, positive_x, positive_y = statistics
+        positive_coefficient = positive_x + positive_y
+        grad_x = _accumulator(shard.x, lse_x.dtype) if want_x else None
+        grad_y = self.reduction(torch.add)
+        for diagonal, (texts, text_lse, text_ids) in self.blocks(shard.y, lse_y, shard.ids):
+            part = _accumulator(texts, lse_y.dtype) if want_y else None
             kernels.softmax_gradients(
-                *(x, text, scale, lse_x, text_lse, own, ids, text_ids, diagonal),
+                *(shard.x, texts, shard.scale, lse_x, text_lse, positive_coefficient, shard.ids, text_ids, diagonal),
                 grad_x=grad_x,
                 grad_y=part,
                 backend=self.backend,
             )
             if part is not None:
-                texts.add(part)
-        return grad_x, texts.result() if want_y else None
+                grad_y.add(part)
+        return grad_x, grad_y.result() if want_y else None
 
-    def sigmoid(
-        self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """As `softmax`, in three products: one pass gives the loss's terms and C, which is B times its derivative."""
-        loss, total = torch.zeros_like(scale), torch.zeros_like(scale)
-        grad_x = _zeros(x, scale) if want_x else None
-        texts = self.collector(torch.add)
-        for diagonal, (text, text_ids) in self.columns(y, ids):
-            part = _zeros(text, scale) if want_y else None
-            terms, coefficients = kernels.sigmoid_block(
-                x, text, scale, bias, ids, text_ids, diagonal, grad_x=grad_x, grad_y=part, backend=self.backend
+    def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
+        loss, coefficients = torch.zeros_like(shard.scale), torch.zeros_like(shard.scale)
+        grad_x = _accumulator(shard.x, shard.scale.dtype) if want_x else None
+        grad_y = self.reduction(torch.add)
+        for diagonal, (texts, text_ids) in self.blocks(shard.y, shard.ids):
+            part = _accumulator(texts, shard.scale.dtype) if want_y else None
+            block_loss, block_coefficients = kernels.sigmoid_block(
+                *(shard.x, texts, shard.scale, shard.bias, shard.ids, text_ids, diagonal),
+                grad_x=grad_x,
+                grad_y=part,
+                backend=self.backend,
             )
-            loss, total = loss + terms, total + coefficients
+            loss, coefficients = loss + block_loss, coefficients + block_coefficients
             if part is not None:
-                texts.add(part)
-        return loss, total, grad_x, texts.result() if want_y else None
+                grad_y.add(part)
+        return Terms(loss, coefficients, grad_x, grad_y.result() if want_y else None)
 
 
-class DiscoStrategy(RingStrategy):
-    """DisCo-CLIP: all texts at once. Image gradients are complete on the spot; text gradients are reduced.
+class RingStrategy(BlockwiseStrategy):
+    """Inf-CL: texts travel around a ring, one block at a time, in one ring for both directions of the loss.
 
-    The paper all-reduces the inter-GPU gradients of everyone's embeddings; a reduce-scatter returns to each process its
-    own, which is all it needs, at half the traffic.
+    The statistics and gradients of a block travel along with it and return to its process complete. Transfers overlap
+    the computation of the block at hand.
     """
 
-    def columns(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
-        gathered = tuple(None if t is None else self.processes.gather(t).flatten(0, 1) for t in tensors)
+    def __init__(self, processes: Processes, backend: str) -> None:
+        super().__init__(processes, backend)
+        self._ring = Ring(processes)
+
+    def blocks(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
+        for source, held in self._ring.rotate(*tensors):
+            yield (0 if source == self.processes.rank else None), held
+
+    def reduction(self, combine: Callable[..., Any]) -> Reduction:
+        return RingReduction(self._ring, combine)
+
+
+class DiscoStrategy(BlockwiseStrategy):
+    """DisCo-CLIP: all texts in one block. The gradients of images are complete at once; those of texts are reduced.
+
+    The paper all-reduces the gradients of all embeddings; a reduce-scatter gives each process the rows of its own
+    texts, all that it needs, at half the traffic.
+    """
+
+    def blocks(self, *tensors: Tensor | None) -> Iterator[tuple[int | None, tuple[Any, ...]]]:
         rows = next(len(t) for t in tensors if t is not None)
-        yield self.processes.rank * rows, gathered
+        yield self.processes.rank * rows, self.gather(*tensors)
 
-    def collector(self, combine: Callable[..., Any]) -> Collector:
-        reduce = {torch.add: self.processes.scatter_sum, torch.logaddexp: self.processes.scatter_logaddexp}
-        return _Scattered(reduce[combine])
+    def reduction(self, combine: Callable[..., Any]) -> Reduction:
+        scatter = {torch.add: self.processes.scatter_sum, torch.logaddexp: self.processes.scatter_logaddexp}
+        return ScatterReduction(scatter[combine])
 
 
-class _Scattered:
-    """A collector of one part, [B, ...], of which each process gets back the combination of its own b rows."""
+class ScatterReduction:
+    """A `Reduction` of one part for the texts of all processes, [B, ...], by one reduce-scatter."""
 
-    def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        self._reduce = reduce
+    def __init__(self, scatter: Callable[[Tensor], Tensor]) -> None:
+        self._scatter = scatter
 
     def add(self, part: Tensor) -> None:
-        self._own = self._reduce(part)
+        self._result = self._scatter(part)
 
     def result(self) -> Tensor:
-        return self._own
+        return self._result
 
 
 class LocalStrategy(DiscoStrategy):
-    """OpenCLIP's local loss with gradients through the gather: each process scores its images and its texts.
+    """OpenCLIP's local loss with gradients through the gather, for softmax; the sigmoid loss is computed as disco.
 
-    Its images against all texts make the image-to-text cross entropy, its texts against all images the other, so
-    no statistics are exchanged, but each logit is computed twice. The sigmoid loss has one direction and equals disco.
+    The cross entropies of this process's images come from its images and all texts, those of its texts from its texts
+    and all images. So no statistics are exchanged, but each logit is computed twice.
     """
 
-    def softmax_statistics(
-        self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        def of_rows(a: Tensor, b: Tensor) -> Tensor:
-            ((diagonal, (columns, column_positive, column_ids)),) = self.columns(b, positive, ids)
-            return kernels.softmax_statistics(
-                a, columns, scale, positive, column_positive, ids, column_ids, diagonal, backend=self.backend
-            )[0]
-
-        return of_rows(x, y), of_rows(y, x)
-
-    def softmax_gradients(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        positive: Tensor,
-        odds: Tensor,
-        ids: Tensor | None,
-        want_x: bool,
-        want_y: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        def of_rows(
-            a: Tensor, b: Tensor, odds_a: Tensor, want_a: bool, want_b: bool
-        ) -> tuple[Tensor | None, Tensor | None]:
-            ((diagonal, (columns, column_ids)),) = self.columns(b, ids)
-            # Of the two exponentials of a coefficient only the rows' belongs to this direction.
-            no_columns = torch.full((len(columns),), torch.inf, dtype=positive.dtype, device=positive.device)
-            grad_a = _zeros(a, positive) if want_a else None
-            grad_b = _zeros(columns, positive) if want_b else None
-            kernels.softmax_gradients(
-                *(a, columns, scale, positive + F.softplus(odds_a), no_columns, -torch.sigmoid(odds_a)),
-                *(ids, column_ids, diagonal),
-                grad_x=grad_a,
-                grad_y=grad_b,
+    def softmax_log_odds(self, shard: Shard, positive: Tensor) -> tuple[Tensor, Tensor]:
+        def of_rows(rows: Tensor, columns: Tensor) -> Tensor:
+            all_columns, column_positive, column_ids = self.gather(columns, positive, shard.ids)
+            odds, _ = kernels.softmax_statistics(
+                *(rows, all_columns, shard.scale, positive, column_positive, shard.ids, column_ids),
+                self.diagonal(shard),
                 backend=self.backend,
             )
-            return grad_a, None if grad_b is None else self.processes.scatter_sum(grad_b)
+            return odds
 
-        x_of_images, y_of_images = of_rows(x, y, odds[0], want_x, want_y)
-        y_of_texts, x_of_texts = of_rows(y, x, odds[1], want_y, want_x)
+        return of_rows(shard.x, shard.y), of_rows(shard.y, shard.x)
+
+    def softmax_gradients(
+        self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        def of_cross_entropies(
+            rows: Tensor, columns: Tensor, lse: Tensor, positive: Tensor, want_rows: bool, want_columns: bool
+        ) -> tuple[Tensor | None, Tensor | None]:
+            """What the cross entropies of the rows give to the gradients of the rows and of the columns."""
+            all_columns, column_ids = self.gather(columns, shard.ids)
+            # An infinite log-sum-exp leaves the columns' cross entropies out of the coefficients.
+            no_columns = lse.new_full((len(all_columns),), torch.inf)
+            grad_rows = _accumulator(rows, lse.dtype) if want_rows else None
+            grad_columns = _accumulator(all_columns, lse.dtype) if want_columns else None
+            kernels.softmax_gradients(
+                *(rows, all_columns, shard.scale, lse, no_columns, positive, shard.ids, column_ids),
+                self.diagonal(shard),
+                grad_x=grad_rows,
+                grad_y=grad_columns,
+                backend=self.backend,
+            )
+            return grad_rows, None if grad_columns is None else self.processes.scatter_sum(grad_columns)
+
+        lse_x, lse_y, positive_x, positive_y = statistics
+        x_of_images, y_of_images = of_cross_entropies(shard.x, shard.y, lse_x, positive_x, want_x, want_y)
+        y_of_texts, x_of_texts = of_cross_entropies(shard.y, shard.x, lse_y, positive_y, want_y, want_x)
         return (
             x_of_images + x_of_texts if x_of_images is not None and x_of_texts is not None else None,
             y_of_images + y_of_texts if y_of_images is not None and y_of_texts is not None else None,
         )
 
 
-class GatherStrategy(DiscoStrategy):
-    """CLIP: everyone gathers everything and computes the whole loss; nothing returns, for everyone has it all.
+class GatherStrategy(Strategy):
+    """CLIP: every process gathers all images and texts and computes the whole loss, so that no gradients travel.
 
-    Gradients, and the sigmoid loss, are computed of a process's own rows and columns only.
+    The gradients and the sigmoid loss take only the rows and columns of this process's images and texts.
     """
 
-    def softmax_statistics(
-        self, x: Tensor, y: Tensor, scale: Tensor, positive: Tensor, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        ((start, (images, texts, positives, all_ids)),) = self.columns(x, y, positive, ids)
+    def softmax_log_odds(self, shard: Shard, positive: Tensor) -> tuple[Tensor, Tensor]:
+        images, texts, positives, ids = self.gather(shard.x, shard.y, positive, shard.ids)
         odds_x, odds_y = kernels.softmax_statistics(
-            images, texts, scale, positives, positives, all_ids, all_ids, 0, backend=self.backend
+            images, texts, shard.scale, positives, positives, ids, ids, 0, backend=self.backend
         )
-        assert start is not None
-        own = slice(start, start + len(x))
-        return odds_x[own], odds_y[own]
+        start = self.diagonal(shard)
+        rows = slice(start, start + len(shard.x))
+        return odds_x[rows], odds_y[rows]
 
     def softmax_gradients(
-        self,
-        x: Tensor,
-        y: Tensor,
-        scale: Tensor,
-        positive: Tensor,
-        odds: Tensor,
-        ids: Tensor | None,
-        want_x: bool,
-        want_y: bool,
+        self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        lse_x, lse_y = positive + F.softplus(odds)
-        own = -torch.sigmoid(odds).sum(0)
+        lse_x, lse_y, positive_x, positive_y = statistics
+        positive_coefficient = positive_x + positive_y
 
-        def of_rows(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> Tensor:
-            ((diagonal, (columns, column_lse, column_ids)),) = self.columns(b, lse_b, ids)
-            grad = _zeros(a, positive)
+        def of_rows(rows: Tensor, row_lse: Tensor, columns: Tensor, column_lse: Tensor) -> Tensor:
+            all_columns, all_lse, column_ids = self.gather(columns, column_lse, shard.ids)
+            grad = _accumulator(rows, row_lse.dtype)
             kernels.softmax_gradients(
-                *(a, columns, scale, lse_a, column_lse, own, ids, column_ids, diagonal),
+                *(rows, all_columns, shard.scale, row_lse, all_lse, positive_coefficient, shard.ids, column_ids),
+                self.diagonal(shard),
                 grad_x=grad,
                 grad_y=None,
                 backend=self.backend,
             )
             return grad
 
-        return of_rows(x, lse_x, y, lse_y) if want_x else None, of_rows(y, lse_y, x, lse_x) if want_y else None
+        return (
+            of_rows(shard.x, lse_x, shard.y, lse_y) if want_x else None,
+            of_rows(shard.y, lse_y, shard.x, lse_x) if want_y else None,
+        )
 
-    def sigmoid(
-        self, x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Tensor | None, want_x: bool, want_y: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        def of_rows(a: Tensor, b: Tensor, want: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-            ((diagonal, (columns, column_ids)),) = self.columns(b, ids)
-            grad = _zeros(a, scale) if want else None
-            terms, total = kernels.sigmoid_block(
-                a, columns, scale, bias, ids, column_ids, diagonal, grad_x=grad, grad_y=None, backend=self.backend
+    def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
+        def of_rows(rows: Tensor, columns: Tensor, want: bool) -> Terms:
+            all_columns, column_ids = self.gather(columns, shard.ids)
+            grad = _accumulator(rows, shard.scale.dtype) if want else None
+            loss, coefficients = kernels.sigmoid_block(
+                *(rows, all_columns, shard.scale, shard.bias, shard.ids, column_ids, self.diagonal(shard)),
+                grad_x=grad,
+                grad_y=None,
+                backend=self.backend,
             )
-            return terms, total, grad
+            return Terms(loss, coefficients, grad, None)
 
-        loss, total, grad_x = of_rows(x, y, want_x)
-        return loss, total, grad_x, of_rows(y, x, True)[2] if want_y else None
-
-
-STRATEGIES = {"ring": RingStrategy, "disco": DiscoStrategy, "local": LocalStrategy, "gather": GatherStrategy}
+        terms = of_rows(shard.x, shard.y, want_x)
+        return terms._replace(grad_y=of_rows(shard.y, shard.x, want=True).grad_x) if want_y else terms
 
 
-def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor) -> RingStrategy:
-    """The strategy of this name; a ring whose texts and their gradients take up to `GATHERED_BYTES` is disco.
+OBJECTIVES = ("softmax", "sigmoid")
+STRATEGIES: dict[str, type[Strategy]] = {
+    "ring": RingStrategy,
+    "disco": DiscoStrategy,
+    "local": LocalStrategy,
+    "gather": GatherStrategy,
+}
 
-    Small blocks take longer to launch than to compute, and a ring of W processes launches W of them.
+
+def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor) -> Strategy:
+    """The strategy of this name; disco in place of a ring whose texts and gradients take up to `GATHERED_BYTES`.
+
+    A small block takes longer to launch than to compute, and a ring of W processes launches W of them.
     """
-    of_features = 16 if texts.dtype == torch.float32 else texts.element_size()  # Triton multiplies six parts of fp32
-    gathered = processes.world_size * texts.numel() * (of_features + 4)  # of all processes, with gradients in fp32
+    feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()  # Triton multiplies six parts of fp32
+    gathered = processes.world_size * texts.numel() * (feature_bytes + 4)  # with the gradients in fp32
     if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](processes, backend)
 
 
-def _zeros(like: Tensor, scalar: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=scalar.dtype, device=like.device)
+def _accumulator(features: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for the gradient of the features, in the dtype of the logits."""
+    return torch.zeros(features.shape, dtype=dtype, device=features.device)

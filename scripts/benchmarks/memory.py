@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from hf_infcl.loss.contrastive import OBJECTIVES
+from hf_infcl.loss import OBJECTIVES
 
 from . import common, ring
 from .common import RESULTS, Row

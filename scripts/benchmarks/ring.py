@@ -37,8 +37,7 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss
 from hf_infcl.kernels import torch_backend as tiled
-from hf_infcl.loss import strategies
-from hf_infcl.loss.contrastive import OBJECTIVES, local_contrastive_loss
+from hf_infcl.loss import OBJECTIVES, local_contrastive_loss, strategies
 from hf_infcl.loss.strategies import STRATEGIES
 
 from . import common, peers, timeline

@@ -1,6 +1,9 @@
-"""Features whose loss says something, the yardstick for errors, and what a computation allocates."""
+"""Features with a loss far from zero, the measure of errors, and the largest tensor of a computation."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +21,17 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def features(b: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """L2-normalised pairs whose positives have cosine about 0.24, so that at scale 100 the loss is far from zero."""
+    """L2-normalised [b, d] images and texts with cosine about 0.24, so that at scale 100 the loss is far from zero."""
     g = torch.Generator().manual_seed(seed)
     x = torch.nn.functional.normalize(torch.randn(b, d, generator=g, dtype=torch.float64), dim=-1)
     noise = torch.nn.functional.normalize(torch.randn(b, d, generator=g, dtype=torch.float64), dim=-1)
     return x.to(dtype), torch.nn.functional.normalize(x + 4 * noise, dim=-1).to(dtype)
 
 
-def run(function, x, y, scale, bias, dtype, **options):
+def run(
+    function: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, bias: float, dtype: torch.dtype, **options: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss and its gradients by images, texts, scale and bias; zeros where it does not depend on one."""
     leaves = [t.to(dtype).clone().requires_grad_() for t in (x, y, torch.tensor(scale), torch.tensor(bias))]
     loss = function(*leaves, **options)
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -33,11 +39,11 @@ def run(function, x, y, scale, bias, dtype, **options):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
+    """A context that records the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(t, Tensor):

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,17 @@ class Ranks:
         *args: Any,
         backend: str = "gloo",
         timeout: float = 120,
+        always_ring: bool = False,
     ) -> list[Any]:
-        """function(rank, world_size, *args) on every rank of a fresh group; the results in order of the ranks.
+        """function(rank, world_size, *args) on every rank of a new group; the results in the order of the ranks.
 
-        Under "nccl" rank r has GPU r. An exception on any rank is an AssertionError here.
+        Args:
+            backend: of the group; with "nccl" rank r has GPU r.
+            timeout: seconds without an answer after which the test fails.
+            always_ring: strategy="ring" sends texts around however small they are, as it does with large ones.
+
+        Raises:
+            AssertionError: the function raised on some ranks; the message holds their tracebacks.
         """
         while len(self._processes) < world_size:
             parent, child = mp.get_context("spawn").Pipe()
@@ -42,16 +50,16 @@ class Ranks:
         # The store finds and binds a free port itself: one found first and bound later may be taken in between.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
-            self._pipes[rank].send((function, rank, world_size, store.port, backend, args))
+            self._pipes[rank].send((function, rank, world_size, store.port, backend, always_ring, args))
         results = []
         for rank in range(world_size):
             if not self._pipes[rank].poll(timeout):
                 self.close()
-                raise TimeoutError(f"rank {rank} of {world_size} said nothing for {timeout} s: a hang")
+                raise TimeoutError(f"Rank {rank} of {world_size} has not answered for {timeout} s: it hangs.")
             results.append(self._pipes[rank].recv())
         failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
-            self.close()  # what is left of them may not fit together
+            self.close()  # the processes may be left in different states
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failures))
         return [value for _, value in results]
 
@@ -67,10 +75,9 @@ def _serve(pipe: Any) -> None:
     from hf_infcl.loss import strategies
 
     torch.set_num_threads(1)
-    strategies.GATHERED_BYTES = 0  # a ring goes round, however small its blocks
     while True:
         try:
-            function, rank, world_size, port, backend, args = pipe.recv()
+            function, rank, world_size, port, backend, always_ring, args = pipe.recv()
         except EOFError:
             return
         launched = {
@@ -92,8 +99,10 @@ def _serve(pipe: Any) -> None:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
             )
-            dist.barrier()  # a job without communication could be over, and its group gone, before others have joined
-            answer = True, function(rank, world_size, *args)
+            dist.barrier()  # a job without communication could end, and leave the group, before others have joined
+            small = mock.patch.object(strategies, "GATHERED_BYTES", 0) if always_ring else contextlib.nullcontext()
+            with small:
+                answer = True, function(rank, world_size, *args)
         except BaseException:
             answer = False, traceback.format_exc()
         with contextlib.suppress(Exception):
@@ -102,7 +111,7 @@ def _serve(pipe: Any) -> None:
 
 
 def _forget() -> None:
-    """Leaves the group, accelerate's memory of it and the precision that was set; the next job begins afresh."""
+    """Leaves the group and resets accelerate's state and torch's precision, for the next job of this process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
@@ -114,15 +123,15 @@ def _forget() -> None:
 
 
 def without_tf32() -> None:
-    """TF32 is turned on for compiled models: by transformers under the first name, by accelerate under the second."""
+    """Turns TF32 off, which transformers (first name) and accelerate (second name) enable for compiled models."""
     torch.backends.fp32_precision = "ieee"
     torch.set_float32_matmul_precision("highest")
 
 
 class FreshRanks:
-    """`Ranks` with new processes for each job, since FSDP2 and DeepSpeed remember the groups that they have met.
+    """`Ranks` with new processes for each job, because FSDP2 and DeepSpeed keep state of the groups that they used.
 
-    On "gloo" the job may use both, which accelerate otherwise keeps for accelerators.
+    With "gloo" a job may use both on CPUs, which accelerate by itself allows only on accelerators.
     """
 
     def run(

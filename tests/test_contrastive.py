@@ -1,4 +1,4 @@
-"""`contrastive_loss` over processes: its contract, its groups, its memory and its errors."""
+"""`contrastive_loss`: whatever the strategy and the number of processes, the loss and gradients of the whole batch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 
 
 def shard(t: Any, rank: int, world_size: int) -> Any:
+    """This rank's rows of a tensor of the whole batch."""
     return None if t is None else t.chunk(world_size)[rank]
 
 
@@ -30,16 +31,19 @@ def weighted(function: Any, *args: Any, weight: float, **options: Any) -> Any:
 
 
 def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
-    """Loss equal everywhere; mean over ranks of parameter gradients, sum of losses by the embeddings."""
+    """The loss is that of the whole batch on every rank, and so is the mean over the ranks of a parameter's gradient.
+
+    An embedding's gradient is that of the sum of the losses, world_size times that of the whole batch.
+    """
     for objective, strategy, b, dtype, with_ids, weight in cases:
         x, y = features(b * world_size, 24, dtype=dtype)
-        ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # pairs of equal ids, some across processes
+        ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # every id occurs twice, some on two processes
         options = {"objective": objective, "pair_ids": ids, "weight": weight}
         whole_batch = x, y, 50.0, -5.0, torch.float64
         truth, (grad_x, grad_y, *scalars) = run(partial(weighted, reference.contrastive_loss), *whole_batch, **options)
         options |= {"pair_ids": shard(ids, rank, world_size), "strategy": strategy}
-        own = shard(x, rank, world_size), shard(y, rank, world_size), 50.0, -5.0, dtype
-        loss, gradients = run(partial(weighted, contrastive_loss), *own, **options)
+        mine = shard(x, rank, world_size), shard(y, rank, world_size), 50.0, -5.0, dtype
+        loss, gradients = run(partial(weighted, contrastive_loss), *mine, **options)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-10
         assert relative_error(loss, truth) < tolerance
         for gradient, whole in zip(gradients[:2], (grad_x, grad_y), strict=True):
@@ -52,7 +56,7 @@ def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_contract(ranks, world_size):
+def test_loss_and_gradients_are_those_of_the_whole_batch(ranks, world_size):
     cases = [
         (objective, strategy, b, dtype, with_ids, weight)
         for objective in ("softmax", "sigmoid")
@@ -61,25 +65,38 @@ def test_the_contract(ranks, world_size):
         for dtype in (torch.float32, torch.float64)
         for with_ids in (False, True)
     ]
-    ranks.run(rank_contract, world_size, cases)
+    ranks.run(rank_contract, world_size, cases, always_ring=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):
+    """Terms log(1 + exp(o)) with o from 20 to 35, where fp32 cannot tell them from o and fp64 can."""
+    x, y = features(12, 16, dtype=torch.float64)
+    batch = (x, -y, 40.0, 0.0) if objective == "softmax" else (x, y, 1.0, 25.0)
+    loss, gradients = run(contrastive_loss, *batch, torch.float64, objective=objective, strategy=strategy)
+    truth, expected = run(reference.contrastive_loss, *batch, torch.float64, objective=objective)
+    assert 20 < truth < 35 * len(x)
+    assert relative_error(loss, truth) < 1e-14
+    for gradient, exact in zip(gradients[:3], expected[:3], strict=True):
+        assert relative_error(gradient, exact) < 1e-14
 
 
 def rank_small_texts(rank: int, world_size: int) -> None:
-    limit = world_size * 3 * 24 * (16 + 4)  # features of three texts a process, and their gradients
-    for b, goes_round in ((4, True), (3, False)):
+    limit = world_size * 3 * 24 * (16 + 4)  # bytes of three texts on each process, with their gradients
+    for b, travels in ((4, True), (3, False)):
         rotate = mock.patch.object(Ring, "rotate", autospec=True, side_effect=Ring.rotate)
         with mock.patch.object(strategies, "GATHERED_BYTES", limit), rotate as rotated:
             rank_contract(rank, world_size, [("softmax", "ring", b, torch.float32, True, 1.0)])
-        assert rotated.called == goes_round
+        assert rotated.called == travels
 
 
-def test_small_texts_are_gathered(ranks):
+def test_a_ring_gathers_small_texts(ranks):
     ranks.run(rank_small_texts, 2)
 
 
 def rank_subgroups(rank: int, world_size: int) -> None:
-    # Two groups of the world whose ranks do not equal the world's: 1 and 3, 0 and 2.
-    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # whose ranks differ from those of the default group
     group = groups[0 if rank % 2 else 1]
     x, y = features(6, 8, seed=rank % 2)
     member = rank // 2
@@ -88,8 +105,8 @@ def rank_subgroups(rank: int, world_size: int) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_groups_smaller_than_the_world(ranks):
-    ranks.run(rank_subgroups, 4)
+def test_groups_smaller_than_the_default_group(ranks):
+    ranks.run(rank_subgroups, 4, always_ring=True)
 
 
 def rank_frozen(rank: int, world_size: int) -> None:
@@ -97,10 +114,10 @@ def rank_frozen(rank: int, world_size: int) -> None:
     for objective, strategy in itertools.product(("softmax", "sigmoid"), STRATEGIES):
         leaves = [t.clone().requires_grad_() for t in (x, y, torch.tensor(9.0))]
         expected = torch.autograd.grad(reference.contrastive_loss(*leaves, objective=objective), leaves)
-        own = shard(x, rank, world_size), shard(y, rank, world_size), torch.tensor(9.0)
+        mine = shard(x, rank, world_size), shard(y, rank, world_size), torch.tensor(9.0)
         options = {"objective": objective, "strategy": strategy}
         for wanted in itertools.product((False, True), repeat=3):
-            inputs = [t.clone().requires_grad_(want) for t, want in zip(own, wanted, strict=True)]
+            inputs = [t.clone().requires_grad_(want) for t, want in zip(mine, wanted, strict=True)]
             with torch.no_grad():
                 loss = contrastive_loss(*inputs, **options)
             if not any(wanted):
@@ -120,7 +137,7 @@ def rank_frozen(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_only_wanted_gradients(ranks, world_size):
-    ranks.run(rank_frozen, world_size)
+    ranks.run(rank_frozen, world_size, always_ring=True)
 
 
 def rank_memory(rank: int, world_size: int, objective: str) -> int:
@@ -133,11 +150,12 @@ def rank_memory(rank: int, world_size: int, objective: str) -> int:
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_memory_per_process_does_not_grow_with_the_ring(ranks, objective):
     for world_size in (1, 2, 4):
-        assert max(ranks.run(rank_memory, world_size, objective)) == 32 * 64, "O(b·D), never O(B·D)"
+        elements = ranks.run(rank_memory, world_size, objective, always_ring=True)
+        assert max(elements) == 32 * 64, "O(b·D), never O(B·D)"
 
 
 def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
-    """What the last of two processes does wrong, and what everybody must be told."""
+    """Arguments, of which rank 1's are wrong, and the message that both ranks must raise."""
     x, y = features(4, 8)
     wrong = rank == 1
     ids = torch.arange(4)
@@ -167,7 +185,7 @@ def _bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         "ids' dtype": ((x, y, 1.0), {"pair_ids": ids.int() if wrong else ids}, "rank 1: .*\\[4\\] int64.*int32"),
         "ids' shape": ((x, y, 1.0), {"pair_ids": ids[:2] if wrong else ids}, "rank 1: .*\\[4\\] int64.*\\[2\\]"),
         "ids' type": ((x, y, 1.0), {"pair_ids": [0, 1, 2, 3] if wrong else ids}, "rank 1: .*tensor.*got a list"),
-        "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for images"),
+        "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for image_embeds"),
         "objective": ((x, y, 1.0), {"objective": "clip" if wrong else "softmax"}, "rank 1: objective .*'clip'"),
         "objectives": ((x, y, 1.0), {"objective": "sigmoid" if wrong else "softmax"}, "softmax[\\s\\S]*sigmoid"),
         "strategy": ((x, y, 1.0), {"strategy": "star" if wrong else "ring"}, "rank 1: strategy .*'ring'.*'star'"),
@@ -180,18 +198,18 @@ def rank_errors(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=message):
             contrastive_loss(*args, **options)
     x, y = features(4, 8)
-    contrastive_loss(x, y, 1.0)  # and nothing is left hanging
+    contrastive_loss(x, y, 1.0)  # nothing is left hanging
 
 
-def test_every_process_is_told_what_is_wrong_anywhere(ranks):
-    ranks.run(rank_errors, 2)
+def test_every_process_is_told_what_is_wrong_on_one(ranks):
+    ranks.run(rank_errors, 2, always_ring=True)
 
 
 @pytest.mark.parametrize(
     "name",
     ["model output", "text scale", "towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"],
 )
-def test_one_process_is_told_what_is_wrong(name):
+def test_a_single_process_is_told_what_is_wrong(name):
     args, options, message = _bad_inputs(1)[name]
     with pytest.raises(ValueError, match=message.removeprefix("rank 1: ")):
         contrastive_loss(*args, **options)
@@ -199,7 +217,7 @@ def test_one_process_is_told_what_is_wrong(name):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["softmax_gradients", "sigmoid_block"])
-def test_no_gradient_is_computed_that_nobody_asks_for(monkeypatch, mode, name):
+def test_no_gradients_are_computed_without_grad_mode(monkeypatch, mode, name):
     asked = []
     compute = getattr(tiled, name)
     monkeypatch.setattr(tiled, name, lambda *arguments: asked.extend(arguments[-2:]) or compute(*arguments))
@@ -231,5 +249,5 @@ def rank_local(rank: int, world_size: int) -> None:
         torch.testing.assert_close(local_contrastive_loss(x, y, 10.0), reference.contrastive_loss(x, y, 10.0))
 
 
-def test_local_loss_needs_no_other_process(ranks):
+def test_the_local_loss_needs_no_other_process(ranks):
     ranks.run(rank_local, 2)
