@@ -122,10 +122,11 @@ def rank_zero(rank: int, world_size: int, folder: str, stage: int) -> tuple:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, tmp_path, backend, stage):
-    history, parameters, loss = ranks.run(rank_plain, 2, f"{tmp_path}/plain", backend=backend)[0]
+    history, parameters, loss = ranks.run(rank_plain, 2, f"{tmp_path}/plain", backend=backend, always_ring=True)[0]
     assert history[0][2] == pytest.approx(90)
     assert history[-1][2] < 89.9, "it did not go on from the limit: the test says nothing of it"
-    for seen_history, seen, seen_loss in fresh_ranks.run(rank_zero, 2, f"{tmp_path}/zero", stage, backend=backend):
+    job = (rank_zero, 2, f"{tmp_path}/zero", stage)
+    for seen_history, seen, seen_loss in fresh_ranks.run(*job, backend=backend, always_ring=True):
         for step, expected in zip(seen_history, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-4)
         # A key's bias has no gradient but rounding, which Adam makes steps of.

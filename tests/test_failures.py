@@ -90,7 +90,7 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
 )
 def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(ranks, tmp_path, place, time, backend):
     job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
-    heard, own = ranks.run(*job, backend=backend)
+    heard, own = ranks.run(*job, backend=backend, always_ring=True)
     assert heard.startswith("All ranks stop because of an error:\n  rank 1: ")
     assert "tried to allocate" in heard.lower()
     assert "tried to allocate" in own.lower()

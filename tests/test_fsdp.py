@@ -91,7 +91,7 @@ def rank_evaluated(rank: int, world_size: int, folder: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backend, name):
-    fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend)
+    fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
 
 
 def rank_temperature(rank: int, world_size: int, folder: str) -> None:
@@ -107,7 +107,7 @@ def test_the_temperature_alone_is_refused(fresh_ranks, tmp_path):
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name):
-    expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend)
+    expected, other = fresh_ranks.run(rank_checkpoint, 2, str(tmp_path), name, backend=backend, always_ring=True)
     assert expected == other
     fresh = getattr(models, name)(seed=3)
     loaded, info = type(fresh).from_pretrained(tmp_path / name / "last", output_loading_info=True)

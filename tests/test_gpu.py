@@ -103,7 +103,7 @@ def rank_compile(rank: int, world_size: int, folder: str, objective: str, frozen
 def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective, frozen):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_compile, world_size, str(tmp_path), objective, frozen, backend="nccl", timeout=300)
+    ranks.run(rank_compile, world_size, str(tmp_path), objective, frozen, backend="nccl", timeout=300, always_ring=True)
 
 
 def rank_auto(rank: int, world_size: int, folder: str) -> None:
@@ -129,4 +129,4 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
 def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl")
+    ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl", always_ring=True)

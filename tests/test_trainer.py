@@ -187,7 +187,7 @@ def test_a_stream_resumes_after_its_end_in_the_next_pass(tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size):
-    ranks.run(rank_resume, world_size, str(tmp_path))
+    ranks.run(rank_resume, world_size, str(tmp_path), always_ring=True)
 
 
 # ---- Options of Trainer that have to keep working ----
@@ -479,7 +479,7 @@ def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]
 
 @pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
 def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, options):
-    ranks.run(rank_unused, 2, str(tmp_path), options)
+    ranks.run(rank_unused, 2, str(tmp_path), options, always_ring=True)
 
 
 @pytest.mark.parametrize(

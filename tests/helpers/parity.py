@@ -185,7 +185,7 @@ def check(
     Asks for an error of at most ``tolerance`` of each tensor's norm and ``floor`` of the whole gradient's.
     """
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    by_rank = ranks.run(rank_gradients, world_size, cells, overrides, backend=backend)
+    by_rank = ranks.run(rank_gradients, world_size, cells, overrides, backend=backend, always_ring=True)
     for cell, results in zip(cells, zip(*by_rank, strict=True), strict=True):
         objective, variant, _ = cell
         draws = {key: state for _, _, states in results for key, state in states.items()}
