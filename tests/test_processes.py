@@ -28,6 +28,8 @@ def rank_collectives(rank: int, world_size: int) -> None:
     assert processes.gather(torch.tensor([rank])).tolist() == [[r] for r in range(world_size)]
     assert processes.gather_text(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
     assert processes.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
+    # A process may pass fewer numbers than another, which then sees zeros.
+    assert processes.agree([7.0] * (1 + rank))[0] == [7.0] + [0.0] * rank
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

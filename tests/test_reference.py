@@ -1,4 +1,4 @@
-"""The reference against the losses that transformers' own models compute."""
+"""The reference: the losses of transformers' CLIP and SigLIP, and with `pair_ids` those of its definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_infcl import reference
 
 
 @pytest.mark.parametrize(("build", "objective"), [(models.clip, "softmax"), (models.siglip, "sigmoid")])
-def test_equals_the_model_s_own_loss(build, objective):
+def test_equals_the_loss_of_transformers_models(build, objective):
     model = build().double().eval()
     batch = models.Pairs(9).batch()
     batch["pixel_values"] = batch["pixel_values"].double()
@@ -33,7 +33,7 @@ def test_equal_ids_are_never_negatives():
     softmax = reference.contrastive_loss(x, y, 10.0, pair_ids=ids)
     sigmoid = reference.contrastive_loss(x, y, 10.0, -3.0, objective="sigmoid", pair_ids=ids)
     logits = 10 * x @ y.t()
-    rows = [[0, 1, 3], [1, 0, 2, 3], [2, 1, 3], [3, 0, 1, 2]]  # each pair first, then who is not its own kind
+    rows = [[0, 1, 3], [1, 0, 2, 3], [2, 1, 3], [3, 0, 1, 2]]  # the positive first, then the negatives
     by_row = [-F.log_softmax(logits[i, r], 0)[0] for i, r in enumerate(rows)]
     by_column = [-F.log_softmax(logits[r, i], 0)[0] for i, r in enumerate(rows)]
     torch.testing.assert_close(softmax, (sum(by_row) + sum(by_column)) / 8)
@@ -41,6 +41,6 @@ def test_equal_ids_are_never_negatives():
     torch.testing.assert_close(sigmoid, sum(terms) / 4)
 
 
-def test_unknown_objective():
+def test_an_unknown_objective_is_refused():
     with pytest.raises(ValueError, match=r"softmax.*sigmoid.*'infonce'"):
         reference.contrastive_loss(*features(2, 3), 1.0, objective="infonce")

@@ -1,9 +1,4 @@
-"""The exact contrastive loss of a batch spread over processes.
-
-Contract of `contrastive_loss`: the returned number is the loss of the global batch, the same on every process, and its
-gradient is the gradient of the sum of the returned losses over the processes. So the mean over processes that DDP and
-FSDP take yields, for every parameter, the gradient of one process that holds the whole batch.
-"""
+"""The exact contrastive loss of a batch that is spread over processes, as a differentiable function."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How processes share the B×B logits of a batch: which of them each process computes, and what travels for it.
+"""How processes share the B×B logits of a batch: which logits each process computes, and what they send each other.
 
-Process r of W holds the images x [b, D] and texts y [b, D] of b of the B = W·b pairs: its `Shard`. Every strategy gives
-it the same: the terms of the loss of its own rows and columns, and the products of the loss's coefficients with the
-features, which are the gradients of its own images and texts. Strategies differ in memory and traffic.
+Each of W processes holds the images x [b, D] and texts y [b, D] of b of the B = W·b pairs, its `Shard`. Every strategy
+computes the same results for it, its `Terms`: a part of the loss and, up to a factor, the gradients of its images and
+texts. Strategies differ in memory and traffic.
 
-| strategy | logits of a process | what travels | memory beside tiles |
+| strategy | logits of a process | communication | memory beside tiles |
 |---|---|---|---|
 | ring (Inf-CL, arXiv 2410.17243) | W blocks of b×b, one after another | texts and their gradients, around | O(b·D) |
 | disco (DisCo-CLIP, arXiv 2304.08480) | one block of b×B | texts gathered, their gradients reduced | O(B·D) |
@@ -52,7 +52,9 @@ class Terms(NamedTuple):
     """
 
     loss: Tensor  # scalar, the sum of this process's terms
-    coefficients: Tensor  # scalar, the sum of this process's part of C
+    coefficients: (
+        Tensor  # scalar, this process's part of the sum of C; of all processes that is dL/dbias, up to a factor
+    )
     grad_x: Tensor | None  # [b, D], C·Y for this process's images; None if not wanted
     grad_y: Tensor | None  # [b, D], Cᵀ·X for this process's texts; None if not wanted
 
@@ -77,7 +79,7 @@ class Reduction(Protocol):
 
 
 class Strategy(ABC):
-    """Computes this process's `Terms` of a loss over the pairs of all processes, by collective calls."""
+    """Computes this process's `Terms`, together with the other processes, which have to make the same calls."""
 
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
@@ -86,8 +88,8 @@ class Strategy(ABC):
         """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
         positive = kernels.positive_logits(shard.x, shard.y, shard.scale, backend=self.backend)
         odds = torch.stack(self.softmax_log_odds(shard, positive))  # [2, b]
-        # log(1 + exp(odds)) keeps its digits however small it gets. F.softplus returns its input above a threshold, by
-        # default 20, where fp64 can still tell the difference.
+        # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
+        # at the default of 20 that would cost fp64 six of its digits.
         cross_entropies = F.softplus(odds, threshold=40)
         loss, coefficients = cross_entropies.sum(), torch.zeros_like(shard.scale)
         if not (want_x or want_y):
@@ -126,9 +128,9 @@ class Strategy(ABC):
 class BlockwiseStrategy(Strategy):
     """Each process computes the logits of its images with all texts, in blocks of texts.
 
-    What it computes for another process's texts, statistics and gradients, is reduced to that process. The softmax loss
-    takes four products in all: one for the statistics, and one that recomputes the logits and two for the gradients.
-    The sigmoid loss takes three.
+    The statistics and gradients that it computes for the texts of another process are reduced to that process. The
+    softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two for
+    the gradients. The sigmoid loss takes three.
     """
 
     @abstractmethod
@@ -358,8 +360,9 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
 
     A small block takes longer to launch than to compute, and a ring of W processes launches W of them.
     """
-    feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()  # Triton multiplies six parts of fp32
-    gathered = processes.world_size * texts.numel() * (feature_bytes + 4)  # with the gradients in fp32
+    # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
+    feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()
+    gathered = processes.world_size * texts.numel() * (feature_bytes + 4)  # and gradients in fp32
     if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](processes, backend)

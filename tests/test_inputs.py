@@ -1,0 +1,72 @@
+"""The inputs of `contrastive_loss`: an error of one process is raised on all of them, with every process's values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.numerics import features
+
+from hf_infcl import contrastive_loss
+
+
+def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
+    """Arguments, of which rank 1's are wrong, and the message that both ranks must raise."""
+    x, y = features(4, 8)
+    wrong = rank == 1
+    ids = torch.arange(4)
+    return {
+        "model output": ((x, (y,) if wrong else y, 1.0), {}, r"rank 1: text_embeds must be a tensor, .*got a tuple"),
+        "text scale": ((x, y, "1" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
+        "vector of numpy": (
+            (x, y, np.ones(2) if wrong else 1.0),
+            {},
+            "rank 1: logit_scale must be a number .*got a ndarr",
+        ),
+        "no scale": ((x, y, None if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a NoneType"),
+        "rows": ((x[:3], y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 0: .*\[4, 8\].*\n.*rank 1: .*\[3, 8\]"),
+        "width": ((x[:, :5], y[:, :5], 1.0) if wrong else (x, y, 1.0), {}, r"\[4, 8\][\s\S]*\[4, 5\]"),
+        "towers": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[4, 8\] and \[3, 8\]"),
+        "one dimension": ((x[0], y[0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[b, D\].*\[8\]"),
+        "nothing": ((x[:0], y[:0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[0, 8\]"),
+        "dtype": ((x.double(), y.double(), 1.0) if wrong else (x, y, 1.0), {}, "float32[\\s\\S]*float64"),
+        "integers": ((x.long(), y.long(), 1.0) if wrong else (x, y, 1.0), {}, "rank 1: .*floating.*int64"),
+        "device": ((x.to("meta"), y, 1.0) if wrong else (x, y, 1.0), {}, "rank 1: .*one device.*meta"),
+        "scale": ((x, y, torch.tensor(torch.nan if wrong else 1.0)), {}, "rank 1: .*logit_scale must be finite.*nan"),
+        "scales": ((x, y, 2.0 if wrong else 1.0), {}, "logit_scale 1[\\s\\S]*logit_scale 2"),
+        "vector scale": ((x, y, torch.ones(2) if wrong else 1.0), {}, "rank 1: .*one element.*\\[2\\]"),
+        "bias": ((x, y, 1.0, torch.inf if wrong else 0.0), {}, "rank 1: .*logit_bias must be finite.*inf"),
+        "no bias": ((x, y, 1.0, None if wrong else 0.0), {}, "logit_bias 0[\\s\\S]*logit_bias None"),
+        "ids": ((x, y, 1.0), {"pair_ids": None if wrong else ids}, "with pair_ids[\\s\\S]*no pair_ids"),
+        "ids' dtype": ((x, y, 1.0), {"pair_ids": ids.int() if wrong else ids}, "rank 1: .*\\[4\\] int64.*int32"),
+        "ids' shape": ((x, y, 1.0), {"pair_ids": ids[:2] if wrong else ids}, "rank 1: .*\\[4\\] int64.*\\[2\\]"),
+        "ids' type": ((x, y, 1.0), {"pair_ids": [0, 1, 2, 3] if wrong else ids}, "rank 1: .*tensor.*got a list"),
+        "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for image_embeds"),
+        "objective": ((x, y, 1.0), {"objective": "clip" if wrong else "softmax"}, "rank 1: objective .*'clip'"),
+        "objectives": ((x, y, 1.0), {"objective": "sigmoid" if wrong else "softmax"}, "softmax[\\s\\S]*sigmoid"),
+        "strategy": ((x, y, 1.0), {"strategy": "star" if wrong else "ring"}, "rank 1: strategy .*'ring'.*'star'"),
+        "strategies": ((x, y, 1.0), {"strategy": "disco" if wrong else "ring"}, "0: .*, ring,.*\\n.*1: .*, disco,"),
+        "backend": ((x, y, 1.0), {"backend": "cuda" if wrong else "torch"}, "rank 1: backend .*'torch'.*'cuda'"),
+    }
+
+
+def rank_errors(rank: int, world_size: int) -> None:
+    for args, options, message in bad_inputs(rank).values():
+        with pytest.raises(ValueError, match=message):
+            contrastive_loss(*args, **options)
+    x, y = features(4, 8)
+    contrastive_loss(x, y, 1.0)  # nothing is left hanging
+
+
+def test_every_process_is_told_what_is_wrong_on_one(ranks):
+    ranks.run(rank_errors, 2, always_ring=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model output", "text scale", "towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"],
+)
+def test_a_single_process_is_told_what_is_wrong(name):
+    args, options, message = bad_inputs(1)[name]
+    with pytest.raises(ValueError, match=message.removeprefix("rank 1: ")):
+        contrastive_loss(*args, **options)
