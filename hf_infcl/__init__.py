@@ -14,6 +14,7 @@ _HOME = {
     "InfCLTrainingArguments": "training.arguments",
     "ContrastiveCollator": "data",
     "ImageTextDataset": "data",
+    "ImageTextStream": "data",
     "ZeroShotDataset": "data",
     "load_pairs": "data",
 }
@@ -21,6 +22,7 @@ _HOME = {
 __all__ = [
     "ContrastiveCollator",
     "ImageTextDataset",
+    "ImageTextStream",
     "InfCLTrainer",
     "InfCLTrainingArguments",
     "ZeroShotDataset",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset, load_pairs
+    from .data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
     from .loss import contrastive_loss
     from .training.arguments import InfCLTrainingArguments
     from .training.trainer import InfCLTrainer

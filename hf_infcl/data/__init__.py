@@ -4,5 +4,13 @@ from .collator import ContrastiveCollator
 from .labelled import ZeroShotDataset
 from .loading import load_pairs
 from .pairs import ImageTextDataset, caption_pair_id
+from .streams import ImageTextStream
 
-__all__ = ["ContrastiveCollator", "ImageTextDataset", "ZeroShotDataset", "caption_pair_id", "load_pairs"]
+__all__ = [
+    "ContrastiveCollator",
+    "ImageTextDataset",
+    "ImageTextStream",
+    "ZeroShotDataset",
+    "caption_pair_id",
+    "load_pairs",
+]

@@ -101,9 +101,7 @@ class ImageTextDataset(ImageDataset):
 
     def _sample(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
-        captions = value[self._caption_column]
-        captions = [captions] if isinstance(captions, str) else captions or []
-        captions = [caption for caption in captions if caption and not caption.isspace()]
+        captions = usable_captions(value[self._caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
         if not self._all_captions:
@@ -116,13 +114,24 @@ class ImageTextDataset(ImageDataset):
             pair_id = value[self._pair_id_column]
             if pair_id is None:
                 raise self._bad_sample(row, f"column {self._pair_id_column!r}: no pair id")
-            item["pair_id"] = _hash(pair_id) if isinstance(pair_id, str) else _as_int64(pair_id)
+            item["pair_id"] = as_pair_id(pair_id)
         elif self._on_bad_sample == "skip":
             item["pair_id"] = row
         return item
 
     def _random(self, row: int, purpose: str) -> random.Random:
         return random.Random(f"{self._seed} {self._epoch.item()} {row} {purpose}")  # hashed with SHA-512
+
+
+def usable_captions(value: str | list[str | None] | None) -> list[str]:
+    """The captions in a value of the caption column that are more than white space."""
+    captions = [value] if isinstance(value, str) else value or []
+    return [caption for caption in captions if caption and not caption.isspace()]
+
+
+def as_pair_id(value: str | int) -> int:
+    """A value of the pair id column as an int64: a hash of a string, one to one for integers."""
+    return _hash(value) if isinstance(value, str) else _as_int64(value)
 
 
 def caption_pair_id(caption: str) -> int:

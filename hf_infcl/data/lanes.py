@@ -1,0 +1,179 @@
+"""Lanes: the order in which the shards of a stream are read, shuffled and, from a cursor on, read again.
+
+In each pass over a source its shards are dealt to L lanes, in an order drawn from (seed, source, pass). A lane reads a
+few of its shards in turns until `shuffle_buffer` samples, still encoded, are there, and permutes these. Nothing of a
+shuffle needs saving: where the readers stood before they filled the buffer, and how many of its samples are gone,
+restores it by reading the same samples again. So to go on costs one buffer, at any position.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .readers import DamagedShardError, Reader
+
+_MAX_EMPTY_PASSES = 100
+
+
+class Shard(NamedTuple):
+    url: str
+    name: str  # stays the same when the folder of all shards moves
+    reader: Reader
+
+
+class Piece(NamedTuple):
+    """What is dealt to a lane: the samples of a shard, by its number, that begin from start to before stop."""
+
+    shard: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the order of samples depends on, beside the shards."""
+
+    seed: int
+    lanes: int
+    shuffle_buffer: int  # samples that a lane permutes at a time
+    open_shards: int  # shards that a lane reads in turns
+
+    def random(self, *purpose: Any) -> random.Random:
+        """The same generator for the same purpose, hashed with SHA-512."""
+        return random.Random(f"{self.seed} {purpose}")
+
+    def check_shares(self, world_size: int, workers: int) -> None:
+        """Raises a ValueError if not every worker of every process can have equally many lanes."""
+        if self.lanes % (world_size * workers) == 0:
+            return
+        divisors = [number for number in range(1, self.lanes + 1) if self.lanes % number == 0]
+        if self.lanes % world_size:
+            cure = f"Use one of {divisors} processes"
+        else:
+            allowed = [number for number in divisors if self.lanes % (world_size * number) == 0]
+            cure = f"With {world_size} processes set dataloader_num_workers to one of {allowed}"
+        raise ValueError(
+            f"The shards of the stream are dealt to {self.lanes} lanes, which {world_size} processes with {workers} "
+            f"DataLoader workers each cannot share evenly. {cure}."
+        )
+
+
+class LaneSource:
+    """The samples that one lane reads of one source, pass after pass.
+
+    Its cursor is a dict of
+        pass: number of passes that the lane has completed.
+        buffer: number of the buffer in this pass.
+        next: first of the lane's pieces of this pass that had not been opened when the buffer began to fill.
+        open: [piece, position] of those that were open then, in the order of their turns.
+        taken: number of samples gone from the buffer.
+        opened: number of pieces of the passes before.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        pieces: Sequence[Piece],
+        order: Order,
+        lane: int,
+        source: int,
+        cursor: dict[str, Any] | None,
+    ) -> None:
+        self._shards, self._pieces, self._order, self._lane, self._source = shards, pieces, order, lane, source
+        self._start = cursor or {"pass": 0, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": 0}
+        self._taken = self._start["taken"]
+
+    def cursor(self) -> dict[str, Any]:
+        """The place after the last sample given."""
+        return {**self._start, "taken": self._taken}
+
+    def __iter__(self) -> Iterator[tuple[int, int, str, Any]]:
+        """(number of passes before it, shard, key, raw sample) of each sample, without end."""
+        size, empty_passes = self._order.shuffle_buffer, 0
+        turns = self._turns(self._start)
+        buffer: list[Any] = list(itertools.islice(turns, size))
+        while True:
+            start = self._start
+            if len(buffer) == size:
+                following = {**start, "buffer": start["buffer"] + 1, **turns.position(), "taken": 0}
+            else:  # the pass ends with this buffer
+                empty_passes = 0 if buffer or start["buffer"] else empty_passes + 1
+                if empty_passes == _MAX_EMPTY_PASSES:
+                    urls = sorted({self._shards[piece.shard].url for piece in self._pieces})
+                    raise ValueError(f"There are no samples in {len(urls)} shards such as {urls[0]!r}.")
+                opened = start["opened"] + len(turns.pieces)
+                following = {
+                    "pass": start["pass"] + 1,
+                    "buffer": 0,
+                    "next": 0,
+                    "open": [],
+                    "taken": 0,
+                    "opened": opened,
+                }
+                turns = self._turns(following)
+            places = list(range(len(buffer)))
+            self._order.random(self._source, self._lane, start["pass"], start["buffer"]).shuffle(places)
+            # The next buffer fills as this one empties: no sample has to wait until a whole buffer was read, and both
+            # together hold no more samples than one.
+            refill: list[Any] = []
+            for taken, place in enumerate(places[self._taken :], self._taken + 1):
+                refill.extend(itertools.islice(turns, 1))
+                sample, buffer[place] = buffer[place], None
+                self._start, self._taken = (start, taken) if taken < len(places) else (following, 0)
+                yield start["pass"], *sample
+            refill.extend(itertools.islice(turns, size - len(refill)))
+            buffer, self._start, self._taken = refill, following, 0
+
+    def _turns(self, cursor: Mapping[str, Any]) -> _Turns:
+        """The pieces of this lane in a pass, which are every L-th of an order drawn anew."""
+        dealt = list(range(len(self._pieces)))
+        self._order.random(self._source, cursor["pass"]).shuffle(dealt)
+        mine = [self._pieces[number] for number in dealt[self._lane :: self._order.lanes]]
+        return _Turns(self._shards, mine, self._order.open_shards, cursor["next"], cursor["open"])
+
+
+class _Turns:
+    """Raw samples of pieces, some of which are open and give one sample in turn."""
+
+    def __init__(
+        self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, following: int, reading: Sequence[Any]
+    ) -> None:
+        self.pieces = pieces
+        self._shards, self._most, self._next = shards, most, following
+        self._open = deque((number, position, self._samples(number, position)) for number, position in reading)
+
+    def _samples(self, number: int, position: int) -> Iterator[tuple[int, str, Any]]:
+        shard = self._shards[self.pieces[number].shard]
+        return shard.reader.samples(shard.url, position, self.pieces[number].stop)
+
+    def position(self) -> dict[str, Any]:
+        """The entries of a cursor with which the same samples follow."""
+        return {"next": self._next, "open": [[number, position] for number, position, _ in self._open]}
+
+    def __iter__(self) -> Iterator[tuple[int, str, Any]]:
+        return self
+
+    def __next__(self) -> tuple[int, str, Any]:
+        """(shard, key, raw sample); where a shard is damaged from here on, the error stands for all that is left."""
+        while True:
+            while len(self._open) < self._most and self._next < len(self.pieces):
+                start = self.pieces[self._next].start
+                self._open.append((self._next, start, self._samples(self._next, start)))
+                self._next += 1
+            if not self._open:
+                raise StopIteration
+            number, _, samples = self._open.popleft()
+            shard = self.pieces[number].shard
+            try:
+                position, key, sample = next(samples)
+            except StopIteration:
+                continue
+            except DamagedShardError as error:
+                return shard, "", error
+            self._open.append((number, position, samples))
+            return shard, key, sample

@@ -1,0 +1,360 @@
+"""Reading the samples of tar and parquet shards from any position on.
+
+A position is a byte offset in a tar file and a row number in a parquet file. Reading can start at every position that a
+reader has given, and what stands before it is not read again.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .shards import open_shard
+
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
+# Samples that are looked at to find out where images and captions are.
+_PROBED = 100
+_PARQUET_BUFFER = 2**16
+_BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
+
+
+class DamagedShardError(ValueError):
+    """A shard ends in the middle, or holds something else than its name says."""
+
+
+# ---- Tar ----
+
+
+class TarReader:
+    """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
+
+    Args:
+        image_column: "image" for the file with an extension of an image, or the extension to take.
+        caption_column: a field of the ``.json``, or the extension of a text file; "caption" falls back to ``.txt``.
+        pair_id_column: likewise, or None.
+        urls: shards; the first samples show what there is.
+
+    Raises:
+        ValueError: the first samples have no such image, caption or pair id, with the names of what they have.
+    """
+
+    def __init__(self, image_column: str, caption_column: str, pair_id_column: str | None, urls: Sequence[str]) -> None:
+        self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
+        first = itertools.islice(_first_samples(self, urls), _PROBED)
+        problem = f"The shard {urls[0]!r} holds no samples."
+        for url, key, sample in first:
+            images = [extension for extension in sample if extension in IMAGE_EXTENSIONS]
+            try:
+                fields = _json_fields(sample)
+            except ValueError as error:
+                problem = f"Sample {key!r} of the shard {url!r} has a .json that cannot be read: {error}."
+                continue
+            there = f"Sample {key!r} of the shard {url!r} has the files {_dotted(sample)}"
+            there += f" and the JSON fields {sorted(fields)}." if "json" in sample else "."
+            image = (
+                image_column if image_column in sample else images[0] if image_column == "image" and images else None
+            )
+            if image is None:
+                problem = f"No image was found for image_column {image_column!r}. {there}"
+                continue
+            if image_column == "image" and len(images) > 1:
+                problem = f"There are several images: name one of {_dotted(images)} with image_column. {there}"
+                break
+            caption = _tar_column(caption_column, sample, fields)
+            if caption is None and caption_column == "caption" and "txt" in sample:
+                caption = False, "txt"
+            if caption is None:
+                problem = f"No caption was found for caption_column {caption_column!r}. {there}"
+                continue
+            same = pair_id_column == caption_column
+            pair_id = caption if same else _tar_column(pair_id_column, sample, fields) if pair_id_column else None
+            if pair_id_column and pair_id is None:
+                problem = f"No pair id was found for pair_id_column {pair_id_column!r}. {there}"
+                continue
+            self._any_image = image_column not in sample
+            self._columns = {image_column: (False, image), caption_column: caption}
+            self._image_column = image_column
+            if pair_id_column and pair_id is not None:
+                self._columns[pair_id_column] = pair_id
+            self._extensions = frozenset(
+                "json" if in_json else extension for in_json, extension in self._columns.values()
+            ) | (IMAGE_EXTENSIONS if self._any_image else frozenset())
+            return
+        raise ValueError(problem)
+
+    def samples(
+        self, url: str, position: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, str, dict[str, bytes]]]:
+        """(position after it, key, contents by extension) of each sample that begins from position to before stop."""
+        with open_shard(url, position) as file:
+            key: str | None = None
+            sample: dict[str, bytes] = {}
+            end = position
+            for start, name, size in _tar_members(file, url, position):
+                stem, extension = _split_name(name)
+                if not stem:
+                    continue
+                if stem != key:
+                    if key is not None:
+                        yield end, key, sample
+                    if stop is not None and start >= stop:
+                        return
+                    key, sample = stem, {}
+                end = file.tell() + -(-size // _BLOCK) * _BLOCK
+                if self._extensions is None or extension in self._extensions:
+                    data = file.read(size)
+                    if len(data) < size:
+                        raise _truncated(url, file.tell())
+                    sample[extension] = data
+            if key is not None:
+                yield end, key, sample
+
+    def row(self, sample: dict[str, bytes]) -> dict[str, Any]:
+        """The values of the columns; None for what the sample does not have."""
+        fields = None
+        row: dict[str, Any] = {}
+        for column, (in_json, extension) in self._columns.items():
+            if column == self._image_column:
+                chosen = next((e for e in sample if e in IMAGE_EXTENSIONS), "") if self._any_image else extension
+                row[column] = sample.get(chosen)
+            elif in_json:
+                fields = _json_fields(sample) if fields is None else fields
+                row[column] = fields.get(extension)
+            else:
+                text = sample.get(extension)
+                row[column] = None if text is None else text.decode("utf-8").strip()
+        return row
+
+    def split(self, url: str, parts: int) -> list[tuple[int, int | None]]:
+        """(position, stop) of ``parts`` pieces of equally many samples, after one pass over the headers."""
+        starts: list[int] = []
+        key: str | None = None
+        with open_shard(url, buffer=_BLOCK) as file:
+            for start, name, _ in _tar_members(file, url, 0):
+                stem = _split_name(name)[0]
+                if stem and stem != key:
+                    starts.append(start)
+                    key = stem
+        return _pieces(url, starts, parts)
+
+
+def _tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[tuple[int, str, int]]:
+    """(position of its first header, name, size) of each regular file from a header on.
+
+    The file stands at the beginning of the contents whenever a name is given, and may be left anywhere. Long names are
+    those of GNU tar and of POSIX (pax), in which sizes from 8 GiB on stand as well.
+    """
+    start, long_name, long_size = position, None, None
+    while True:
+        header = file.read(_BLOCK)
+        if len(header) < _BLOCK:
+            raise _truncated(url, position)
+        if not header[0]:
+            if header.count(0) == _BLOCK:
+                return  # the end that every tar file has
+            raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {position}.")
+        try:
+            checksum = int(header[148:156].strip(b" \0"), 8)
+        except ValueError:
+            checksum = -1
+        if checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
+            raise DamagedShardError(f"The shard {url!r} is damaged: there is no tar header at byte {position}.")
+        size = (
+            int.from_bytes(header[125:136], "big")
+            if header[124] & 0x80
+            else int(header[124:136].strip(b" \0") or b"0", 8)
+        )
+        kind = header[156:157]
+        if kind in b"Lx":
+            data = file.read(size)
+            if kind == b"L":
+                long_name = data.rstrip(b"\0")
+            else:
+                records = _pax_records(data)
+                long_name = records.get(b"path", long_name)
+                long_size = int(records[b"size"]) if b"size" in records else None
+        elif kind in (b"\0", b"0", b"7"):
+            if long_name is None:
+                long_name = header[:100].partition(b"\0")[0]
+                if header[257:263] == b"ustar\0" and header[345]:
+                    long_name = header[345:500].partition(b"\0")[0] + b"/" + long_name
+            size = size if long_size is None else long_size
+            yield start, long_name.decode("utf-8", "backslashreplace"), size
+        position += _BLOCK + -(-size // _BLOCK) * _BLOCK
+        file.seek(position)
+        if kind not in b"LxKg":  # those describe the file after them, and belong to it
+            start, long_name, long_size = position, None, None
+
+
+def _pax_records(data: bytes) -> dict[bytes, bytes]:
+    """Records of the form "length key=value\\n", where the length counts all of the record."""
+    records = {}
+    while data:
+        digits = data.partition(b" ")[0]
+        key, _, value = data[len(digits) + 1 : int(digits) - 1].partition(b"=")
+        records[key] = value
+        data = data[int(digits) :]
+    return records
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """(key, extension) of a file; the key of hidden files and of folders is empty."""
+    folder, slash, last = name.rpartition("/")
+    stem, _, extension = last.partition(".")
+    return (folder + slash + stem, extension.lower()) if stem else ("", "")
+
+
+def _truncated(url: str, position: int) -> DamagedShardError:
+    return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
+
+
+def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
+    """The fields of a sample's JSON; a ValueError for what is no JSON object."""
+    fields = json.loads(sample["json"]) if "json" in sample else {}
+    if not isinstance(fields, dict):
+        raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")
+    return fields
+
+
+def _tar_column(column: str, sample: dict[str, bytes], fields: dict[str, Any]) -> tuple[bool, str] | None:
+    """(whether it is a field of the JSON, the field or extension) that holds a column."""
+    return (True, column) if column in fields else (False, column) if column in sample else None
+
+
+def _dotted(extensions: Sequence[str] | dict[str, Any]) -> str:
+    return ", ".join(f".{extension}" for extension in extensions)
+
+
+# ---- Parquet ----
+
+
+class ParquetReader:
+    """Rows of parquet files; only the needed columns are read, and only the row groups from the position on.
+
+    Args:
+        image_column: structs of ``bytes`` and ``path``, as `datasets` writes images; encoded images; or paths beside
+            the file.
+        caption_column: strings, or lists of strings.
+        pair_id_column: strings or integers, or None.
+        urls: shards; the columns are those of the first.
+
+    Raises:
+        ValueError: the first file lacks a column, or has one of another type.
+    """
+
+    def __init__(self, image_column: str, caption_column: str, pair_id_column: str | None, urls: Sequence[str]) -> None:
+        import pyarrow.types as types
+
+        self._image_column = image_column
+        self._columns = list(dict.fromkeys(c for c in (image_column, caption_column, pair_id_column) if c))
+        with open_shard(urls[0], buffer=_PARQUET_BUFFER) as file:
+            schema = _parquet_file(file, urls[0]).schema_arrow
+        if missing := [column for column in self._columns if column not in schema.names]:
+            raise ValueError(f"The shard {urls[0]!r} has no column {missing[0]!r}. Its columns are {schema.names}.")
+        image, caption = schema.field(image_column).type, schema.field(caption_column).type
+        lists = types.is_list(caption) or types.is_large_list(caption)
+        text = _is_text(caption.value_type if lists else caption)
+        is_struct = types.is_struct(image) and image.get_field_index("bytes") >= 0
+        wrong = None
+        if not (is_struct or _is_text(image) or types.is_binary(image) or types.is_large_binary(image)):
+            wrong = f"image_column {image_column!r} must hold encoded images, or structs with their bytes, not {image}"
+        elif not text:
+            wrong = f"caption_column {caption_column!r} must hold strings or lists of strings, not {caption}"
+        elif pair_id_column and pair_id_column != caption_column:
+            ids = schema.field(pair_id_column).type
+            if not (types.is_integer(ids) or _is_text(ids)):
+                wrong = f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}"
+        if wrong:
+            raise ValueError(f"The shard {urls[0]!r} does not fit: {wrong}.")
+
+    def samples(
+        self, url: str, position: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """(row number after it, row number as text, values by column) of each row from position to before stop."""
+        with open_shard(url, buffer=_PARQUET_BUFFER) as raw:
+            file = _parquet_file(raw, url)
+            stop = file.metadata.num_rows if stop is None else stop
+            begin = 0
+            for group in range(file.num_row_groups):
+                end = begin + file.metadata.row_group(group).num_rows
+                if end > position and begin < stop:
+                    for row, values in enumerate(_rows(file, url, group, self._columns), begin):
+                        if position <= row < stop:
+                            yield row + 1, str(row), values
+                begin = end
+
+    def row(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """The values of the columns; the image is its file's contents, or the path of a file beside the shard."""
+        image = sample[self._image_column]
+        if isinstance(image, dict):
+            image = image.get("path") if image["bytes"] is None else image["bytes"]
+        return {**sample, self._image_column: image}
+
+    def split(self, url: str, parts: int) -> list[tuple[int, int | None]]:
+        """(row, stop) of ``parts`` pieces of equally many rows. A row group on a border is read by both sides."""
+        with open_shard(url, buffer=_PARQUET_BUFFER) as file:
+            return _pieces(url, range(_parquet_file(file, url).metadata.num_rows), parts)
+
+
+def _parquet_file(file: Any, url: str) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowException as error:
+        raise DamagedShardError(f"The shard {url!r} is truncated or no parquet file: {error}") from error
+
+
+def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    try:
+        for batch in file.iter_batches(batch_size=64, row_groups=[group], columns=columns):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+# ---- Both ----
+
+
+Reader = TarReader | ParquetReader
+
+
+def reader_of(urls: Sequence[str], image_column: str, caption_column: str, pair_id_column: str | None) -> Reader:
+    """The reader of shards that are all tar files, or all parquet files."""
+    parquet = [url.endswith(".parquet") for url in urls]
+    if any(parquet) and not all(parquet):
+        raise ValueError(
+            f"{urls[0]!r} and {urls[parquet.index(not parquet[0])]!r} are of two formats. Name tar and parquet files "
+            "as two sources."
+        )
+    kind = ParquetReader if parquet[0] else TarReader
+    return kind(image_column, caption_column, pair_id_column, urls)
+
+
+def _first_samples(reader: TarReader, urls: Sequence[str]) -> Iterator[tuple[str, str, dict[str, bytes]]]:
+    for url in urls:
+        for _, key, sample in reader.samples(url):
+            yield url, key, sample
+
+
+def _pieces(url: str, starts: Sequence[int], parts: int) -> list[tuple[int, int | None]]:
+    """The samples that begin at ``starts`` in ``parts`` pieces of equal size, give or take one."""
+    if len(starts) < parts:
+        raise ValueError(
+            f"The shard {url!r} has {len(starts)} samples, which cannot be shared among {parts} readers. Use fewer "
+            "DataLoader workers or processes, or more shards."
+        )
+    firsts = [starts[len(starts) * part // parts] for part in range(parts)]
+    return list(zip(firsts, [*firsts[1:], None], strict=True))

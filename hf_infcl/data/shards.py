@@ -1,0 +1,224 @@
+"""Shards: finding them by name, locally or on the Hub, and reading their bytes in spite of a network that fails."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import posixpath
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_FORMATS = (".tar", ".parquet")
+
+# Seconds before each new try after a read that failed.
+RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8)
+# A file that is not there, or not for this user, will not be there at the next try.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
+_BUFFER = 2**20
+
+
+# ---- Names ----
+
+
+def find_shards(source: str, *, split: str = "train", name: str | None = None) -> list[str]:
+    """The shards that a name stands for, in a fixed order.
+
+    Args:
+        source: a tar or parquet file, a glob (``shards/*.tar``) or a range (``shards/{00000..00127}.tar``), local or
+            with a protocol of fsspec (``hf://datasets/...``, ``https://...``); or a local folder or a Hub id, whose
+            files are found as `datasets.load_dataset` finds them.
+        split: of a folder or a Hub repository.
+        name: configuration of a folder or a Hub repository that has several.
+
+    Raises:
+        ValueError: there is nothing, no tar or parquet file, or no such split.
+    """
+    patterns = _expand_braces(source)
+    if len(patterns) > 1 or source.endswith(_FORMATS) or any(sign in source for sign in "*?["):
+        urls = [url for pattern in patterns for url in _matches(pattern)]
+    elif "://" in source:
+        urls = [url for extension in _FORMATS for url in _matches(f"{source.rstrip('/')}/**/*{extension}")]
+    else:
+        urls = _data_files(source, split, name)
+    if wrong := [url for url in urls if not url.endswith(_FORMATS)]:
+        raise ValueError(
+            f"A stream reads .tar and .parquet files, but {source!r} has {wrong[0]!r}. Compressed tar files have to be "
+            "unpacked once to .tar; other kinds of data sets are read without streaming."
+        )
+    if not urls:
+        raise ValueError(f"No .tar or .parquet files were found at {source!r}.")
+    if repeated := {url for url in urls if urls.count(url) > 1} if len(set(urls)) < len(urls) else None:
+        raise ValueError(f"{source!r} names the shard {sorted(repeated)[0]!r} more than once.")
+    return urls
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """``a{08..10}`` stands for a08, a09, a10, and ``{x,y}`` for x, y, as in a shell."""
+    found = re.search(r"\{([^{}]*)\}", pattern)
+    if found is None:
+        return [pattern]
+    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
+        first, last = bounds.groups()
+        if int(last) < int(first):
+            raise ValueError(f"The range {found[0]} in {pattern!r} ends before it begins.")
+        width = len(first) if first.startswith("0") or len(first) == len(last) else 0
+        inner = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+    elif "," in found[1]:
+        inner = found[1].split(",")
+    else:
+        raise ValueError(
+            f"{found[0]} in {pattern!r} is neither a range such as {{000..127}} nor a list such as {{a,b}}."
+        )
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    return [before + middle + rest for middle in inner for rest in _expand_braces(after)]
+
+
+def _matches(pattern: str) -> list[str]:
+    """The files that a pattern stands for. Plain names are taken as they are; local ones have to be there."""
+    import fsspec
+
+    if any(sign in pattern for sign in "*?["):
+        file_system, path = fsspec.core.url_to_fs(pattern)
+        found = sorted(file_system.glob(path))
+        return [file_system.unstrip_protocol(url) for url in found] if "://" in pattern else found
+    if "://" not in pattern and not os.path.isfile(pattern):
+        raise ValueError(f"The shard {pattern!r} is not there.")
+    return [pattern]
+
+
+def _data_files(source: str, split: str, name: str | None) -> list[str]:
+    """Files of a split of a local folder or a Hub repository, which `datasets` knows how to tell apart."""
+    import datasets
+    from huggingface_hub.errors import HFValidationError
+
+    if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
+        raise ValueError(
+            f"{source!r} was written by save_to_disk and is no set of shards. Read it without streaming, or write "
+            "parquet files with to_parquet."
+        )
+    try:
+        files = datasets.load_dataset_builder(source, name).config.data_files or {}
+    except (FileNotFoundError, ConnectionError, HFValidationError, ValueError) as error:
+        raise ValueError(
+            f"There are no shards at {source!r}, neither in a local folder nor on the Hub: {error}"
+        ) from error
+    if split not in files:
+        raise ValueError(f"{source!r} has no split {split!r}. Its splits are {[str(key) for key in files]}.")
+    return sorted(str(file) for file in files[split])
+
+
+def shard_names(urls: Sequence[str]) -> list[str]:
+    """Short names that stay the same when the folder that holds all the shards moves."""
+    # Character by character, since urls are no paths; cut at a folder below.
+    shared = os.path.commonprefix([posixpath.dirname(url) + "/" for url in urls])  # noqa: RUF071
+    return [url[shared.rfind("/") + 1 :] for url in urls]
+
+
+# ---- Bytes ----
+
+
+class ReadError(OSError):
+    """A file could not be read, by no fault of its contents, after several tries."""
+
+
+class _RetriedFile(io.RawIOBase):
+    """A file, local or remote, that is opened again at the byte that was reached when a read fails."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._position = url, 0
+        self._file: Any = None
+        self._size: int | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._persist(self._read, len(buffer))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_END:
+            self._persist(self._open)
+            if self._size is None:
+                raise io.UnsupportedOperation(f"The size of {self._url!r} is not known.")
+            offset += self._size
+        elif whence == os.SEEK_CUR:
+            offset += self._position
+        self._position = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._position
+
+    def close(self) -> None:
+        self._forget()
+        super().close()
+
+    def _persist(self, action: Any, *args: Any) -> Any:
+        """What the action returns, after as many tries as it takes."""
+        for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
+            try:
+                return action(*args)
+            except _FINAL as error:  # noqa: PERF203
+                raise ValueError(f"The file {self._url!r} cannot be opened: {type(error).__name__}: {error}") from error
+            except Exception as error:  # libraries of protocols raise what they like
+                self._forget()
+                what = (
+                    f"Reading the file {self._url!r} failed at byte {self._position}: {type(error).__name__}: {error}"
+                )
+                if seconds is None:
+                    raise ReadError(f"{what}. It was tried {tries} times.") from error
+                logger.warning("%s. It is tried again in %g s.", what, seconds)
+                time.sleep(seconds)
+        raise AssertionError("the last try returns or raises")
+
+    def _read(self, size: int) -> bytes:
+        self._open()
+        if self._file.tell() != self._position:
+            try:
+                self._file.seek(self._position)
+            except (ValueError, io.UnsupportedOperation):  # a server that does not know ranges
+                if self._file.tell() > self._position:
+                    self._forget()
+                    self._open()
+                while (ahead := self._position - self._file.tell()) > 0:
+                    if not self._file.read(min(ahead, _BUFFER)):
+                        raise EOFError(f"the file ends before byte {self._position}") from None
+        data: bytes = self._file.read(size)
+        if not data and size and self._size is not None and self._position < self._size:
+            raise EOFError(f"the connection ended, and the file has {self._size} bytes")
+        return data
+
+    def _open(self) -> None:
+        if self._file is None:
+            import fsspec
+
+            # Local files go without fsspec, which costs a copy of every read.
+            file: Any = fsspec.open(self._url, "rb").open() if "://" in self._url else open(self._url, "rb")  # noqa: SIM115
+            self._size = getattr(file, "size", None) if "://" in self._url else os.fstat(file.fileno()).st_size
+            self._file = file
+
+    def _forget(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except Exception:  # of a connection that is lost
+                logger.debug("closing %r failed", self._url, exc_info=True)
+
+
+def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:
+    """A file opened for reading from a position on; read errors are tried again, and then raised as a ReadError."""
+    file = _RetriedFile(url)
+    file.seek(position)
+    return io.BufferedReader(file, buffer)

@@ -1,0 +1,413 @@
+"""Streams of image-text pairs from shards: disjoint over processes and workers, shuffled, resumed to the sample.
+
+The number L of lanes (`hf_infcl.data.lanes`) is a multiple of processes × workers and belongs to the run. Micro-batch n
+of the run comes from lane n mod L, and is made by worker (n div R) mod W of process n mod R. So the sequence of
+micro-batches does not depend on the number of processes R and of workers W, as long as R·W divides L. Each micro-batch
+brings the cursor of its lane along: a checkpoint holds what was consumed, and not what workers have read ahead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import math
+import posixpath
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .images import BadSampleError, decode_rgb
+from .lanes import LaneSource, Order, Piece, Shard
+from .pairs import as_pair_id, caption_pair_id, usable_captions
+from .readers import DamagedShardError, reader_of
+from .shards import ReadError, find_shards, open_shard, shard_names
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the order of samples and of the state in checkpoints
+
+_CURE = 'Mend or drop it, or leave such samples out with on_bad_sample="skip".'
+# With on_bad_sample="skip": so many bad samples in succession mean a broken dataset, not a few broken files.
+_MAX_BAD = 100
+_DRAWS = 1024  # of sources of a mixture, made at a time
+
+
+class ImageTextStream(IterableDataset[dict[str, Any]]):
+    """Image-caption pairs from tar or parquet shards, without end: pass after pass, each in another order.
+
+    Its items are those of `ImageTextDataset`, always with a pair id: dicts of
+        image: RGB, a uint8 array [H, W, 3].
+        caption: list of one str, drawn anew in each pass where a sample has several.
+        pair_id: int64, equal for items of the same sample, or as `pair_id_column` says.
+        skipped: int, the bad samples left out before this item. Only with `on_bad_sample="skip"`.
+
+    A sample is bad if its image is missing or cannot be decoded, if it has no caption but white space or no pair id, if
+    its name leads out of its folder; and what is left of a damaged shard counts as one bad sample. Read errors are not
+    bad samples: they are tried again from the byte that was reached, and then raised.
+
+    `InfCLTrainer` takes a stream as its training set. An own loop takes the micro-batches of `batches`.
+
+    Args:
+        sources: names of shards, each as `hf_infcl.data.shards.find_shards` takes it: files, globs, ranges such as
+            ``shards/{00000..00127}.tar``, folders, Hub ids.
+        weights: one for each source: samples are drawn from the sources in this proportion, and a source that is
+            through starts its next pass. Without weights the shards of all sources are one set, of which every sample
+            comes once per pass.
+        split: of sources that are folders or Hub ids.
+        name: configuration of sources that are folders or Hub ids.
+        image_column: in tar files "image" stands for the file with an image's extension; otherwise an extension.
+        caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
+        pair_id_column: samples of equal value here are never each other's negatives; see `ImageTextDataset`.
+        seed: of the order, the mixture and the captions drawn.
+        on_bad_sample: "raise" a ValueError that names the sample, or "skip": leave it out and count it.
+        shuffle_buffer: samples that a lane holds and permutes, in their encoded form.
+        open_shards: shards that a lane reads in turns.
+        lanes: a multiple of every number of processes × workers that the run may ever have; by default the number
+            that it starts with. More lanes hold more buffers.
+        samples_per_epoch: what counts as an epoch, since the length of a pass is not known. Without it the stream has
+            no length, and training needs ``max_steps``.
+
+    Raises:
+        ValueError: there are no such shards, columns or captions, or an option does not fit.
+    """
+
+    def __init__(
+        self,
+        sources: str | Sequence[str],
+        *,
+        weights: Sequence[float] | None = None,
+        split: str = "train",
+        name: str | None = None,
+        image_column: str = "image",
+        caption_column: str = "caption",
+        pair_id_column: str | None = None,
+        seed: int = 0,
+        on_bad_sample: Literal["raise", "skip"] = "raise",
+        shuffle_buffer: int = 2048,
+        open_shards: int = 4,
+        lanes: int | None = None,
+        samples_per_epoch: int | None = None,
+    ) -> None:
+        if on_bad_sample not in ("raise", "skip"):
+            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
+        for option, value in (
+            ("shuffle_buffer", shuffle_buffer),
+            ("open_shards", open_shards),
+            ("lanes", lanes),
+            ("samples_per_epoch", samples_per_epoch),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{option} must be at least 1, got {value}.")
+        sources = [sources] if isinstance(sources, str) else list(sources)
+        if not sources:
+            raise ValueError("A stream needs at least one source, got none.")
+        if weights is not None:
+            _check_weights(weights, sources)
+        self.sources = sources
+        self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
+        self.seed, self.shuffle_buffer, self.open_shards, self.lanes = seed, shuffle_buffer, open_shards, lanes
+        self.samples_per_epoch = samples_per_epoch
+        self._columns = image_column, caption_column, pair_id_column
+        self.on_bad_sample = on_bad_sample
+
+        self.shards: list[Shard] = []
+        groups: list[list[int]] = []  # the numbers of the shards that are dealt together
+        for number, source in enumerate(sources):
+            urls = find_shards(source, split=split, name=name)
+            reader = reader_of(urls, *self._columns)
+            groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
+            names = [f"{number}/{short}" for short in shard_names(urls)]
+            self.shards += [Shard(url, short, reader) for url, short in zip(urls, names, strict=True)]
+        self.groups = groups if weights is not None else [list(range(len(self.shards)))]
+
+    def __len__(self) -> int:
+        """`samples_per_epoch`, with which Trainer counts epochs; iterating over the stream does not end there."""
+        if self.samples_per_epoch is None:
+            raise TypeError("A stream without samples_per_epoch has no length.")
+        return self.samples_per_epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The items one by one, under a DataLoader shared by its workers. To resume, use `batches`."""
+        info = get_worker_info()
+        for (item,), _ in self.batches(1, num_workers=info.num_workers if info else 0):
+            yield item
+
+    def batches(
+        self, batch_size: int, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
+    ) -> StreamBatches:
+        """The micro-batches of one process; see `StreamBatches` for the options."""
+        return StreamBatches(self, batch_size, collate, **where)
+
+    def item(self, passes: int, shard: int, key: str, sample: Any) -> dict[str, Any]:
+        """The item of a raw sample, after so many passes.
+
+        Raises:
+            BadSampleError: the sample cannot be used, with the names of shard and sample.
+        """
+        url, name, reader = self.shards[shard]
+        if isinstance(sample, DamagedShardError):
+            raise BadSampleError(f"{sample} {_CURE}") from sample
+        try:
+            if _leaves_folder(key):
+                raise ValueError("its name leads out of its folder")
+            return self._item(url, f"{name} {key}", passes, reader.row(sample))
+        except ReadError:
+            raise
+        except Exception as error:  # decoders raise what they like
+            cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}") from error
+
+    def _item(self, url: str, sample: str, passes: int, row: dict[str, Any]) -> dict[str, Any]:
+        image_column, caption_column, pair_id_column = self._columns
+        image = row[image_column]
+        if image is None:
+            raise ValueError(f"it has no image in column {image_column!r}")
+        if isinstance(image, str):
+            if _leaves_folder(image):
+                raise ValueError(f"the path of its image, {image!r}, leads out of the shard's folder")
+            with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
+                image = file.read()
+        captions = usable_captions(row[caption_column])
+        if not captions:
+            raise ValueError(f"it has no caption in column {caption_column!r}")
+        caption = random.Random(f"{self.seed} {passes} {sample} caption").choice(captions)
+        if pair_id_column is None:
+            pair_id = as_pair_id(sample)
+        elif pair_id_column == caption_column:
+            pair_id = caption_pair_id(caption)
+        elif row[pair_id_column] is None:
+            raise ValueError(f"it has no pair id in column {pair_id_column!r}")
+        else:
+            pair_id = as_pair_id(row[pair_id_column])
+        return {"image": decode_rgb(image), "caption": [caption], "pair_id": pair_id}
+
+
+class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
+    """The micro-batches of an `ImageTextStream` for one process, without end, and the record of those consumed.
+
+    Its elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
+    with each tag in order, when its batch is trained on; `state` is then what a checkpoint has to hold. Iteration
+    begins after what was consumed.
+
+    Args:
+        stream: where the pairs come from.
+        batch_size: pairs of a micro-batch.
+        collate: makes a batch of a list of items.
+        rank, world_size: this process and the number of processes.
+        num_workers: of the DataLoader.
+        accumulation_steps: micro-batches that each process adds to a global batch.
+        states: the `state` of every process of a checkpoint, of any number of processes and workers.
+
+    Raises:
+        ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states are
+            those of another order. While iterating: a bad sample; too few samples for one global batch.
+        ReadError: a shard could not be read.
+    """
+
+    def __init__(
+        self,
+        stream: ImageTextStream,
+        batch_size: int,
+        collate: Callable[[list[dict[str, Any]]], Any] = list,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        accumulation_steps: int = 1,
+        states: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._stream, self._batch_size, self._collate = stream, batch_size, collate
+        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
+        self._first_window = accumulation_steps * world_size
+        checkpoint = _merged(states) if states else None
+        lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
+        self._order = Order(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
+        self._order.check_shares(world_size, self._workers)
+        self._identity = {"version": VERSION, "batch_size": batch_size, **asdict(self._order)}
+        self._identity["sources"] = [
+            [weight, len(group), _digest([stream.shards[number].name for number in group])]
+            for weight, group in zip(stream.weights, stream.groups, strict=True)
+        ]
+        self._consumed = 0  # micro-batches of the whole run, of all processes
+        self._cursors: dict[int, dict[str, Any]] = {}  # by lane
+        split = None
+        if checkpoint is not None:
+            self._check_identity(checkpoint)
+            self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
+            self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
+        self._pieces = (
+            [self._dealt(group) for group in stream.groups]
+            if split is None
+            else [[Piece(*piece) for piece in group] for group in split]
+        )
+
+    # ---- What was consumed ----
+
+    def consume(self, tag: Mapping[str, Any]) -> None:
+        """Records that the batch with this tag was consumed."""
+        expected = self._consumed + self._rank
+        if tag["number"] != expected:
+            raise ValueError(
+                f"Micro-batch {expected} of the stream was to be consumed next, not {tag['number']}. The DataLoader "
+                "must keep the order of its workers (in_order=True), and no batch may be left out."
+            )
+        self._cursors[tag["lane"]] = tag["cursor"]
+        self._consumed += self._world_size
+
+    def state(self) -> dict[str, Any]:
+        """What this process adds to a checkpoint, to be written as JSON."""
+        is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
+        return {
+            "identity": self._identity,
+            "pieces": self._pieces if is_split else None,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "consumed": self._consumed,
+            "lanes": {str(lane): cursor for lane, cursor in self._own_cursors().items()},
+        }
+
+    def counts(self) -> dict[str, int]:
+        """Of this process since the run began: ``samples`` consumed, ``skipped`` ones, ``shards`` opened for them."""
+        cursors = self._own_cursors().values()
+        skipped = sum(cursor["skipped"] for cursor in cursors)
+        return {
+            "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
+            "skipped": skipped,
+            "shards": sum(at["opened"] + at["next"] for cursor in cursors for at in cursor["sources"]),
+        }
+
+    def _own_cursors(self) -> dict[int, dict[str, Any]]:
+        """Those of this process's lanes. The others stay as they were in the checkpoint."""
+        return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
+
+    def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
+        was, now = checkpoint["identity"], self._identity
+        if changed := [name for name in now if was.get(name) != now[name]]:
+            values = "; ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
+            raise ValueError(
+                f"The stream cannot go on where the checkpoint ended, because its order is another one now: {values}. "
+                "Use the shards and options of the checkpoint, or begin a new run from its model."
+            )
+        if checkpoint["consumed"] % self._world_size:
+            raise ValueError(
+                f"{checkpoint['consumed']} micro-batches were consumed at the checkpoint, which {self._world_size} "
+                "processes cannot have shared evenly. Use a number of processes that divides it."
+            )
+
+    # ---- Reading ----
+
+    def _dealt(self, group: Sequence[int]) -> list[Piece]:
+        """Whole shards; or, where they are fewer than the lanes, equal parts of each."""
+        lanes = self._order.lanes
+        if len(group) >= lanes:
+            return [Piece(number) for number in group]
+        began, parts = time.perf_counter(), lanes // math.gcd(len(group), lanes)
+        pieces = []
+        for number in group:
+            shard = self._stream.shards[number]
+            pieces += [Piece(number, *borders) for borders in shard.reader.split(shard.url, parts)]
+        if self._rank == 0:
+            logger.warning(
+                "%d shards are fewer than the %d lanes (processes × DataLoader workers). Each was split into %d parts, "
+                "which took %.1f s to find at this start; from now on several workers read from each shard.",
+                *(len(group), lanes, parts, time.perf_counter() - began),
+            )
+        return pieces
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        if workers != self._workers:
+            raise ValueError(f"The DataLoader has {workers} workers, but the batches were made for {self._workers}.")
+        lanes: dict[int, Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]] = {}
+        first = self._consumed + worker * self._world_size + self._rank
+        for number in itertools.count(first, self._workers * self._world_size):
+            began = time.perf_counter()
+            lane = number % self._order.lanes
+            if lane not in lanes:
+                lanes[lane] = self._lane(lane, self._cursors.get(lane))
+            items, passes, cursor = next(lanes[lane])
+            if passes and number < self._first_window and len(self._pieces) == 1:
+                raise ValueError(
+                    f"The stream is shorter than one global batch of {self._first_window * self._batch_size} pairs: "
+                    f"lane {lane} of {self._order.lanes} has read its share of the {len(self._stream.shards)} shards "
+                    f"such as {self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more "
+                    "data, or fewer workers."
+                )
+            batch = self._collate(items)
+            yield batch, {"number": number, "lane": lane, "cursor": cursor, "seconds": time.perf_counter() - began}
+
+    def _lane(
+        self, lane: int, cursor: dict[str, Any] | None
+    ) -> Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]:
+        """(items, number of passes before the last one, cursor after them) of the micro-batches of a lane."""
+        stream = self._stream
+        cursor = cursor or {"drawn": 0, "skipped": 0, "sources": [None] * len(self._pieces)}
+        drawn, skipped = cursor["drawn"], cursor["skipped"]
+        sources = [
+            LaneSource(stream.shards, pieces, self._order, lane, number, at)
+            for number, (pieces, at) in enumerate(zip(self._pieces, cursor["sources"], strict=True))
+        ]
+        samples = [iter(source) for source in sources]
+        draws: list[int] = []
+        in_succession = passes = 0
+        while True:
+            items: list[dict[str, Any]] = []
+            reported = skipped
+            while len(items) < self._batch_size:
+                if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
+                    rng = self._order.random("mixture", lane, drawn // _DRAWS)
+                    draws = rng.choices(range(len(sources)), stream.weights, k=_DRAWS)
+                passes, shard, key, sample = next(samples[draws[drawn % _DRAWS]])
+                drawn += 1
+                try:
+                    item = stream.item(passes, shard, key, sample)
+                except BadSampleError as error:
+                    if stream.on_bad_sample == "raise":
+                        raise
+                    if isinstance(sample, DamagedShardError):  # more than one sample is lost
+                        logger.warning("%s", sample)
+                    skipped, in_succession = skipped + 1, in_succession + 1
+                    if in_succession == _MAX_BAD:
+                        raise ValueError(f"{_MAX_BAD} samples in succession were bad. The last: {error}") from error
+                    continue
+                in_succession = 0
+                if stream.on_bad_sample == "skip":
+                    item["skipped"], reported = skipped - reported, skipped
+                items.append(item)
+            yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _check_weights(weights: Sequence[float], sources: Sequence[str]) -> None:
+    if len(weights) != len(sources):
+        raise ValueError(f"There are {len(weights)} weights for {len(sources)} sources: {list(weights)}, {sources}.")
+    if wrong := [weight for weight in weights if not 0 < weight < math.inf]:
+        raise ValueError(
+            f"Each weight must be a positive number, got {wrong[0]} in {list(weights)}. Leave out sources that are not "
+            "to be drawn."
+        )
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The states of all processes of one checkpoint as one."""
+    first = states[0]
+    seen = [(state["rank"], state["world_size"], state["consumed"]) for state in states]
+    if sorted(seen) != [(rank, len(states), first["consumed"]) for rank in range(len(states))]:
+        raise ValueError(
+            "The states of the stream are not those of all processes of one checkpoint: their (rank, processes, "
+            f"micro-batches) are {sorted(seen)}."
+        )
+    return {**first, "lanes": {lane: cursor for state in states for lane, cursor in state["lanes"].items()}}
+
+
+def _leaves_folder(name: str) -> bool:
+    return name.startswith("/") or ".." in name.split("/") or "://" in name
