@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import transformers
 from helpers import models
 from helpers.evaluation import Captioned, LabelledImages, collate_captions, discerning, labelled
-from helpers.trainers import trainer_for
+from helpers.processors import clip_processor
+from helpers.trainers import arguments, trainer_for
+from torch.utils.data import IterableDataset
 
-from hf_infcl import ZeroShotDataset, reference
+from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.training.dual_encoder import DualEncoder
 
@@ -106,18 +109,10 @@ def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
                 assert metrics[f"eval_colours_{name}"] == pytest.approx(value), (world_size, name)
 
 
-def test_evaluation_during_training_and_compute_metrics(tmp_path):
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        images, texts = prediction.predictions
-        assert images.shape == (9, 12)
-        assert texts.shape == (9, 1, 12)
-        assert prediction.label_ids.tolist() == [1] * 9
-        return {"cosine": float((F.normalize(torch.tensor(images)) * torch.tensor(texts[:, 0])).sum(1).mean())}
-
+def test_evaluation_during_training_finds_the_best_checkpoint(tmp_path):
     trainer = trainer_for(
         tmp_path,
         eval_dataset=models.Pairs(9),
-        compute_metrics=compute_metrics,
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
@@ -128,17 +123,184 @@ def test_evaluation_during_training_and_compute_metrics(tmp_path):
     trainer.train()
     evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
     assert len(evaluations) == 2
-    assert all(-1 <= e["eval_cosine"] <= 1 for e in evaluations)
     assert trainer.state.best_metric == min(e["eval_loss"] for e in evaluations)
 
 
-def test_zero_shot_without_a_tokenizer_is_an_error(tmp_path):
-    class ImagesOnly(LabelledImages):
-        tokenize = property()
+# ---- Several captions ----
 
-    trainer = trainer_for(tmp_path, eval_dataset=labelled(5), data_collator=ImagesOnly())
-    with pytest.raises(ValueError, match="tokenize"):
+
+def rank_predictions(rank: int, world_size: int, folder: str, collator: Any) -> list[tuple]:
+    found = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        found.append((*prediction.predictions, *prediction.label_ids, prediction.inputs))
+        return {"captions": len(prediction.predictions[1])}
+
+    trainer = trainer_for(
+        folder,
+        data_collator=collator,
+        compute_metrics=compute_metrics,
+        include_for_metrics=["inputs"],
+        per_device_eval_batch_size=2,
+    )
+    assert trainer.evaluate(Captioned(7))["eval_captions"] == 13
+    return found
+
+
+def unsorted(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The captions of the last image first."""
+    batch = collate_captions(items)
+    order = torch.argsort(batch["caption_image"], descending=True, stable=True)
+    texts = {name: batch[name][order] for name in ("input_ids", "attention_mask", "caption_image")}
+    return {**batch, **texts}
+
+
+@pytest.mark.parametrize("collator", [collate_captions, unsorted])
+def test_compute_metrics_gets_every_caption_once_in_the_order_of_the_images(ranks, tmp_path, collator):
+    data, encoder = Captioned(7), DualEncoder(models.clip().eval())
+    tokens = torch.cat([data.captions(row) for row in range(7)])
+    with torch.no_grad():
+        expected_images = encoder.encode_images({"pixel_values": data.pairs.images})
+        expected_texts = encoder.encode_texts({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    for world_size in (1, 2, 3):
+        for ((images, texts, counts, ids, pair_ids, inputs),) in ranks.run(
+            rank_predictions, world_size, str(tmp_path), collator
+        ):
+            assert images == pytest.approx(expected_images.numpy(), abs=1e-6)
+            assert texts == pytest.approx(expected_texts.numpy(), abs=1e-6), "13 rows, with no padding between them"
+            assert counts.tolist() == [1, 2, 3, 1, 2, 3, 1]
+            assert len(set(ids)) == 13
+            assert pair_ids.tolist() == [0, 0, 1, 1, 2, 2, 3]
+            assert inputs.tolist() == tokens.tolist()
+
+
+class Repeating(models.Pairs):
+    """Images whose captions are those of the first two images in turn."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.tokens = self.tokens[torch.arange(rows) % 2]
+
+
+def test_recalls_that_cannot_reach_1_are_given_with_their_ceiling(tmp_path, caplog):
+    metrics = trainer_for(tmp_path, eval_dataset=Repeating(30)).evaluate()
+    for k in (1, 5, 10):
+        for kind in ("image", "text"):
+            assert metrics[f"eval_{kind}_retrieval_recall@{k}_ceiling"] == k / 15
+            assert metrics[f"eval_{kind}_retrieval_recall@{k}"] <= k / 15
+    assert "Some captions of the evaluation set belong to several images" in caplog.text
+    assert not [name for name in trainer_for(tmp_path, eval_dataset=models.Pairs(9)).evaluate() if "ceiling" in name]
+
+
+# ---- Results and what is saved ----
+
+
+def test_results_hold_no_number_that_json_does_not_have(tmp_path):
+    trainer = trainer_for(tmp_path, eval_dataset=labelled(6, classes=3), data_collator=LabelledImages())
+    metrics = trainer.evaluate()
+    assert "eval_acc1" in metrics
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    for name in ("eval_results.json", "trainer_state.json"):
+        json.loads((tmp_path / name).read_text(), parse_constant=pytest.fail)
+
+
+def test_a_collator_s_processor_is_saved_with_the_model(tmp_path):
+    collator = ContrastiveCollator(clip_processor())
+    trainer_for(tmp_path, data_collator=collator).save_model()
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path)
+    assert type(processor).__name__ == "CLIPProcessor"
+    assert processor.tokenizer("a b")["input_ids"] == collator.processor.tokenizer("a b")["input_ids"]
+
+
+# ---- Errors ----
+
+
+class ImagesOnly(LabelledImages):
+    tokenize = property()
+
+
+def test_prompts_are_tokenized_by_the_collator_or_else_by_the_processor(tmp_path):
+    def metrics(data_collator: Any, processing_class: Any) -> dict[str, float]:
+        args = arguments(tmp_path)
+        trainer = InfCLTrainer(models.clip(), args, data_collator, processing_class=processing_class)
+        return trainer.evaluate(labelled(5))
+
+    processor = clip_processor()
+    assert metrics(ImagesOnly(), processor)["eval_acc1"] >= 0
+    message = (
+        r"ImagesOnly without a method tokenize.* processing_class, a {}, can\. Pass processing_class=AutoProcessor"
+    )
+    for other in (None, processor.image_processor):
+        with pytest.raises(ValueError, match=message.format(type(other).__name__)):
+            metrics(ImagesOnly(), other)
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda items: {"pixel_values": torch.zeros(1, 3, 16, 16)}, r"must have .* got keys \['pixel_values'\]"),
+        (
+            lambda items: {**collate_captions(items), "caption_image": torch.tensor([0, 0, 2, 2, 2, 2])},
+            "Image 1 of a batch has no caption",
+        ),
+        (
+            lambda items: {k: v for k, v in collate_captions(items).items() if k != "caption_image"},
+            "6 captions for 3 images",
+        ),
+    ],
+    ids=["images alone", "no caption", "no caption_image"],
+)
+def test_batches_that_cannot_be_evaluated_are_refused(tmp_path, collate, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, eval_dataset=Captioned(3), data_collator=collate).predict(Captioned(3))
+
+
+class CaptionedStream(IterableDataset):
+    def __iter__(self) -> Any:
+        return map(Captioned(6).__getitem__, range(6))
+
+
+def test_several_captions_in_a_dispatched_stream_are_refused(tmp_path):
+    trainer = trainer_for(tmp_path, eval_dataset=CaptionedStream(), data_collator=collate_captions)
+    with pytest.raises(ValueError, match=r"cannot have several captions per image.*dispatch_batches"):
         trainer.evaluate()
+
+
+def rank_failure(rank: int, world_size: int, folder: str, place: str) -> list[str]:
+    """The errors of two evaluations, of pairs and of labelled images, in which rank 1 fails at its second batch."""
+    errors = []
+    for data, collator in ((Captioned(23), collate_captions), (labelled(23), LabelledImages())):
+        model, calls = models.clip(), iter(range(1, 100))
+
+        def fails(*args: Any, calls: Any = calls) -> None:
+            if rank == 1 and next(calls) == 2:
+                raise MemoryError("no room")
+
+        def collate(items: Any, collator: Any = collator, fails: Any = fails) -> Any:
+            if place == "data":
+                fails()
+            return collator(items)
+
+        if place == "model":
+            model.vision_model.register_forward_pre_hook(fails)
+        if place == "prompts":
+            model.text_model.register_forward_pre_hook(fails)
+        collate.tokenize = getattr(collator, "tokenize", None)
+        trainer = trainer_for(folder, model, data_collator=collate, per_device_eval_batch_size=3)
+        with pytest.raises((MemoryError, RuntimeError)) as error:
+            trainer.evaluate(data)
+        errors.append(f"{type(error.value).__name__}: {error.value}")
+    return errors
+
+
+@pytest.mark.parametrize("place", ["data", "model", "prompts"])
+def test_a_failure_of_one_process_stops_all_with_its_reason(ranks, tmp_path, place):
+    healthy, failed, other = ranks.run(rank_failure, 3, str(tmp_path), place, timeout=50)
+    assert failed == ["MemoryError: no room"] * 2
+    for error in healthy + other:
+        assert error.startswith("RuntimeError: All ranks stop")
+        assert "rank 1: MemoryError: no room" in error
 
 
 def test_images_with_labels_have_to_be_a_zero_shot_set(tmp_path):

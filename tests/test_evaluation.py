@@ -1,5 +1,6 @@
 """The metrics against brute-force oracles that share no code with them, and within their promised memory."""
 
+import itertools
 import math
 
 import numpy as np
@@ -12,8 +13,16 @@ from sklearn.metrics import balanced_accuracy_score
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_infcl.evaluation import retrieval as evaluation
-from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.evaluation import (
+    caption_ids,
+    group_by_image,
+    image_of_captions,
+    ranking,
+    retrieval_metrics,
+    zero_shot_classifier,
+    zero_shot_metrics,
+)
+from hf_infcl.evaluation.retrieval import recall_ceilings
 
 KS = (1, 2, 5, 10)
 
@@ -38,9 +47,10 @@ def retrieval_by_sorting(images: np.ndarray, texts: np.ndarray, text_image: np.n
 
 def zero_shot_by_sorting(images: np.ndarray, classifier: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     ranked = np.stack([order(scores) for scores in 100 * images @ classifier.T])
+    top5 = {"acc5": float(np.mean((ranked[:, :5] == labels[:, None]).any(1)))} if len(classifier) >= 5 else {}
     return {
         "acc1": float(np.mean(ranked[:, 0] == labels)),
-        "acc5": float(np.mean((ranked[:, :5] == labels[:, None]).any(1))) if len(classifier) >= 5 else math.nan,
+        **top5,
         "mean_per_class_recall": float(balanced_accuracy_score(labels, ranked[:, 0])),
     }
 
@@ -66,7 +76,7 @@ def labelled(draw):
 
 @pytest.fixture(params=[1, 13, 2**22], ids=lambda numel: f"tile{numel}")
 def tile(request, monkeypatch):
-    monkeypatch.setattr(evaluation, "_TILE_NUMEL", request.param)
+    monkeypatch.setattr(ranking, "TILE_NUMEL", request.param)
 
 
 @pytest.mark.usefixtures("tile")
@@ -85,7 +95,7 @@ class TestAgainstSorting:
     def test_zero_shot(self, example):
         images, classifier, labels = example
         result = zero_shot_metrics(*map(torch.from_numpy, example))
-        assert result == pytest.approx(zero_shot_by_sorting(images, classifier, labels), abs=1e-12, nan_ok=True)
+        assert result == pytest.approx(zero_shot_by_sorting(images, classifier, labels), abs=1e-12)
 
 
 def features(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -144,8 +154,8 @@ def test_several_captions_and_an_image_without_one():
     assert result["text_retrieval_recall@100"] == 2 / 3
 
 
-def test_acc5_is_nan_under_five_classes():
-    assert math.isnan(zero_shot_metrics(torch.eye(4), torch.eye(4), torch.arange(4))["acc5"])
+def test_acc5_is_left_out_under_five_classes():
+    assert "acc5" not in zero_shot_metrics(torch.eye(4), torch.eye(4), torch.arange(4))
     assert zero_shot_metrics(torch.eye(5), torch.eye(5), torch.arange(5))["acc5"] == 1
 
 
@@ -155,6 +165,79 @@ def test_half_precision_is_scored_in_fp32(dtype):
     exact = retrieval_metrics(images.double(), texts.double(), torch.arange(50))
     assert retrieval_metrics(images, texts, torch.arange(50)) == exact
     assert zero_shot_classifier(texts, 2).dtype == torch.float32
+
+
+# ---- Captions that repeat ----
+
+
+def ceilings_by_trying(ids: np.ndarray, text_image: np.ndarray, num_images: int, k: int) -> tuple[float, float]:
+    """Of all that a model may answer to each query: the best. Equal captions tie, in the order of their indices."""
+    found_images = 0
+    for caption in set(ids):
+        wanted = [text_image[j] for j in range(len(ids)) if ids[j] == caption]
+        answers = itertools.combinations(range(num_images), min(k, num_images))
+        found_images += max(sum(image in answer for image in wanted) for answer in answers)
+    found_texts = 0
+    for image in range(num_images):
+        orders = itertools.permutations(sorted(set(ids)))
+        answers = [[j for caption in order for j in np.flatnonzero(ids == caption)] for order in orders]
+        found_texts += max(any(text_image[j] == image for j in answer[:k]) for answer in answers)
+    return found_images / len(ids), found_texts / num_images
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_ceilings_are_the_best_of_all_answers(data):
+    num_images, num_texts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8))
+    ids = data.draw(arrays(np.int64, num_texts, elements=st.integers(-2, 1)))
+    text_image = data.draw(arrays(np.int64, num_texts, elements=st.integers(0, num_images - 1)))
+    repeated = any(len(set(text_image[ids == caption])) > 1 for caption in ids)
+    result = recall_ceilings(torch.from_numpy(ids), torch.from_numpy(text_image), num_images, KS)
+    assert bool(result) == repeated
+    for k in KS if repeated else ():
+        images, texts = ceilings_by_trying(ids, text_image, num_images, k)
+        assert result[f"image_retrieval_recall@{k}_ceiling"] == pytest.approx(images, abs=1e-12)
+        assert result[f"text_retrieval_recall@{k}_ceiling"] == pytest.approx(texts, abs=1e-12)
+
+
+def test_equal_captions_tie_whatever_the_rounding_of_their_embeddings_and_the_ceiling_holds():
+    """40 images of 15 captions, each image embedded as its caption: no model can do better."""
+    ids = torch.arange(40) % 15
+    captions = features(15, 32, seed=0)[ids]
+    images, index = captions + 1e-9 * features(40, 32, seed=1), torch.arange(40)
+    results = [
+        retrieval_metrics(images, captions + 1e-12 * features(40, 32, seed=seed), index, caption_ids=ids * 2**40)
+        for seed in (2, 3)
+    ]
+    assert results[0] == results[1]
+    assert results[0]["image_retrieval_recall@1_ceiling"] == results[0]["text_retrieval_recall@1_ceiling"] == 15 / 40
+    for name in ("image_retrieval_recall", "text_retrieval_recall"):
+        for k in (1, 5, 10):
+            assert results[0][f"{name}@{k}"] == results[0][f"{name}@{k}_ceiling"], "reached"
+
+
+def test_captions_that_do_not_repeat_have_no_ceiling():
+    images, texts, index = features(20, 8, seed=1), features(20, 8, seed=2), torch.arange(20)
+    assert retrieval_metrics(images, texts, index, caption_ids=index + 7) == retrieval_metrics(images, texts, index)
+
+
+def test_captions_in_any_order_are_grouped_by_their_images_and_back():
+    caption_image = torch.tensor([2, 0, 2, 1, 0])
+    order, counts = group_by_image(caption_image, 5, 3)
+    assert order.tolist() == [1, 4, 3, 0, 2]
+    assert counts.tolist() == [2, 1, 2]
+    assert image_of_captions(counts).tolist() == caption_image[order].tolist()
+    order, counts = group_by_image(None, 4, 4)
+    assert order.tolist() == [0, 1, 2, 3]
+    assert counts.tolist() == [1] * 4
+
+
+def test_caption_ids_are_of_the_tokens_without_their_padding():
+    short = caption_ids(torch.tensor([[5, 6, 0], [7, 5, 6]]), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    long = caption_ids(torch.tensor([[0, 0, 5, 6], [6, 5, 1, 1], [5, 6, 0, 1]]), torch.tensor([[0, 0, 1, 1]] * 3))
+    assert short[0] == long[0]
+    assert len({*short.tolist(), *long.tolist()}) == 4
+    assert caption_ids(torch.tensor([[5, 6]])) == short[0]
 
 
 class LargestOutput(TorchDispatchMode):
@@ -171,17 +254,17 @@ class LargestOutput(TorchDispatchMode):
 
 def test_no_tensor_is_larger_than_the_tile():
     rows = 4096
-    assert rows * rows == 4 * evaluation._TILE_NUMEL
+    assert rows * rows == 4 * ranking.TILE_NUMEL
     x, index = features(rows, 4, seed=0, dtype=torch.float32), torch.arange(rows)
     with LargestOutput() as retrieval:
         retrieval_metrics(x, x, index)
     with LargestOutput() as zero_shot:
         zero_shot_metrics(x, x, index)
-    assert retrieval.numel == zero_shot.numel == evaluation._TILE_NUMEL
+    assert retrieval.numel == zero_shot.numel == ranking.TILE_NUMEL
 
 
 def test_one_row_of_candidates_may_exceed_the_tile(monkeypatch):
-    monkeypatch.setattr(evaluation, "_TILE_NUMEL", 16)
+    monkeypatch.setattr(ranking, "TILE_NUMEL", 16)
     x, index = features(100, 2, seed=0), torch.arange(100)
     with LargestOutput() as largest:
         retrieval_metrics(x, x, index)
@@ -195,24 +278,29 @@ NAN = torch.eye(3).index_fill(0, torch.tensor([1]), math.nan)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: retrieval_metrics(X[:0], X, I), r"image_embeds must be .* at least one row; got shape \(0, 3\)"),
+        (lambda: retrieval_metrics(X[:0], X, I), r"image_embeds must be .* at least one row, got shape \(0, 3\)"),
         (lambda: retrieval_metrics(X, X[:0], I[:0]), r"text_embeds must be .* got shape \(0, 3\)"),
         (lambda: retrieval_metrics(X[0], X, I), r"image_embeds must be .* got shape \(3,\)"),
         (lambda: retrieval_metrics(X.long(), X, I), "image_embeds must be a floating point .* torch.int64"),
         (lambda: retrieval_metrics(X, X[:, :2], I), "text_embeds must agree with image_embeds in D .* D=2 .* D=3"),
-        (lambda: retrieval_metrics(NAN, X, I), "image_embeds holds NaN or infinity in 1 of 3 rows, .* row 1"),
-        (lambda: retrieval_metrics(X, X / 0, I), "text_embeds holds NaN or infinity in 3 of 3 rows, .* row 0"),
-        (lambda: retrieval_metrics(X, X, I[:2]), r"text_image must be .* shape \(3,\); got shape \(2,\)"),
+        (lambda: retrieval_metrics(NAN, X, I), "image_embeds must be finite, but 1 of 3 rows .* row 1"),
+        (lambda: retrieval_metrics(X, X / 0, I), "text_embeds must be finite, but 3 of 3 rows .* row 0"),
+        (lambda: retrieval_metrics(X, X, I[:2]), r"text_image must be .* shape \(3,\), got shape \(2,\)"),
         (lambda: retrieval_metrics(X, X, I.float()), "text_image must be an integer .* torch.float32"),
-        (lambda: retrieval_metrics(X, X, I + 1), r"text_image must lie in \[0, 3\); got values from 1 to 3"),
-        (lambda: retrieval_metrics(X, X, I - 1), r"text_image must lie in \[0, 3\); got values from -1 to 1"),
-        (lambda: retrieval_metrics(X, X, I, ks=[]), r"ks must name one k or more, .* got \(\)"),
-        (lambda: retrieval_metrics(X, X, I, ks=[1, 0]), r"ks .* each at least 1; got \(1, 0\)"),
-        (lambda: zero_shot_metrics(X, NAN, I), "classifier holds NaN"),
+        (lambda: retrieval_metrics(X, X, I + 1), r"text_image must lie in \[0, 3\), got values from 1 to 3"),
+        (lambda: retrieval_metrics(X, X, I - 1), r"text_image must lie in \[0, 3\), got values from -1 to 1"),
+        (lambda: retrieval_metrics(X, X, I, ks=[]), r"ks must name at least one k, .* got \(\)"),
+        (lambda: retrieval_metrics(X, X, I, ks=[1, 0]), r"ks .* each must be at least 1, got \(1, 0\)"),
+        (lambda: retrieval_metrics(X, X, I, caption_ids=I / 2), "caption_ids must be an integer .* torch.float32"),
+        (lambda: group_by_image(None, 4, 3), r"4 captions for 3 images. The data collator must give caption_image"),
+        (lambda: group_by_image(I, 4, 3), r"caption_image must be an integer tensor of shape \(4,\)"),
+        (lambda: group_by_image(I + 1, 3, 3), r"caption_image must lie in \[0, 3\)"),
+        (lambda: group_by_image(I * 0, 3, 3), "Image 1 of a batch has no caption"),
+        (lambda: zero_shot_metrics(X, NAN, I), "classifier must be finite"),
         (lambda: zero_shot_metrics(X, X, I + 1), r"labels must lie in \[0, 3\)"),
         (lambda: zero_shot_metrics(X, X, I.bool()), "labels must be an integer .* torch.bool"),
-        (lambda: zero_shot_classifier(NAN, 1), "text_embeds holds NaN"),
-        (lambda: zero_shot_classifier(X, 2), "3 rows, which cannot be split into classes of num_templates=2"),
+        (lambda: zero_shot_classifier(NAN, 1), "text_embeds must be finite"),
+        (lambda: zero_shot_classifier(X, 2), "3 rows of text_embeds cannot be divided into classes of num_templates=2"),
         (lambda: zero_shot_classifier(X, 0), "num_templates=0"),
     ],
 )

@@ -1,5 +1,14 @@
 """Zero-shot classification and image-text retrieval from embeddings."""
 
-from .retrieval import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from .captions import caption_ids, group_by_image, image_of_captions
+from .classification import zero_shot_classifier, zero_shot_metrics
+from .retrieval import retrieval_metrics
 
-__all__ = ["retrieval_metrics", "zero_shot_classifier", "zero_shot_metrics"]
+__all__ = [
+    "caption_ids",
+    "group_by_image",
+    "image_of_captions",
+    "retrieval_metrics",
+    "zero_shot_classifier",
+    "zero_shot_metrics",
+]

@@ -3,19 +3,20 @@
 `evaluate.load` takes one metric class from a file, so both metrics are configurations of one class:
 
     import evaluate
-    from hf_infcl.evaluation import hub_metrics as metrics
+    from hf_infcl.evaluation import hub_metrics
 
-    zero_shot = evaluate.load(metrics.__file__, "zero_shot")  # or metrics.ContrastiveMetric("zero_shot")
+    zero_shot = evaluate.load(hub_metrics.__file__, "zero_shot")  # or hub_metrics.ContrastiveMetric("zero_shot")
     for images, labels in batches:  # [b, D] and [b]
         zero_shot.add_batch(image_embeds=images, labels=labels)
     zero_shot.compute(classifier=classifier)  # {"acc1": ..., "acc5": ..., "mean_per_class_recall": ...}
 
-    retrieval = evaluate.load(metrics.__file__, "retrieval")
+    retrieval = evaluate.load(hub_metrics.__file__, "retrieval")
     for images, texts in batches:  # [b, D], and per image its captions: b arrays [n, D]
         retrieval.add_batch(image_embeds=images, text_embeds=texts)
     retrieval.compute(ks=(1, 5, 10))  # {"image_retrieval_recall@1": ..., "text_retrieval_recall@1": ..., ...}
 
-`evaluate` keeps what is added in a file, as fp32.
+`evaluate` keeps what is added in a file, as fp32. A metric that is not defined is left out instead of given as NaN,
+which JSON does not have: `acc5` for fewer than five classes.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class ContrastiveMetric(evaluate.Metric):
     """Zero-shot classification ("zero_shot") or image-text retrieval ("retrieval"), named by `config_name`.
 
     Raises:
-        ValueError: another `config_name`; in `compute`, as `hf_infcl.evaluation` does.
+        ValueError: another `config_name`; in `compute`, no classifier, and what `hf_infcl.evaluation` refuses.
     """
 
     def _info(self) -> evaluate.MetricInfo:
         if self.config_name not in _FEATURES:
-            raise ValueError(f"config_name must be one of {list(_FEATURES)}, got {self.config_name!r}")
+            raise ValueError(f"config_name must be one of {list(_FEATURES)}, got {self.config_name!r}.")
         return evaluate.MetricInfo(
             description="Zero-shot classification and image-text retrieval, as CLIP_benchmark defines them.",
             citation="",
@@ -69,5 +70,5 @@ class ContrastiveMetric(evaluate.Metric):
             counts = torch.tensor([len(captions) for captions in text_embeds])
             return retrieval_metrics(images, texts, torch.arange(len(images)).repeat_interleave(counts), ks=ks)
         if classifier is None:
-            raise ValueError("compute needs classifier=[C, D], one row per class: see zero_shot_classifier")
+            raise ValueError("compute needs classifier=[C, D] with one row per class; zero_shot_classifier makes it.")
         return zero_shot_metrics(images, classifier, torch.tensor(labels))

@@ -1,91 +1,28 @@
-"""Zero-shot classification and image-text retrieval from embeddings: tensors in, a dict of floats out.
+"""Image-text retrieval from embeddings: tensors in, a dict of floats out.
 
 The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
-compared with published ones. All three metrics come from one quantity: the rank, among all candidates, of a query's
-best-placed positive. Ranks are counted tile by tile, so the full score matrix is never held: beyond float copies of
-the embeddings, memory is a few tensors of `max(_TILE_NUMEL, number of candidates)` elements.
-
-Ties: of candidates with equal scores the one with the lower index comes first. CLIP_benchmark uses `torch.topk`, which
-leaves the order of ties open; this is one of the orders that it may give, and does not depend on the device or on the
-tiles. Without ties the numbers are equal. A collapsed model, for which everything ties, gets the score of chance.
+compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Scores held at a time (2**22 fp32 values are 16 MiB); a single row of candidates is held even if it is longer.
-_TILE_NUMEL = 2**22
-
-
-@torch.no_grad()
-def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
-    """One weight vector per class: the normalised mean of the class's normalised prompt embeddings.
-
-    Prompt ensembling of CLIP (Radford et al. 2021, arXiv 2103.00020, section 3.1.4).
-
-    Args:
-        text_embeds: [C * num_templates, D] float, class-major: the prompts of class 0, then those of class 1, ...
-        num_templates: prompts per class.
-
-    Returns:
-        [C, D], unit rows; fp32, or fp64 for fp64 input.
-
-    Raises:
-        ValueError: wrong shape or dtype, NaN or infinity, rows that are no multiple of `num_templates`.
-    """
-    text_embeds = _checked("text_embeds", text_embeds)
-    if num_templates < 1 or len(text_embeds) % num_templates:
-        raise ValueError(
-            f"text_embeds holds {len(text_embeds)} rows, which cannot be split into classes of "
-            f"num_templates={num_templates} prompts each"
-        )
-    per_class = F.normalize(text_embeds, dim=-1).unflatten(0, (-1, num_templates))  # [C, T, D]
-    return F.normalize(per_class.mean(dim=1), dim=-1)
-
-
-@torch.no_grad()
-def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy of picking, for each image, the class whose weight vector is most similar to it.
-
-    Args:
-        image_embeds: [N, D] float; normalised here.
-        classifier: [C, D] float, taken as it is (see `zero_shot_classifier`). Classes of equal name stay apart.
-        labels: [N] integer in [0, C).
-
-    Returns:
-        Fractions: `acc1`, `acc5` (NaN under five classes), and `mean_per_class_recall`, the balanced accuracy: the mean
-        of the recalls of the classes that occur in `labels`.
-
-    Raises:
-        ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
-    """
-    image_embeds = _checked("image_embeds", image_embeds)
-    classifier = _checked("classifier", classifier, like=image_embeds)
-    num_classes = len(classifier)
-    labels = _checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
-
-    classes = torch.arange(num_classes, device=labels.device)
-    ranks = _positive_ranks(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
-
-    labels = labels.cpu()
-    counts = torch.bincount(labels, minlength=num_classes)
-    recalls = torch.bincount(labels[ranks == 0], minlength=num_classes).double() / counts
-    return {
-        "acc1": _fraction(ranks < 1),
-        "acc5": _fraction(ranks < 5) if num_classes >= 5 else math.nan,
-        "mean_per_class_recall": recalls[counts > 0].mean().item(),
-    }
+from .ranking import checked_embeds, checked_index, checked_integers, fraction, positive_ranks
 
 
 @torch.no_grad()
 def retrieval_metrics(
-    image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, *, ks: Sequence[int] = (1, 5, 10)
+    image_embeds: Tensor,
+    text_embeds: Tensor,
+    text_image: Tensor,
+    *,
+    ks: Sequence[int] = (1, 5, 10),
+    caption_ids: Tensor | None = None,
 ) -> dict[str, float]:
     """Recall@k of finding images by their captions and captions by their image.
 
@@ -94,89 +31,97 @@ def retrieval_metrics(
     candidates all of them count as found. An image without a caption is a candidate like any other, and a text query
     that can only score 0.
 
+    Where one caption belongs to several images, no model can reach a recall of 1: equal captions get equal embeddings,
+    and their images cannot all come first. With `caption_ids` the highest recalls that any model can reach are given
+    beside those reached.
+
     Args:
         image_embeds: [N, D] float; normalised here.
         text_embeds: [M, D] float, any number of captions per image in any order; normalised here.
         text_image: [M] integer in [0, N): the image that each caption belongs to.
         ks: the values of k, each at least 1.
+        caption_ids: [M] integer, equal for equal captions. The first of them stands for all: their embeddings, which
+            may differ by the rounding of the micro-batches that they were computed in, then tie exactly.
 
     Returns:
-        Fractions: `image_retrieval_recall@k` and `text_retrieval_recall@k` for each k.
+        Fractions: `image_retrieval_recall@k` and `text_retrieval_recall@k` for each k; and, if `caption_ids` show that
+        a caption belongs to several images, `image_retrieval_recall@k_ceiling` and `text_retrieval_recall@k_ceiling`.
 
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, indices out of range, no k or one below 1.
     """
-    image_embeds = _checked("image_embeds", image_embeds)
-    text_embeds = _checked("text_embeds", text_embeds, like=image_embeds)
-    text_image = _checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
+    image_embeds = checked_embeds("image_embeds", image_embeds)
+    text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
+    device = image_embeds.device
+    text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), device)
     if not ks or min(ks) < 1:
-        raise ValueError(f"ks must name one k or more, each at least 1; got {tuple(ks)}")
+        raise ValueError(f"ks must name at least one k, and each must be at least 1, got {tuple(ks)}.")
 
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
-    image_index = torch.arange(len(images), device=images.device)
-    image_ranks = _positive_ranks(texts, images, text_image, image_index)
-    text_ranks = _positive_ranks(images, texts, image_index, text_image)
+    queries, copies = texts, None
+    ceilings: dict[str, float] = {}
+    if caption_ids is not None:
+        caption_ids = checked_integers("caption_ids", caption_ids, len(texts), device)
+        _, copies = caption_ids.unique(return_inverse=True)
+        texts = texts[_first_of_each(copies)]  # [U, D]
+        queries = texts[copies]
+        ceilings = recall_ceilings(copies, text_image, len(images), ks)
+    image_index = torch.arange(len(images), device=device)
+    image_ranks = positive_ranks(queries, images, text_image, image_index)
+    text_ranks = positive_ranks(images, texts, image_index, text_image, copies)
 
     metrics = {}
     for k in ks:
-        metrics[f"image_retrieval_recall@{k}"] = _fraction(image_ranks < min(k, len(images)))
-        metrics[f"text_retrieval_recall@{k}"] = _fraction(text_ranks < min(k, len(texts)))
-    return metrics
+        metrics[f"image_retrieval_recall@{k}"] = fraction(image_ranks < min(k, len(images)))
+        metrics[f"text_retrieval_recall@{k}"] = fraction(text_ranks < min(k, len(queries)))
+    return metrics | ceilings
 
 
-def _positive_ranks(queries: Tensor, candidates: Tensor, query_ids: Tensor, candidate_ids: Tensor) -> Tensor:
-    """Rank of each query's best-placed positive, 0 being the top; the number of candidates if it has no positive.
+def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:
+    """The highest recalls that a model can reach, given which captions are equal.
 
-    queries [Q, D], candidates [K, D], query_ids [Q], candidate_ids [K] int64; equal ids make a positive. Returns [Q]
-    int32 on the CPU.
+    Image retrieval: all queries with the same caption get the same k images, at best those k to which the caption
+    belongs most often. Text retrieval: equal captions tie and stand in the order of their indices, so an image finds
+    its caption behind the equal captions of lower index, at best with its caption that has the fewest of them.
+
+    Args:
+        caption_ids: [M] int64, equal for equal captions.
+        text_image: [M] int64 in [0, num_images).
+        num_images: N.
+        ks: the values of k.
+
+    Returns:
+        `image_retrieval_recall@k_ceiling` and `text_retrieval_recall@k_ceiling` for each k, in [0, 1]; nothing if no
+        caption belongs to several images.
     """
-    num_candidates = len(candidates)
-    order = torch.arange(num_candidates, device=candidates.device)
-    rows = max(1, _TILE_NUMEL // num_candidates)
-    ranks = []
-    for query, ids in zip(queries.split(rows), query_ids.split(rows), strict=True):
-        scores = query @ candidates.T  # [rows, K]
-        positive = ids[:, None] == candidate_ids
-        # max takes the first of equal values. Without a positive `best` is -inf and all candidates are ahead of it.
-        best, place = scores.masked_fill(~positive, -math.inf).max(dim=1, keepdim=True)
-        ahead = (scores > best) | ((scores == best) & (order < place))
-        ranks.append(ahead.sum(dim=1, dtype=torch.int32))  # on a CPU ten times as fast as the default, int64
-    return torch.cat(ranks).cpu()
+    caption_ids, text_image = caption_ids.cpu(), text_image.cpu()
+    pairs, counts = torch.stack([caption_ids, text_image], dim=1).unique(dim=0, return_counts=True)  # [P, 2], [P]
+    if len(pairs) == len(caption_ids.unique()):
+        return {}
+    by_count = counts.argsort(descending=True)
+    image_places, image_counts = _places_within_groups(pairs[by_count, 0]), counts[by_count]
+    text_places = torch.full((num_images,), len(caption_ids))
+    text_places.scatter_reduce_(0, text_image, _places_within_groups(caption_ids), "amin")
+    ceilings = {}
+    for k in ks:
+        found = int(image_counts[image_places < k].sum())
+        ceilings[f"image_retrieval_recall@{k}_ceiling"] = found / len(caption_ids)
+        ceilings[f"text_retrieval_recall@{k}_ceiling"] = fraction(text_places < min(k, len(caption_ids)))
+    return ceilings
 
 
-def _fraction(hits: Tensor) -> float:
-    return int(hits.sum()) / len(hits)
+def _places_within_groups(groups: Tensor) -> Tensor:
+    """For each element of [n] int64, how many of the same value stand before it."""
+    order = groups.argsort(stable=True)
+    _, sizes = groups.unique(return_counts=True)  # in sorted order
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    places = torch.empty_like(groups)
+    places[order] = torch.arange(len(groups)) - starts
+    return places
 
 
-def _checked(name: str, embeds: Tensor, like: Tensor | None = None) -> Tensor:
-    """`embeds` as a finite [rows, D] tensor in fp32 (fp64 stays), or a ValueError; `like` gives dtype, device and D."""
-    if embeds.ndim != 2 or 0 in embeds.shape or not embeds.is_floating_point():
-        raise ValueError(
-            f"{name} must be a floating point tensor [rows, D] with at least one row; "
-            f"got shape {tuple(embeds.shape)} of {embeds.dtype}"
-        )
-    if like is not None and (embeds.shape[1] != like.shape[1] or embeds.device != like.device):
-        raise ValueError(
-            f"{name} must agree with image_embeds in D and device; got D={embeds.shape[1]} on {embeds.device} "
-            f"against D={like.shape[1]} on {like.device}"
-        )
-    finite = embeds.isfinite().all(dim=1)
-    if not finite.all():
-        raise ValueError(
-            f"{name} holds NaN or infinity in {int((~finite).sum())} of {len(finite)} rows, "
-            f"the first being row {int((~finite).nonzero()[0])}"
-        )
-    if like is not None:
-        return embeds.to(like.dtype)
-    return embeds if embeds.dtype == torch.float64 else embeds.float()
-
-
-def _checked_index(name: str, index: Tensor, length: int, upper: int, device: torch.device) -> Tensor:
-    """`index` as an int64 tensor [length] of values in [0, upper) on `device`, or a ValueError."""
-    if index.shape != (length,) or index.is_floating_point() or index.dtype == torch.bool:
-        raise ValueError(
-            f"{name} must be an integer tensor of shape {(length,)}; got shape {tuple(index.shape)} of {index.dtype}"
-        )
-    if index.min() < 0 or index.max() >= upper:
-        raise ValueError(f"{name} must lie in [0, {upper}); got values from {int(index.min())} to {int(index.max())}")
-    return index.to(device, torch.int64)
+def _first_of_each(groups: Tensor) -> Tensor:
+    """For values 0 to U - 1 in [n] int64, the index [U] of the first element of each value."""
+    order = groups.argsort(stable=True)
+    sizes = groups.bincount()
+    return order[sizes.cumsum(0) - sizes]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,19 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
-from ..evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from ..evaluation import (
+    caption_ids,
+    group_by_image,
+    image_of_captions,
+    retrieval_metrics,
+    zero_shot_classifier,
+    zero_shot_metrics,
+)
 from ..loss import contrastive_loss, local_contrastive_loss
 from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
-from .dual_encoder import SIGMOID_MODELS, DualEncoder
+from .dual_encoder import IMAGE_INPUTS, SIGMOID_MODELS, TEXT_INPUTS, DualEncoder
+from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, is_dispatched, rows_to_keep
 from .grad_cache import CachedWindow, Features
 from .offload import Fetcher
 from .windows import WindowSampler, check_batch, drop_rest_of_stream
@@ -52,9 +60,10 @@ class InfCLTrainer(Trainer):
         data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
             `ContrastiveCollator` over ``processing_class``.
         **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
-            ``(image_embeds [N, D], text_embeds [N, C, D])`` and whose label_ids are the number of captions [N] (the
-            rest of C is padding), with pair ids a tuple of both; or ``image_embeds`` and the labels for a
-            `ZeroShotDataset`.
+            ``(image_embeds [N, D], text_embeds [M, D])``, the captions in the order of their images, and whose
+            label_ids are ``(counts [N], caption_ids [M])``, the number of captions of each image and an int64 that is
+            equal for captions of equal tokens, with ``pair_ids`` [N] for a third if the batches have them. For a
+            `ZeroShotDataset` predictions are ``image_embeds`` and label_ids the labels [N].
 
     Raises:
         ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
@@ -87,6 +96,8 @@ class InfCLTrainer(Trainer):
             )
         if model is not None:
             DualEncoder(model)  # raises for any other model, before something else does less clearly
+        if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
+            kwargs["processing_class"] = data_collator.processor  # so that it is saved beside the model
         if data_collator is None and kwargs.get("processing_class") is not None:
             data_collator = _default_collator(kwargs["processing_class"], model)
         if data_collator is None and isinstance(kwargs.get("train_dataset"), ImageTextDataset):
@@ -436,21 +447,58 @@ class InfCLTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Any, Any]:
-        """Embeddings of one batch: of images and their captions, or of images and their labels."""
-        inputs = self._prepare_inputs(inputs)
+        """Embeddings and labels of this rank's rows: of images and their captions, or of images with a class each."""
+        if self.is_fsdp_enabled:
+            Processes().agree([])  # once more, because the forward itself communicates
+        with self._failures_announced():
+            predictions, labels = self._embed(inputs)
+        Processes().agree([])  # no process has failed, neither here nor in its data
+        return None, predictions, labels
+
+    def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """What `compute_metrics` gets, for one batch; without the rows that accelerate repeated to fill it."""
+        batch = self._prepare_inputs(inputs)
+        classified = "labels" in batch
+        if "pixel_values" not in batch or not (classified or "input_ids" in batch):
+            raise ValueError(
+                "A batch of an evaluation must have pixel_values and input_ids, for image-text pairs, or pixel_values "
+                f"and labels, for a ZeroShotDataset, got keys {list(batch)}."
+            )
         with torch.no_grad(), self.accelerator.autocast():
-            images = self.dual_encoder.encode_images(inputs).float()
-            if "labels" in inputs:
-                return None, images, inputs["labels"]
-            texts = self.dual_encoder.encode_texts(inputs).float()
-        # [images, most captions of one, D]: Trainer gathers equal shapes, and pads this dimension.
-        owner = inputs.get("caption_image", torch.arange(len(images), device=images.device))
-        counts = torch.bincount(owner, minlength=len(images))
-        padded = texts.new_zeros(len(images), int(counts.max()), texts.shape[1])
-        position = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
-        padded[owner, position] = texts
-        ids = inputs.get("pair_ids")
-        return None, (images, padded), counts if ids is None else (counts, ids)
+            images = self.dual_encoder.encode_images(batch).float()
+            texts = None if classified else self.dual_encoder.encode_texts(batch).float()
+        rows = rows_to_keep(len(images), self.args.process_index)
+        kept: dict[str, Any] = dict.fromkeys(IMAGE_INPUTS, slice(rows))
+        predictions: Any
+        labels: Any
+        if texts is None:
+            predictions, labels = images[:rows], batch["labels"][:rows]
+        else:
+            if "caption_image" in batch and is_dispatched():
+                raise ValueError(
+                    "A stream that the main process reads for all processes cannot have several captions per image, "
+                    "since each batch is cut by its images alone. Pass "
+                    'accelerator_config={"dispatch_batches": False}.'
+                )
+            order, counts = group_by_image(batch.get("caption_image"), len(texts), len(images))
+            counts = counts[:rows]
+            order = order[: int(counts.sum())].to(texts.device)
+            mask = batch.get("attention_mask")
+            ids = caption_ids(batch["input_ids"][order], None if mask is None else mask[order])
+            kept |= dict.fromkeys(TEXT_INPUTS, order)
+            predictions, labels = (images[:rows], texts[order]), (counts.to(images.device), ids)
+            if "pair_ids" in batch:
+                labels += (batch["pair_ids"][:rows],)
+        if "inputs" in self.args.include_for_metrics:  # Trainer gathers this one of the inputs after us
+            name: str = getattr(self.model, "main_input_name", "input_ids")
+            if name not in batch:
+                raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
+            inputs[name] = batch[name][kept[name]]
+        return predictions, labels
+
+    def _failures_announced(self) -> AbstractContextManager[None]:
+        """For work that needs no other process; under FSDP a forward does, and the others may be waiting within it."""
+        return nullcontext() if self.is_fsdp_enabled else failures_announced()
 
     def evaluation_loop(
         self,
@@ -465,13 +513,18 @@ class InfCLTrainer(Trainer):
         Pairs: ``loss``, the contrastive loss of the whole set as one batch (of each image with its first caption), and
         retrieval recalls over all captions. A `ZeroShotDataset`: accuracies.
         """
+        self.gather_function = gather_rows
+        # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
+        batches: Any = dataloader
+        if not isinstance(dataloader, DataLoaderDispatcher):
+            batches = AnnouncingDataLoader(dataloader)
         with self.dual_encoder.fsdp_methods() if self.is_fsdp_enabled else nullcontext():
-            output = super().evaluation_loop(dataloader, description, False, ignore_keys, metric_key_prefix)
+            output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
             assert output.metrics is not None
             if isinstance(output.predictions, tuple):
-                metrics = self._pairs(output)
+                metrics = self._pair_metrics(output)
             elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
-                metrics = self._zero_shot(dataset, output)
+                metrics = self._zero_shot_metrics(dataset, output)
             else:
                 raise ValueError(
                     "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset "
@@ -480,49 +533,56 @@ class InfCLTrainer(Trainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    def _zero_shot(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
-        if not hasattr(self.data_collator, "tokenize"):
-            raise ValueError(
-                "Zero-shot evaluation tokenizes class prompts: pass processing_class, or a data_collator with a method "
-                f"tokenize(texts) such as ContrastiveCollator's, not {type(self.data_collator).__name__}."
-            )
-        prompts = dataset.prompts()
-        # All ranks encode equally many, since under FSDP a forward communicates. Repetitions of the last fill the share
-        # of the last ranks, so what they add stands behind all prompts.
-        share = -(-len(prompts) // self.args.world_size)
-        first = share * self.args.process_index
-        own = (prompts + prompts[-1:] * (share * self.args.world_size - len(prompts)))[first : first + share]
-        size = self.args.per_device_eval_batch_size
-        embeds = []
-        for start in range(0, share, size):
-            batch = self._prepare_inputs(self.data_collator.tokenize(own[start : start + size]))
+    def _zero_shot_metrics(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
+        def encode(prompts: list[str]) -> Tensor:
+            batch = self._prepare_inputs(tokenize(prompts))
             with torch.no_grad(), self.accelerator.autocast():
-                embeds.append(self.dual_encoder.encode_texts(batch).float())
-        texts = self.accelerator.gather(torch.cat(embeds))[: len(prompts)]
+                return self.dual_encoder.encode_texts(batch).float()
+
+        tokenize = self._prompt_tokenizer()
+        prompts = dataset.prompts()
+        with self._failures_announced():
+            share = encode_share(prompts, encode, self.args.per_device_eval_batch_size)
+        texts = gather_rows(share)[: len(prompts)]
         classifier = zero_shot_classifier(texts, num_templates=len(dataset.templates))
         images, labels = self._on_device(output.predictions), self._on_device(output.label_ids)
         return zero_shot_metrics(images, classifier, labels)
 
-    def _pairs(self, output: EvalLoopOutput) -> dict[str, float]:
-        images, texts = map(self._on_device, output.predictions)
-        labels = output.label_ids
-        counts, pair_ids = (
-            map(self._on_device, labels) if isinstance(labels, tuple) else (self._on_device(labels), None)
+    def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
+        if callable(tokenize := getattr(self.data_collator, "tokenize", None)):
+            return tokenize
+        if hasattr(self.processing_class, "tokenizer"):
+            return _default_collator(self.processing_class, self.dual_encoder.model).tokenize
+        raise ValueError(
+            "Zero-shot evaluation tokenizes class prompts, and neither the data collator, a "
+            f"{type(self.data_collator).__name__} without a method tokenize(texts), nor the processing_class, a "
+            f"{type(self.processing_class).__name__}, can. Pass processing_class=AutoProcessor.from_pretrained(...), "
+            "beside a data_collator if there is one."
         )
-        present = torch.arange(texts.shape[1], device=texts.device) < counts[:, None]
-        owner = torch.arange(len(images), device=texts.device)[:, None].expand_as(present)[present]
+
+    def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:
+        predictions: Any = output.predictions
+        labels: Any = output.label_ids
+        images, texts = map(self._on_device, predictions)
+        counts, ids, *pair_ids = map(self._on_device, labels)
         with torch.no_grad():
             scale, bias = self.dual_encoder.scale_and_bias()
             loss = local_contrastive_loss(
                 images,
-                texts[:, 0].contiguous(),
+                texts[counts.cumsum(0) - counts],  # the first caption of each image
                 scale,
                 bias,
                 objective=self.contrastive_objective,
                 backend=self.args.backend,
-                pair_ids=pair_ids,
+                pair_ids=pair_ids[0] if pair_ids else None,
             )
-        return {"loss": loss.item(), **retrieval_metrics(images, texts[present], owner)}
+        recalls = retrieval_metrics(images, texts, image_of_captions(counts), caption_ids=ids)
+        if ceilings := {name: f"{value:.4g}" for name, value in recalls.items() if name.endswith("_ceiling")}:
+            logger.warning_once(
+                "Some captions of the evaluation set belong to several images, whose recalls therefore cannot reach 1. "
+                f"The highest that a model can reach: {ceilings}."
+            )
+        return {"loss": loss.item(), **recalls}
 
     def _on_device(self, array: Any) -> Tensor:
         return torch.as_tensor(array, device=self.args.device)

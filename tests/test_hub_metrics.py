@@ -4,17 +4,16 @@ import evaluate
 import pytest
 import torch
 
-from hf_infcl.evaluation import hub_metrics as metrics
-from hf_infcl.evaluation import retrieval_metrics, zero_shot_metrics
+from hf_infcl.evaluation import hub_metrics, retrieval_metrics, zero_shot_metrics
 
 
 @pytest.fixture(params=["class", "evaluate.load"])
 def metric(request, tmp_path, monkeypatch):
     """A function from a configuration to the metric, which keeps its files in a temporary folder."""
     if request.param == "class":
-        return lambda name: metrics.ContrastiveMetric(name, cache_dir=str(tmp_path))
+        return lambda name: hub_metrics.ContrastiveMetric(name, cache_dir=str(tmp_path))
     monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
-    return lambda name: evaluate.load(metrics.__file__, name, cache_dir=str(tmp_path))
+    return lambda name: evaluate.load(hub_metrics.__file__, name, cache_dir=str(tmp_path))
 
 
 def features(*shape: int, seed: int) -> torch.Tensor:
@@ -65,7 +64,7 @@ def test_an_unknown_configuration_is_refused(metric):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"labels": [0, 1]}, "needs classifier"),
+        ({"labels": [0, 1]}, "compute needs classifier="),
         ({"labels": [0, 2], "classifier": torch.eye(2)}, r"labels must lie in \[0, 2\)"),
         ({"labels": [0], "classifier": torch.eye(2)}, "Mismatch in the number of image_embeds"),
     ],

@@ -1,0 +1,70 @@
+"""Images with any number of captions each: how a batch of them is laid out.
+
+The captions of a set stand in one tensor [M, ...] in the order of their images, beside the number of captions of each
+image [N]. Memory grows with the captions that there are, not with the most captions of one image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from .ranking import checked_index
+
+
+def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: int) -> tuple[Tensor, Tensor]:
+    """Sorts the captions of a batch by their images.
+
+    Args:
+        caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order;
+            None if every image has one caption, in the order of the images.
+        num_captions: n.
+        num_images: b.
+
+    Returns:
+        The permutation [n] int64 that sorts the captions, stable within an image; and the number of captions of each
+        image [b] int64, at least 1.
+
+    Raises:
+        ValueError: wrong shape, dtype or values; an image without a caption.
+    """
+    if caption_image is None:
+        if num_captions != num_images:
+            raise ValueError(
+                f"A batch has {num_captions} captions for {num_images} images. The data collator must give "
+                "caption_image [captions], the image that each caption belongs to."
+            )
+        caption_image = torch.arange(num_captions)
+    caption_image = checked_index("caption_image", caption_image, num_captions, num_images, caption_image.device)
+    counts = torch.bincount(caption_image, minlength=num_images)
+    if (counts == 0).any():
+        raise ValueError(
+            f"Image {int((counts == 0).nonzero()[0])} of a batch has no caption. Every image of an evaluation on pairs "
+            "needs one; drop the others from the dataset."
+        )
+    return caption_image.argsort(stable=True), counts
+
+
+def image_of_captions(counts: Tensor) -> Tensor:
+    """The inverse: from the number of captions of each image [N], the image [M] that each caption belongs to."""
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+
+def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """An id for each caption, equal for equal tokens and for no others (but for collisions of a hash of 64 bits).
+
+    Args:
+        input_ids: [n, L] int64.
+        attention_mask: [n, L], 0 where the tokens are padding; None if all tokens count.
+
+    Returns:
+        [n] int64, on the device of ``input_ids``. The same in every process.
+    """
+    tokens = input_ids.cpu().numpy()
+    kept = None if attention_mask is None else attention_mask.cpu().numpy().astype(bool)
+    rows = tokens if kept is None else [row[mask] for row, mask in zip(tokens, kept, strict=True)]
+    digests = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows]
+    ids = [int.from_bytes(digest, "big", signed=True) for digest in digests]
+    return torch.tensor(ids, dtype=torch.int64, device=input_ids.device)

@@ -1,0 +1,73 @@
+"""Zero-shot classification from embeddings: tensors in, a dict of floats out.
+
+The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
+compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .ranking import checked_embeds, checked_index, fraction, positive_ranks
+
+
+@torch.no_grad()
+def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
+    """One weight vector per class: the normalised mean of the class's normalised prompt embeddings.
+
+    Prompt ensembling of CLIP (Radford et al. 2021, arXiv 2103.00020, section 3.1.4).
+
+    Args:
+        text_embeds: [C * num_templates, D] float, class-major: the prompts of class 0, then those of class 1, ...
+        num_templates: prompts per class.
+
+    Returns:
+        [C, D], unit rows; fp32, or fp64 for fp64 input.
+
+    Raises:
+        ValueError: wrong shape or dtype, NaN or infinity, rows that are no multiple of `num_templates`.
+    """
+    text_embeds = checked_embeds("text_embeds", text_embeds)
+    if num_templates < 1 or len(text_embeds) % num_templates:
+        raise ValueError(
+            f"The {len(text_embeds)} rows of text_embeds cannot be divided into classes of num_templates="
+            f"{num_templates} prompts each."
+        )
+    per_class = F.normalize(text_embeds, dim=-1).unflatten(0, (-1, num_templates))  # [C, T, D]
+    return F.normalize(per_class.mean(dim=1), dim=-1)
+
+
+@torch.no_grad()
+def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy of picking, for each image, the class whose weight vector is most similar to it.
+
+    Args:
+        image_embeds: [N, D] float; normalised here.
+        classifier: [C, D] float, used unchanged (see `zero_shot_classifier`). Classes of equal name stay apart.
+        labels: [N] integer in [0, C).
+
+    Returns:
+        Fractions: `acc1`; `acc5`, only for five classes or more, since it is not defined for fewer; and
+        `mean_per_class_recall`, the balanced accuracy: the mean of the recalls of the classes that occur in `labels`.
+
+    Raises:
+        ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
+    """
+    image_embeds = checked_embeds("image_embeds", image_embeds)
+    classifier = checked_embeds("classifier", classifier, like=image_embeds)
+    num_classes = len(classifier)
+    labels = checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
+
+    classes = torch.arange(num_classes, device=labels.device)
+    ranks = positive_ranks(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
+
+    labels = labels.cpu()
+    counts = torch.bincount(labels, minlength=num_classes)
+    recalls = torch.bincount(labels[ranks == 0], minlength=num_classes).double() / counts
+    metrics = {"acc1": fraction(ranks < 1)}
+    if num_classes >= 5:
+        metrics["acc5"] = fraction(ranks < 5)
+    metrics["mean_per_class_recall"] = recalls[counts > 0].mean().item()
+    return metrics
