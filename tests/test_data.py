@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import DataLoader
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset, caption_pair_id, load_pairs
@@ -379,6 +379,12 @@ class TestZeroShot:
             ([0], Value("int64"), {}, "class_names must list .* got None"),
             ([0], None, {"class_names": []}, r"class_names must list .* got \[\]"),
             ([0], None, {"class_names": "cat"}, "class_names must list .* got 'cat'"),
+            (
+                [0],
+                None,
+                {"class_names": ["owl", "cat", "dog"]},
+                r"another order: .* instead of \['cat', 'dog', 'owl'\]",
+            ),
             ([0, 1, 3], Value("int64"), {"class_names": ["a", "b"]}, r"holds \[3\], but there are 2 class names"),
             ([0, -1], None, {}, r"holds \[-1\], but there are 3 class names"),
             ([0, None], None, {}, r"holds \[None\]"),
@@ -390,37 +396,6 @@ class TestZeroShot:
     def test_a_wrong_dataset_or_option_is_refused_at_once(self, labels, feature, options, message):
         with pytest.raises(ValueError, match=message):
             ZeroShotDataset(self.rows(labels, feature), **options)
-
-
-LENGTH = 8
-
-
-def tokenizer(**options) -> transformers.PreTrainedTokenizerFast:
-    """Words of one letter, a to z, then </s>."""
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *"abcdefghijklmnopqrstuvwxyz"])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<pad>"}
-    options = {"model_max_length": LENGTH, **options}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
-
-
-def clip_processor(**options) -> transformers.CLIPProcessor:
-    image_processor = transformers.CLIPImageProcessorPil(
-        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
-    )
-    return transformers.CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer(**options))
-
-
-def siglip_processor() -> transformers.SiglipProcessor:
-    image_processor = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
-    return transformers.SiglipProcessor(image_processor=image_processor, tokenizer=tokenizer())
-
-
-def siglip2_processor() -> transformers.Siglip2Processor:
-    image_processor = transformers.Siglip2ImageProcessorPil(patch_size=4, max_num_patches=16)
-    return transformers.Siglip2Processor(image_processor=image_processor, tokenizer=tokenizer())
 
 
 def items(*captions: list[str], **values: list) -> list[dict]:

@@ -22,12 +22,14 @@ class ZeroShotDataset(ImageDataset):
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: images; or paths (strings) or encoded images (binary).
         label_column: a `ClassLabel` column, or integers.
-        class_names: one name per class, equal names allowed; by default those of the `ClassLabel`.
+        class_names: one name per class in the order of the labels, equal names allowed; by default those of the
+            `ClassLabel`.
         templates: prompts with one "{}" each, where the class name goes.
 
     Raises:
-        ValueError: at construction for a wrong dataset, column, column type, template, or labels without a name; on
-            access for a bad image, which is never skipped here, because it would change what is measured.
+        ValueError: at construction for a wrong dataset, column, column type or template, labels without a name, or the
+            names of the `ClassLabel` in another order; on access for a bad image, which is never skipped here, because
+            that would change what is measured.
     """
 
     def __init__(
@@ -43,25 +45,32 @@ class ZeroShotDataset(ImageDataset):
         feature = dataset.features[label_column]
         if not is_integer(feature):
             raise ValueError(
-                f"label_column {label_column!r} must hold integers, not {feature}; "
-                f"class_encode_column({label_column!r}) turns strings into a ClassLabel"
+                f"The label_column {label_column!r} must hold integers, not {feature}. "
+                f"class_encode_column({label_column!r}) turns strings into a ClassLabel."
             )
+        known = getattr(feature, "names", None)
         if class_names is None:
-            class_names = getattr(feature, "names", None)
+            class_names = known
         if not class_names or isinstance(class_names, str):
             raise ValueError(
-                f"class_names must list the names of the classes, got {class_names!r}; "
-                f"it may be left out only if label_column {label_column!r} is a ClassLabel, and it is {feature}"
+                f"class_names must list the names of the classes, got {class_names!r}. It may be left out only if the "
+                f"label_column {label_column!r} is a ClassLabel, and it is {feature}."
+            )
+        class_names = list(class_names)
+        if known is not None and class_names != known and sorted(class_names) == sorted(known):
+            raise ValueError(
+                f"class_names are those of the label_column {label_column!r} in another order: {class_names} instead "
+                f"of {known}. Label i means the i-th name, so leave class_names out, or pass them in that order."
             )
         if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
-            raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}')
+            raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}.')
         labels = self._rows.select_columns([label_column]).unique(label_column)
         if unnamed := [label for label in labels if label is None or not 0 <= label < len(class_names)]:
             raise ValueError(
-                f"label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names"
+                f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names."
             )
         self._label_column = label_column
-        self.class_names = list(class_names)
+        self.class_names = class_names
         self.templates = tuple(templates)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
