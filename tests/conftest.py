@@ -1,9 +1,10 @@
-"""Fixtures of several test files: groups of processes."""
+"""Fixtures of several test files: groups of processes, the demo's data."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,7 +15,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 
+import hypothesis
+from helpers.demo import SCRIPTS, run
 from helpers.processes import FreshRanks, Ranks
+
+# pytest --hypothesis-profile=long
+hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with digits/ and clip-init/ as make_digits.py writes them; tests only read it."""
+    folder = tmp_path_factory.mktemp("demo")
+    run(SCRIPTS / "make_digits.py", "--output_dir", folder)
+    return folder
 
 
 @pytest.fixture

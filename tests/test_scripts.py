@@ -1,14 +1,13 @@
-"""The scripts as a user runs them, small; and what they say when misused."""
+"""The scripts: the demo's parts, the comparison of global batches, the benchmarks, the configurations for launching."""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import importlib
-import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -17,63 +16,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, run
 
-from hf_infcl import InfCLTrainingArguments, load_pairs
-
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-CONFIGS = SCRIPTS / "configs"
-DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`
-
-
-def run(*words: Any) -> str:
-    """Runs Python in the repository root; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def launch(config: str) -> list[Any]:
-    """`accelerate launch` with one of scripts/configs, for two processes."""
-    return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", 0]
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What make_digits.py writes."""
-    folder = tmp_path_factory.mktemp("demo")
-    run(SCRIPTS / "make_digits.py", "--output_dir", folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def trained(demo: Path) -> Path:
-    """The demo's training by two processes, from its own file, with a few steps."""
-    folder = demo / "small-clip"
-    config = {**DEMO, "model": str(demo / "clip-init"), "dataset": str(demo / "digits"), "output_dir": str(folder)}
-    config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
-    (demo / "small.yaml").write_text(yaml.safe_dump(config))
-    run(*launch("ddp"), SCRIPTS / "train.py", demo / "small.yaml", "--max_steps", 3)
-    return folder
+from hf_infcl import load_pairs
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Imports a script. For one test only: scripts/evaluate.py would stand in for the library of that name."""
+    """Imports a script."""
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
+
+
+def test_no_script_has_the_name_of_a_package_that_is_imported():
+    """Whatever runs with scripts/ on its path would import the script instead."""
+    files = [*(ROOT / "hf_infcl").rglob("*.py"), *SCRIPTS.rglob("*.py")]
+    ours = {"make_digits", "benchmarks"}  # which scripts import from each other
+    imported = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add(str(node.module).partition(".")[0])
+    assert {"evaluate", "torch", "transformers"} <= imported
+    names = {path.stem for path in SCRIPTS.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not (imported | sys.stdlib_module_names) - ours & names
 
 
 # ---- The demo's parts ----
@@ -127,81 +95,6 @@ def test_the_tokenizer_is_the_same_every_time(demo, script):
         assert (
             again("a handwritten 7, someone wrote it").input_ids == saved("a handwritten 7, someone wrote it").input_ids
         )
-
-
-def test_two_processes_train_and_leave_everything(demo, trained):
-    results = json.loads((trained / "all_results.json").read_text())
-    state = json.loads((trained / "trainer_state.json").read_text())
-    assert state["global_step"] == 3, "the command line wins over the file"
-    logs = [entry for entry in state["log_history"] if "loss" in entry]
-    assert {entry["global_batch_size"] for entry in logs} == {16 * 4 * 2}
-    assert 0 <= results["eval_zero_shot_acc1"] <= 1
-    card = (trained / "README.md").read_text()
-    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes |" in card
-    assert "but those of equal `label`" in card
-    assert f"{results['eval_zero_shot_acc1']:.4f}" in card
-    assert str(demo) not in card
-    assert (trained / "curves.png").stat().st_size > 10_000
-
-    untrained = transformers.CLIPModel.from_pretrained(demo / "clip-init")
-    model = transformers.CLIPModel.from_pretrained(trained)
-    assert not torch.equal(model.visual_projection.weight, untrained.visual_projection.weight)
-    classifier = transformers.pipeline("zero-shot-image-classification", model=str(trained))
-    scores = classifier(str(demo / "digits/test/0000.png"), candidate_labels=DEMO["class_names"])
-    assert {score["label"] for score in scores} == set(DEMO["class_names"])
-
-
-def test_training_needs_no_evaluation_and_can_be_resumed(demo, tmp_path):
-    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--use_cpu"]
-    words += ["--report_to", "none", "--per_device_train_batch_size", 16, "--save_steps", 2]
-    printed = run(SCRIPTS / "train.py", *words, "--max_steps", 2)
-    assert "curves" not in printed, "there was nothing logged to draw"
-    assert "not evaluated" in (tmp_path / "README.md").read_text()
-    without = "import os, runpy, sys; sys.modules['matplotlib'] = None; del sys.argv[0]; "
-    without += "sys.path[0] = os.path.dirname(sys.argv[0]); runpy.run_path(sys.argv[0], run_name='__main__')"
-    words += ["--logging_steps", 1]
-    printed = run("-c", without, SCRIPTS / "train.py", *words, "--max_steps", 3, "--resume_from_checkpoint", "true")
-    assert "No curves" in printed, "which need an optional package"
-    assert not (tmp_path / "curves.png").exists()
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 3
-
-
-def test_what_is_pushed_last_is_the_measured_card(demo, tmp_path):
-    """The Hub's calls are noted instead of made."""
-    stubbed = """
-import os, runpy, shutil, sys, types, huggingface_hub
-
-def upload(self, *, repo_id, folder_path, **options):
-    assert repo_id == "me/mine"
-    shutil.copy(os.path.join(folder_path, "README.md"), os.path.join(folder_path, "_pushed.md"))
-
-huggingface_hub.HfApi.create_repo = lambda self, *args, **options: types.SimpleNamespace(repo_id="me/mine")
-huggingface_hub.HfApi.upload_folder = upload
-del sys.argv[0]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--use_cpu"]
-    words += ["--report_to", "none", "--max_steps", 1, "--save_strategy", "no"]
-    words += ["--push_to_hub", "--hub_model_id", "me/mine"]
-    run("-c", stubbed, SCRIPTS / "train.py", *words, "--eval_dataset", demo / "digits")
-    pushed = (tmp_path / "_pushed.md").read_text()
-    assert "contrastive loss of the whole set" in pushed
-    assert pushed == (tmp_path / "README.md").read_text()
-
-
-def test_evaluate_measures_what_training_measured(demo, trained, tmp_path):
-    words = ["--model", trained, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
-    words += ["--zero_shot_dataset", demo / "digits", "--eval_dataset", demo / "digits", "--pair_id_column", "label"]
-    words += ["--class_names", *DEMO["class_names"], "--templates", *DEMO["templates"]]
-    printed = run(SCRIPTS / "evaluate.py", *words)
-    measured = json.loads((tmp_path / "eval_results.json").read_text())
-    before = json.loads((trained / "all_results.json").read_text())
-    assert measured["eval_zero_shot_acc1"] == before["eval_zero_shot_acc1"]
-    assert 0 < measured["eval_pairs_image_retrieval_recall@10"] < 1
-    assert measured["eval_pairs_loss"] > 0
-    assert "eval_zero_shot_acc1" in printed
-    assert str(tmp_path) in printed
 
 
 def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):
@@ -390,77 +283,7 @@ def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
     assert tuple(rows_of(table)[0]) == benchmark.COLUMNS
 
 
-# ---- Arguments ----
-
-
-def parsed(script: Any, monkeypatch: pytest.MonkeyPatch, *words: Any) -> tuple[Any, ...]:
-    train = script("train")
-    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, words)])
-    return train.parse(
-        train.ModelArguments,
-        train.TrainArguments,
-        train.PairArguments,
-        train.ZeroShotArguments,
-        InfCLTrainingArguments,
-    )
-
-
-@pytest.mark.parametrize("kind", ["yaml", "json"])
-def test_a_file_means_what_it_says(script, monkeypatch, tmp_path, kind):
-    (tmp_path / "c.yaml").write_text(
-        "model: m\ndataset: d\nlearning_rate: 1e-3\nsave_strategy: no\nuse_cpu: true\nbf16: false\nmax_steps: 7\n"
-        "templates: ['a {}', 'b: {}']\nlr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 2}\n"
-        f"output_dir: {tmp_path}\nreport_to: none\n"
-    )
-    (tmp_path / "c.json").write_text(
-        json.dumps(yaml.safe_load((tmp_path / "c.yaml").read_text()) | {"save_strategy": "no"})
-    )
-    model, data, _, zero_shot, args = parsed(
-        script, monkeypatch, tmp_path / f"c.{kind}", "--max_steps", 9, "--split", "s"
-    )
-    assert (model.model, data.dataset, data.split) == ("m", "d", "s")
-    assert zero_shot.templates == ["a {}", "b: {}"]
-    assert (args.learning_rate, args.use_cpu, args.bf16, args.max_steps) == (1e-3, True, False, 9)
-    assert args.save_strategy == "no"
-    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
-
-
-@pytest.mark.parametrize(
-    ("words", "file", "complaint"),
-    [
-        (["--model", "m"], None, "required: --dataset"),
-        (["--model", "m", "--dataset", "d", "--no_such_argument", "1"], None, "no_such_argument"),
-        (["--model", "m", "--dataset", "d", "--learning_rate", "fast"], None, "invalid float value: 'fast'"),
-        (["--model", "m", "--dataset", "d", "--strategy", "star"], None, "strategy must be one of"),
-        (["missing.yaml"], None, "missing.yaml"),
-        (["c.yaml"], "- a\n- list\n", "must hold a mapping"),
-        (["c.yaml"], "model: [unclosed\n", "c.yaml"),
-        (["c.yaml"], "model: m\ndataset: d\nlearning_rat: 1\n", "learning_rat"),
-    ],
-)
-def test_misuse_is_explained(script, monkeypatch, capsys, tmp_path, words, file, complaint):
-    monkeypatch.chdir(tmp_path)
-    if file is not None:
-        (tmp_path / "c.yaml").write_text(file)
-    with pytest.raises(SystemExit, match="2"):
-        parsed(script, monkeypatch, *words)
-    message = capsys.readouterr().err
-    assert complaint in message
-    assert len(message) < 1000, "no page of usage"
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "complaint"),
-    [
-        ("evaluate.py", ["--model", "m"], "pass --eval_dataset, --zero_shot_dataset or both"),
-        ("train.py", ["--model", "m", "--dataset", "./no/such/folder"], "no dataset at './no/such/folder'"),
-    ],
-)
-def test_what_is_missing_is_named(script, monkeypatch, tmp_path, name, words, complaint):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    monkeypatch.setattr(sys, "argv", [name, *words, "--use_cpu", "--output_dir", str(tmp_path)])
-    with pytest.raises((SystemExit, ValueError), match=complaint):
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+# ---- Launching ----
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -475,29 +298,6 @@ def test_launch_configs_say_what_their_names_do(path):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
         # Its own number of steps or clipping would contradict the script's arguments.
         assert {config.deepspeed_config[f"gradient_{name}"] for name in ("accumulation_steps", "clipping")} == {"auto"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, config, precision):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    if config.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]
-    words += ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
-    words += ["--logging_steps", 1, "--report_to", "none", "--save_steps", 2, "--eval_dataset", demo / "digits"]
-    run(*launch(config), SCRIPTS / "train.py", *words, *(["--bf16"] if precision == "bf16" else []))
-    results = json.loads((tmp_path / "all_results.json").read_text())
-    assert results["eval_pairs_loss"] > 0
-    logs = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    losses = [entry["loss"] for entry in logs if "loss" in entry]
-    assert losses[-1] < losses[0]
-    model, info = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
-    assert model.logit_scale.shape == ()
 
 
 @pytest.mark.parametrize("path", [*sorted(SCRIPTS.glob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)

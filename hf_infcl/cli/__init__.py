@@ -1,0 +1,71 @@
+"""The command `infcl`: `infcl train` and `infcl evaluate`, which parse their options and call the package."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from .. import __version__
+
+COMMANDS = {
+    "train": "train a dual encoder with the exact contrastive loss of the global batch",
+    "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
+}
+# Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers", "numpy"),
+    *("pillow", "torchvision", "triton", "peft", "deepspeed"),
+)
+
+
+def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
+    """Runs one command.
+
+    Args:
+        command: one of `COMMANDS`; by default the first word names it.
+        words: the command line without the program's name; by default that of this process.
+    """
+    words = list(sys.argv[1:] if words is None else words)
+    if command is None:
+        parser = argparse.ArgumentParser(
+            prog="infcl",
+            description="Exact contrastive training of image-text models at any batch size.",
+            epilog="\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+            + "\n\n`infcl COMMAND --help` lists the options of a command.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+        parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
+        command = parser.parse_args(words[:1]).command
+        words = words[1:]
+    # Imported here: torch and transformers take seconds, which `infcl --help` has no need of.
+    if command == "train":
+        from .train import train as run
+    elif command == "evaluate":
+        from .evaluate import evaluate as run
+    else:
+        raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
+    run(words)
+
+
+def versions() -> str:
+    """One line for each: this package, Python, the system, the packages that are installed, the GPUs."""
+    import torch
+
+    lines = [f"hf_infcl {__version__}", f"python {platform.python_version()}", f"system {platform.platform()}"]
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+    lines.append(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}")
+    lines += [f"GPU {index}: {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    return "\n".join(lines)
+
+
+class _Versions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(versions())
+        parser.exit()

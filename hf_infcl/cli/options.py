@@ -1,0 +1,265 @@
+"""The options of the commands, and how they are read: from the command line, or from a file and what follows it."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NoReturn
+
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+from .launched import tell
+
+
+@dataclass
+class ModelOptions:
+    _argument_group_name: ClassVar[str] = "Model"
+
+    model: str = field(metadata={"help": "Required. Checkpoint: a Hub id or a folder."})
+
+
+@dataclass
+class LoraOptions:
+    _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
+
+    lora_rank: int | None = field(
+        default=None,
+        metadata={"help": "Train adapters of this rank instead of the weights; their alpha is twice the rank."},
+    )
+    lora_targets: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
+    )
+
+
+@dataclass
+class DataOptions:
+    _argument_group_name: ClassVar[str] = "Training data"
+
+    dataset: str = field(metadata={"help": "Required. Image-text pairs to train on: a Hub id or a folder."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Its configuration, where it has several."})
+    split: str = field(default="train", metadata={"help": "Its split."})
+    on_bad_sample: str = field(
+        default="raise", metadata={"help": "What to do with a broken image or an empty caption: 'raise' or 'skip'."}
+    )
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},
+    )
+
+
+@dataclass
+class ColumnOptions:
+    _argument_group_name: ClassVar[str] = "Columns of the data sets"
+
+    image_column: str = field(default="image", metadata={"help": "Column of images, paths or encoded images."})
+    caption_column: str = field(default="caption", metadata={"help": "Column of captions: a string or a list of them."})
+    pair_id_column: str | None = field(
+        default=None,
+        metadata={"help": "Rows equal in this column, the caption's for instance, are never each other's negatives."},
+    )
+
+    @property
+    def of_pairs(self) -> dict[str, str | None]:
+        return {column.name: getattr(self, column.name) for column in fields(self)}
+
+
+@dataclass
+class EvaluationOptions:
+    _argument_group_name: ClassVar[str] = "Evaluation"
+
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder."}
+    )
+    eval_split: str = field(default="test", metadata={"help": "Its split."})
+    zero_shot_dataset: str | None = field(
+        default=None, metadata={"help": "Labelled images to measure zero-shot classification on: a Hub id or a folder."}
+    )
+    zero_shot_split: str = field(default="test", metadata={"help": "Its split."})
+    label_column: str = field(default="label", metadata={"help": "Its column of class numbers."})
+    class_names: list[str] | None = field(
+        default=None, metadata={"help": "A name for each class; by default the names that the data set knows."}
+    )
+    templates: list[str] = field(
+        default_factory=lambda: ["a photo of a {}."], metadata={"help": "Prompts, with {} for the name of the class."}
+    )
+
+
+class Parser(HfArgumentParser):
+    """Reads dataclasses from words and files, lists the package's own options first, and suggests names for typos.
+
+    Args:
+        command: the command's name, for messages.
+        description: the first line of the help.
+        *options: dataclasses, with `InfCLTrainingArguments` as the last.
+    """
+
+    def __init__(self, command: str, description: str, *options: Any) -> None:
+        super().__init__(
+            options,
+            prog=f"infcl {command}",
+            usage="%(prog)s [FILE.yaml or FILE.json] [--NAME VALUE ...]",
+            description=description,
+            allow_abbrev=False,
+        )
+
+    @cached_property
+    def _of_training(self) -> tuple[Any, Any]:
+        return (
+            self.add_argument_group("Exact contrastive training (hf_infcl.InfCLTrainingArguments)"),
+            self.add_argument_group("All else about the training (transformers.TrainingArguments)"),
+        )
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """As ArgumentParser's; options of InfCLTrainingArguments, which names no group, go into one of two."""
+        if names[0] == "-h":
+            return super().add_argument(*names, **settings)
+        ours, transformers = self._of_training
+        theirs = {f.name for f in fields(TrainingArguments)}
+        name = _name(names[0])
+        group = transformers if theirs & {name, name.removeprefix("no_")} else ours
+        return group.add_argument(*names, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, which one of several processes prints."""
+        tell(self.prog, message)
+        sys.exit(2)
+
+    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        """Reads the command line, whose first word may be a YAML or JSON file of options.
+
+        Returns:
+            All options, and the names of those that were given rather than left at their defaults.
+        """
+        words = list(words)
+        values: dict[str, Any] = {}
+        given: set[str] = set()
+        try:
+            if words and words[0].endswith((".yaml", ".yml", ".json")):
+                values, from_file = self._read_file(Path(words[0]))
+                given |= values.keys()
+                words = from_file + words[1:]
+            given |= {self._known(_name(word)) for word in words if re.match("--(?!help$)[^-]", word)}
+        except (OSError, ValueError) as error:
+            self.error(str(error))
+        for action in self._actions:
+            if action.dest in values:
+                action.required = False
+        return self.parse_args(words, argparse.Namespace(**values)), given
+
+    def build(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
+        """The dataclasses in their order; an option that one of them refuses ends the program."""
+        try:
+            return tuple(
+                options(**{f.name: getattr(namespace, f.name) for f in fields(options) if f.init})
+                for options in self.dataclass_types
+            )
+        except ValueError as error:
+            self.error(str(error))
+
+    @cached_property
+    def _kinds(self) -> dict[str, Any]:
+        """The annotated type of every option."""
+        kinds: dict[str, Any] = {}
+        for options in self.dataclass_types:
+            hints = typing.get_type_hints(options)
+            kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
+        return kinds
+
+    def _known(self, name: str) -> str:
+        if name in self._kinds:
+            return name
+        if name.removeprefix("no_") in self._kinds:
+            return name.removeprefix("no_")
+        similar = difflib.get_close_matches(name, self._kinds, n=1)
+        hint = f"Did you mean --{similar[0]}?" if similar else "--help lists all options."
+        raise ValueError(f"There is no option --{name}. {hint}")
+
+    def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """The values of a file that have no form on the command line, and the words for all others."""
+        values: dict[str, Any] = {}
+        words: list[str] = []
+        for key, (value, text) in _load(path).items():
+            name = self._known(key)
+            kind = self._kinds[name]
+            choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+            lists = [choice for choice in choices if typing.get_origin(choice) is list]
+            if value is None:
+                if NoneType not in choices:
+                    raise ValueError(f"{path}: {name} must have a value. Leave the line out for its default.")
+                values[name] = None
+            elif isinstance(value, dict):
+                if dict not in [typing.get_origin(choice) or choice for choice in choices]:
+                    raise ValueError(f"{path}: {name} must be a single value, not a mapping.")
+                values[name] = value
+            elif isinstance(value, list):
+                if not lists or any(item is None or isinstance(item, (dict, list)) for item in value):
+                    what = "a list of single values" if lists else "a single value, not a list"
+                    raise ValueError(f"{path}: {name} must be {what}.")
+                (item_kind,) = typing.get_args(lists[0])
+                values[name] = [item_kind(item) for item in text]
+            else:
+                words.append(f"--{name}={text if str in choices else value}")
+        return values, words
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number. In PyYAML's YAML 1.1 they are not."""
+
+
+_TAG = "tag:yaml.org,2002:"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag == _TAG + "null"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_TAG + "bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(_TAG + "int", re.compile("^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    _TAG + "float",
+    re.compile(r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+0123456789."),
+)
+
+
+def _load(path: Path) -> dict[str, tuple[Any, Any]]:
+    """Each value of a file, as a value of Python and with its scalars as the text that was written."""
+    try:
+        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            values = json.loads(content)
+            texts = json.loads(content, parse_int=str, parse_float=str, parse_constant=str)
+        else:
+            values = yaml.load(content, Loader=_Loader)
+            texts = yaml.load(content, Loader=yaml.BaseLoader)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: line {error.lineno}: {error.msg}.") from None
+    except yaml.MarkedYAMLError as error:  # without the excerpt that its text holds, for it might be a token
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"{path} is not YAML: line {line}: {error.problem}.") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:  # PyYAML raises all these
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must map names of options to values, but it holds a {type(values).__name__}.")
+    if not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path} must map names of options to values; some of its keys are not text.")
+    return {_name(key): (values[key], texts[key]) for key in values}
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")

@@ -1,0 +1,42 @@
+"""The demo's parts, and the programs of the repository run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+CONFIGS = SCRIPTS / "configs"
+DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`
+
+
+def start(*words: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Python in the repository root; stdout holds stderr as well."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def run(*words: Any) -> str:
+    """Runs Python in the repository root, which has to succeed; what it printed."""
+    done = start(*words)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def accelerate(config: str) -> list[Any]:
+    """`accelerate launch` with one of scripts/configs, for two processes."""
+    return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", 0]

@@ -1,0 +1,471 @@
+"""`infcl`: options mean what they say wherever they stand, a run leaves what it promises, a mistake is one line."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import re
+import shutil
+import types
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+import transformers
+import yaml
+from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
+from huggingface_hub import HfApi
+from hypothesis import strategies as st
+from transformers import TrainingArguments
+
+import hf_infcl
+from hf_infcl import InfCLTrainingArguments, cli
+from hf_infcl.cli import train
+from hf_infcl.cli.options import (
+    ColumnOptions,
+    DataOptions,
+    EvaluationOptions,
+    LoraOptions,
+    ModelOptions,
+    Parser,
+)
+
+OPTIONS = ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments
+
+
+def parser() -> Parser:
+    return Parser("train", "For tests.", *OPTIONS)
+
+
+def infcl(*words: Any) -> None:
+    """Runs a command in this process."""
+    cli.main(words=[str(word) for word in words])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        infcl(*words)
+    assert end.value.code in (1, 2)
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if line.startswith("infcl")]
+    assert not any("Traceback" in line for line in said)
+    return line
+
+
+# ---- A run ----
+
+
+@pytest.fixture(scope="module")
+def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's training by two processes, from its own file, with a few steps."""
+    folder = tmp_path_factory.mktemp("run") / "small-clip"
+    config = {**DEMO, "model": str(demo / "clip-init"), "dataset": str(demo / "digits"), "output_dir": str(folder)}
+    config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config))
+    run(*accelerate("ddp"), "-m", "hf_infcl", "train", path, "--max_steps", 3)
+    return folder
+
+
+def test_two_processes_train_and_leave_everything(demo, trained):
+    results = json.loads((trained / "all_results.json").read_text())
+    state = json.loads((trained / "trainer_state.json").read_text())
+    assert state["global_step"] == 3, "the command line wins over the file"
+    logs = [entry for entry in state["log_history"] if "loss" in entry]
+    assert {entry["global_batch_size"] for entry in logs} == {16 * 4 * 2}
+    assert 0 <= results["eval_zero_shot_acc1"] <= 1
+    card = (trained / "README.md").read_text()
+    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes |" in card
+    assert "but those of equal `label`" in card
+    assert f"{results['eval_zero_shot_acc1']:.4f}" in card
+    assert str(demo) not in card
+    assert (trained / "curves.png").stat().st_size > 10_000
+
+    untrained = transformers.CLIPModel.from_pretrained(demo / "clip-init")
+    model = transformers.CLIPModel.from_pretrained(trained)
+    assert not torch.equal(model.visual_projection.weight, untrained.visual_projection.weight)
+    classifier = transformers.pipeline("zero-shot-image-classification", model=str(trained))
+    scores = classifier(str(demo / "digits/test/0000.png"), candidate_labels=DEMO["class_names"])
+    assert {score["label"] for score in scores} == set(DEMO["class_names"])
+
+
+def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsys):
+    words = ["--model", trained, "--output_dir", tmp_path, "--use_cpu", "--report_to", "none"]
+    words += ["--zero_shot_dataset", demo / "digits", "--eval_dataset", demo / "digits", "--pair_id_column", "label"]
+    infcl("evaluate", *words, "--class_names", *DEMO["class_names"], "--templates", *DEMO["templates"])
+    measured = json.loads((tmp_path / "eval_results.json").read_text())
+    before = json.loads((trained / "all_results.json").read_text())
+    assert measured["eval_zero_shot_acc1"] == before["eval_zero_shot_acc1"]
+    assert 0 < measured["eval_pairs_image_retrieval_recall@10"] < 1
+    assert measured["eval_pairs_loss"] > 0
+    names = {f"eval_pairs_{name}" for name in train.PAIR_METRICS}
+    names |= {f"eval_zero_shot_{name}" for name in train.ZERO_SHOT_METRICS}
+    assert names <= measured.keys(), "what --metric_for_best_model offers is measured"
+    printed = capsys.readouterr().out
+    assert "eval_zero_shot_acc1" in printed
+    assert str(tmp_path) in printed
+
+
+@pytest.fixture
+def small(demo: Path, tmp_path: Path) -> list[Any]:
+    """A training of 2 epochs, 3 steps each."""
+    (tmp_path / "pairs/train").mkdir(parents=True)
+    (tmp_path / "pairs/test").mkdir()
+    for split, count in (("train", 26), ("test", 12)):
+        lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()[:count]
+        (tmp_path / f"pairs/{split}/metadata.jsonl").write_text("\n".join(lines))
+        for line in lines:
+            shutil.copy(demo / f"digits/{split}" / json.loads(line)["file_name"], tmp_path / f"pairs/{split}")
+    words = ["train", "--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
+    return [
+        *words,
+        *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
+    ]
+
+
+def left_in(folder: Path) -> dict[str, bytes]:
+    names = ("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+
+
+def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_path, capsys):
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--load_best_model_at_end")
+    printed = capsys.readouterr().out
+    assert "--logging_steps 0.01 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
+    assert "--metric_for_best_model pairs_loss" in printed
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    evaluated = {
+        entry["step"]: entry["eval_pairs_loss"] for entry in state["log_history"] if "eval_pairs_loss" in entry
+    }
+    assert evaluated.keys() == {3, 6}
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{min(evaluated, key=evaluated.__getitem__)}")
+
+
+def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):
+    out = tmp_path / "out"
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2)
+    assert left_in(out).keys() == {
+        *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json"),
+    }
+    before = left_in(out)
+    line = mistake(capsys, *small)
+    assert "checkpoint-2" in line
+    assert "--resume_from_checkpoint true" in line
+    assert left_in(out) == before
+
+    infcl(*small, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
+    assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"
+
+    # A new run: nothing of the old one is left, though it neither evaluates nor draws.
+    infcl(*small, "--max_steps", 1, "--overwrite_output_dir", "--save_strategy", "no", "--logging_strategy", "no")
+    assert not list(out.glob("checkpoint-*"))
+    assert left_in(out).keys() == {"README.md", "all_results.json", "trainer_state.json"}
+    assert "eval_pairs_loss" not in json.loads((out / "all_results.json").read_text())
+    assert "not evaluated" in (out / "README.md").read_text()
+
+
+def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
+    infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj")
+    out = tmp_path / "out"
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 8, {"q_proj", "v_proj"})
+    assert not (out / "model.safetensors").exists()
+    assert "# out" in (out / "README.md").read_text(), "the card is ours, not peft's empty one"
+    model = transformers.AutoModel.from_pretrained(out)
+    assert any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
+    infcl(*small, "--max_steps", 1)
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert not (tmp_path / "out/curves.png").exists()
+
+
+def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tmp_path, capfd, monkeypatch):
+    """The Hub's calls are noted instead of made."""
+    token, pushed = "hf_" + "s3cr3t" * 6, []
+
+    def upload(self: Any, *, repo_id: str, folder_path: str, **options: Any) -> Any:
+        assert repo_id == "me/mine"
+        pushed.append(Path(folder_path, "README.md").read_text())
+        return types.SimpleNamespace(done=lambda: True, commit_url="", pr_url=None)
+
+    calls = {"create_repo": lambda *_, **__: types.SimpleNamespace(repo_id="me/mine"), "upload_folder": upload}
+    for name, call in calls.items():
+        monkeypatch.setattr(HfApi, name, call)
+        # transformers up to 5.17 has the bound methods under these names.
+        monkeypatch.setattr(transformers.trainer, name, functools.partial(call, None), raising=False)
+    words = ["--max_steps", 1, "--save_strategy", "no", "--push_to_hub", "--hub_model_id", "me/mine"]
+    infcl(*small, *words, "--hub_token", token, "--eval_dataset", tmp_path / "pairs")
+    assert "contrastive loss of the whole set" in pushed[-1]
+    assert pushed[-1] == (tmp_path / "out/README.md").read_text()
+    out, err = capfd.readouterr()
+    assert token not in out + err
+    texts = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".json", ".txt")]
+    assert len(texts) > 5
+    assert not any(token in path.read_text() for path in texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, config, precision):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    if config.startswith("deepspeed"):
+        pytest.importorskip("deepspeed")
+    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]
+    words += ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
+    words += ["--logging_steps", 1, "--report_to", "none", "--save_steps", 2, "--eval_dataset", demo / "digits"]
+    run(*accelerate(config), SCRIPTS / "train.py", *words, *(["--bf16"] if precision == "bf16" else []))
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results["eval_pairs_loss"] > 0
+    logs = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
+    assert losses[-1] < losses[0]
+    model, info = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    assert model.logit_scale.shape == ()
+
+
+# ---- How often to log, save and evaluate ----
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {"logging_steps": 0.01, "save_strategy": "epoch", "eval_strategy": "no", "save_total_limit": 3}),
+        ("--eval_dataset d", {"save_strategy": "epoch", "eval_strategy": "epoch"}),
+        ("--zero_shot_dataset d --save_steps 7", {"save_strategy": "steps", "save_steps": 7, "eval_steps": 7}),
+        (
+            "--eval_dataset d --max_steps 50",
+            {"save_strategy": "steps", "logging_steps": 1, "save_steps": 5, "eval_steps": 5},
+        ),
+        ("--eval_dataset d --eval_strategy steps", {"save_strategy": "epoch", "eval_steps": 0.1}),
+        ("--eval_dataset d --eval_strategy no --eval_steps 5", {"eval_strategy": "no", "save_steps": 5}),
+        ("--save_strategy no --logging_strategy epoch", {"save_total_limit": None, "logging_strategy": "epoch"}),
+        ("--logging_steps 5 --save_total_limit 9", {"logging_steps": 5, "save_total_limit": 9}),
+        ("--zero_shot_dataset d --load_best_model_at_end", {"metric_for_best_model": "zero_shot_acc1"}),
+    ],
+)
+def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
+    namespace, given = parser().read(["--model", "m", "--dataset", "d", *words.split()])
+    vars(namespace).update(train.rhythm(namespace, given))
+    assert {name: getattr(namespace, name) for name in expected} == expected
+
+
+# ---- Options ----
+
+
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_a_value_in_a_file_means_what_it_means_in_python(tmp_path, kind):
+    content = f"""
+model: m
+dataset: d
+output_dir: {tmp_path}
+hub_model_id: null
+freeze:
+pair_id_column: ~
+learning_rate: 1e-3
+max_logit_scale: .inf
+save_strategy: no
+use_cpu: true
+bf16: no
+max_steps: 7
+run_name: 007
+templates: ['a {{}}', '-b: {{}}']
+class_names: [no, 1, 1e5, on]
+report_to: [tensorboard, wandb]
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {{min_lr: 1e-6}}
+accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: null}}
+"""
+    if kind == "json":
+        values = yaml.load(content, Loader=yaml.BaseLoader) | {
+            **{"hub_model_id": None, "freeze": None, "pair_id_column": None, "use_cpu": True, "bf16": False},
+            **{"learning_rate": 1e-3, "max_logit_scale": math.inf, "max_steps": 7},
+            "lr_scheduler_kwargs": {"min_lr": 1e-6},
+            "accelerator_config": {"dispatch_batches": False, "gradient_accumulation_kwargs": None},
+        }
+        content = json.dumps(values)
+    (tmp_path / f"c.{kind}").write_text(content)
+    words = [str(tmp_path / f"c.{kind}"), "--max_steps", "9", "--split", "s"]
+    reader = parser()
+    namespace, given = reader.read(words)
+    model, _, data, columns, evaluation, args = reader.build(namespace)
+    assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", "d", "s", None)
+    assert evaluation.templates == ["a {}", "-b: {}"]
+    assert evaluation.class_names == ["no", "1", "1e5", "on"]
+    assert (args.learning_rate, args.use_cpu, args.bf16, args.max_steps) == (1e-3, True, False, 9)
+    assert (args.hub_model_id, args.freeze, args.run_name) == (None, None, "007")
+    assert args.max_logit_scale == math.inf
+    assert args.save_strategy == "no"
+    assert args.report_to == ["tensorboard", "wandb"]
+    assert args.lr_scheduler_kwargs == {"min_lr": 1e-6}
+    assert args.accelerator_config.dispatch_batches is False
+    assert {"freeze", "split", "max_steps"} <= given
+    assert "seed" not in given
+
+
+class QuotedText(yaml.SafeDumper):
+    """Text in quotes: PyYAML leaves them off where its YAML 1.1 needs none, as about 1e-6."""
+
+
+QuotedText.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+NUMBER = st.floats(allow_nan=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+VALUES = {
+    "run_name": st.none() | TEXT,
+    "hub_private_repo": st.none() | st.booleans(),
+    "use_cpu": st.booleans(),
+    "max_steps": st.integers(-(10**12), 10**12),
+    "learning_rate": NUMBER,
+    "eval_steps": st.none() | NUMBER,
+    "class_names": st.none() | st.lists(TEXT, min_size=1, max_size=3),
+    "templates": st.lists(TEXT, min_size=1, max_size=3),
+    "report_to": st.none() | TEXT | st.lists(TEXT, max_size=3),
+    "lr_scheduler_kwargs": st.none() | st.dictionaries(TEXT, JSON, max_size=3),
+}
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(values=st.fixed_dictionaries({}, optional=VALUES), flow=st.booleans())
+@pytest.mark.parametrize("kind", ["yaml", "json"])
+def test_any_value_comes_out_of_a_file_as_it_went_in(tmp_path_factory, kind, values, flow):
+    path = tmp_path_factory.getbasetemp() / f"any.{kind}"
+    everything = {"model": "m", "dataset": "d", **values}
+    if kind == "json":
+        path.write_text(json.dumps(everything), encoding="utf-8")
+    else:
+        path.write_text(yaml.dump(everything, Dumper=QuotedText, default_flow_style=flow, allow_unicode=True), "utf-8")
+    namespace, given = parser().read([str(path)])
+    assert given == everything.keys()
+    for name, value in values.items():
+        assert getattr(namespace, name) == value
+        assert type(getattr(namespace, name)) is type(value)
+
+
+@hypothesis.settings(deadline=None)
+@hypothesis.given(
+    name=st.sampled_from([*VALUES, "model", "seed", "optim"]) | TEXT,
+    value=st.text(max_size=30) | st.text(":-[]{}&*!|>'\"%@`#,? \n\tx0~", max_size=20),
+)
+def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
+    path = tmp_path_factory.getbasetemp() / "rubbish.yaml"
+    path.write_text(f"model: m\ndataset: d\n{name}: {value}", encoding="utf-8", errors="surrogatepass")
+    with contextlib.suppress(SystemExit):
+        parser().read([str(path)])
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "complaint"),
+    [
+        ("--model m", None, "required: --dataset"),
+        ("--model m --dataset d --no_such_argument 1", None, "There is no option --no_such_argument."),
+        ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
+        ("--modle m", None, "Did you mean --model?"),
+        ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
+        ("--model m --dataset d --strategy star", None, "strategy must be one of"),
+        ("--model m --dataset d more", None, "unrecognized arguments: more"),
+        ("missing.yaml", None, "missing.yaml"),
+        ("c.yaml", "- a\n- list\n", "must map names of options to values"),
+        ("c.yaml", "model: [unclosed\n", "c.yaml is not YAML: line 2"),
+        ("c.json", '{"model": "m",}', "c.json is not JSON: line 1"),
+        (
+            "c.yaml",
+            "model: m\ndataset: d\nlearnin-rate: 1\n",
+            "no option --learnin_rate. Did you mean --learning_rate?",
+        ),
+        ("c.yaml", "model:\ndataset: d\n", "model must have a value"),
+        ("c.yaml", "model: m\ndataset: [a, b]\n", "dataset must be a single value, not a list"),
+        ("c.yaml", "model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
+        ("c.yaml", "model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
+        ("c.yaml", "hub_token: [hf_abcdefgh\n", "line 2"),
+        ("--model m --dataset d --load_best_model_at_end", None, "load_best_model_at_end needs something to evaluate"),
+        (
+            "--model m --dataset d --load_best_model_at_end --zero_shot_dataset z --metric_for_best_model eval_loss",
+            None,
+            "must be one of zero_shot_acc1, zero_shot_acc5, zero_shot_mean_per_class_recall, got 'loss'",
+        ),
+    ],
+)
+def test_misuse_is_explained_in_one_line(monkeypatch, capsys, tmp_path, words, content, complaint):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(words).write_text(content)
+    line = mistake(capsys, "train", *words.split())
+    assert complaint in line
+    assert "hf_abcdefgh" not in line
+    assert len(line) < 500, "no page of usage"
+
+
+def test_help_begins_with_what_is_our_own(capsys):
+    with contextlib.suppress(SystemExit):
+        infcl("train", "--help")
+    text = capsys.readouterr().out
+    of_ours = text.index("Exact contrastive training (hf_infcl.InfCLTrainingArguments):")
+    of_theirs = text.index("All else about the training (transformers.TrainingArguments):")
+    theirs = {field.name for field in fields(TrainingArguments) if field.init}
+    places = {match[1]: match.start() for match in re.finditer(r"^  --(\w+)", text, re.MULTILINE)}
+    for options in OPTIONS:
+        for name in (field.name for field in fields(options) if field.init):
+            if options is not InfCLTrainingArguments:
+                assert places[name] < of_ours, name
+            elif name in theirs:
+                assert places[name] > of_theirs, name
+            else:
+                assert of_ours < places[name] < of_theirs, name
+
+
+def test_version_says_what_a_bug_report_needs(capsys):
+    with pytest.raises(SystemExit) as end:
+        infcl("--version")
+    assert not end.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"hf_infcl {hf_infcl.__version__}"
+    for line in (f"torch {torch.__version__}", f"transformers {transformers.__version__}"):
+        assert line in lines
+
+
+# ---- Mistakes in data and models ----
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
+        ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
+        ("train --model ./no/such/model --dataset DEMO/digits", "./no/such/model"),
+        ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
+        ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "5000"),
+    ],
+)
+def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):
+    words = words.replace("DEMO", str(demo)).split()
+    assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
+
+
+def test_two_processes_tell_a_mistake_once(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "hf_infcl", "train"]
+    done = start(*launch, "--model", "m", "--dataset", "./no/such", "--use_cpu", "--output_dir", tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stdout.splitlines() if "./no/such" in line]
+    assert len(lines) == 1, done.stdout
+    assert lines[0].startswith("infcl train: error: ")
