@@ -12,7 +12,7 @@ python scripts/make_digits.py --output_dir outputs/demo
 
 echo "== Training with two processes (about a minute)"
 # use_cpu in demo.yaml keeps the two processes on the CPU.
-accelerate launch --config_file scripts/configs/ddp.yaml --main_process_port 0 scripts/train.py scripts/demo.yaml "$@"
+accelerate launch --config_file scripts/configs/ddp.yaml --main_process_port 0 -m hf_infcl train scripts/demo.yaml "$@"
 
 echo "== The checkpoint in plain transformers"
 python - <<'PYTHON'

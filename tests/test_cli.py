@@ -249,10 +249,8 @@ def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, con
         ("", {"logging_steps": 0.01, "save_strategy": "epoch", "eval_strategy": "no", "save_total_limit": 3}),
         ("--eval_dataset d", {"save_strategy": "epoch", "eval_strategy": "epoch"}),
         ("--zero_shot_dataset d --save_steps 7", {"save_strategy": "steps", "save_steps": 7, "eval_steps": 7}),
-        (
-            "--eval_dataset d --max_steps 50",
-            {"save_strategy": "steps", "logging_steps": 1, "save_steps": 5, "eval_steps": 5},
-        ),
+        ("--max_steps 50", {"logging_steps": 1, "save_strategy": "steps", "save_steps": 5}),
+        ("--max_steps 999 --eval_dataset d", {"logging_steps": 10, "save_steps": 100, "eval_steps": 100}),
         ("--eval_dataset d --eval_strategy steps", {"save_strategy": "epoch", "eval_steps": 0.1}),
         ("--eval_dataset d --eval_strategy no --eval_steps 5", {"eval_strategy": "no", "save_steps": 5}),
         ("--save_strategy no --logging_strategy epoch", {"save_total_limit": None, "logging_strategy": "epoch"}),

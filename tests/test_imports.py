@@ -56,6 +56,8 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.dual_encoder": (*TRAINER, *rooms("loss", "kernels", "training.trainer")),
     "hf_infcl.training.arguments": ("transformers.AutoModel", *rooms("data", "training.trainer")),
     "hf_infcl.training.windows": ("transformers", *rooms("loss", "training.trainer")),
+    "hf_infcl.cli": rooms("reference", "kernels", "loss"),
+    "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", "training", "publishing"),
     "hf_infcl.publishing": (
         *TRAINER,
         *DISTRIBUTED,
