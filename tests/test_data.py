@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from helpers.pictures import picture
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -20,13 +21,6 @@ from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
 @pytest.fixture(autouse=True)
 def _datasets_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def picture(row: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
-    """Noise, so that half of its PNG file is not enough; the first pixel tells the row."""
-    pixels = np.random.default_rng(row).integers(0, 256, (*size, 3), dtype=np.uint8)
-    pixels[0, 0] = row
-    return Image.fromarray(pixels)
 
 
 def row_of(item: dict) -> int:
@@ -66,13 +60,13 @@ class TestLoadPairs:
 
     def test_a_wrong_split_is_told_which_there_are(self, tmp_path):
         folder = write_folder(tmp_path / "pairs", ["a"])
-        with pytest.raises(ValueError, match=r'pairs.*"tset".*\[\'train\'\]'):
+        with pytest.raises(ValueError, match=r'"tset".*\[\'train\'\]'):
             load_pairs(str(folder), split="tset")
         DatasetDict(train=captioned(["a"]), test=captioned(["a"])).save_to_disk(tmp_path / "saved")
-        with pytest.raises(ValueError, match=r"no split 'tset'; its splits are \['train', 'test'\]"):
+        with pytest.raises(ValueError, match=r"no split 'tset'\. Its splits are \['train', 'test'\]"):
             load_pairs(str(tmp_path / "saved"), split="tset")
         load_pairs(str(folder), split="train").save_to_disk(tmp_path / "train")
-        with pytest.raises(ValueError, match=r"no split 'test'; its splits are \['train'\]"):
+        with pytest.raises(ValueError, match=r"no split 'test'\. Its splits are \['train'\]"):
             load_pairs(str(tmp_path / "train"), split="test")
 
     def test_a_wrong_configuration_is_told_which_there_are(self, tmp_path):
@@ -80,17 +74,17 @@ class TestLoadPairs:
             load_pairs(str(write_folder(tmp_path / "pairs", ["a"])), split="train", name="big")
 
     def test_captions_of_two_types_are_told_where(self, tmp_path):
-        with pytest.raises(ValueError, match=r"pairs.*'train'.*Column\(/caption\) changed from array to string"):
+        with pytest.raises(ValueError, match=r"'train' of .*pairs.*Column\(/caption\) changed from array to string"):
             load_pairs(str(write_folder(tmp_path / "pairs", [["a", "b"], "c"])), split="train")
 
     def test_no_data(self, tmp_path, monkeypatch):
-        with pytest.raises(ValueError, match=r"no dataset at '.*nothing'"):
+        with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match=r"no dataset at '\./nothing', neither as a local folder"):
+        with pytest.raises(ValueError, match=r"There is no dataset at '\./nothing', neither as a local folder"):
             load_pairs("./nothing", split="train")  # no name that the Hub takes
         (tmp_path / "empty").mkdir()
-        with pytest.raises(ValueError, match=r"no dataset at '.*empty'.* doesn't contain any data files"):
+        with pytest.raises(ValueError, match=r"There is no dataset at '.*empty'.* doesn't contain any data files"):
             load_pairs(str(tmp_path / "empty"), split="train")
 
 
@@ -269,7 +263,7 @@ class TestBadSamples:
             assert item["pair_id"] == caption_pair_id(f"caption {row_of(item)}")
 
     def test_skip_gives_up_when_everything_is_bad(self):
-        with pytest.raises(ValueError, match=r"100 rows .* were all bad; the last: Row . .* no caption"):
+        with pytest.raises(ValueError, match=r"All of 100 rows .* were bad\. The last: Row . .* no caption"):
             ImageTextDataset(captioned([None, ""]), on_bad_sample="skip")[0]
 
     def test_skip_does_not_hide_a_row_out_of_range(self, broken):
@@ -291,7 +285,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
         (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
-        (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count replacements twice"),
+        (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count the rows twice"),
         (PAIRS.select([]), {}, "no rows"),
         (PAIRS.with_transform(lambda batch: batch), {}, "has a transform"),
         (DatasetDict(train=PAIRS, test=PAIRS), {}, r"is a DatasetDict\. Pass one of its splits: \['train', 'test'\]"),
@@ -301,51 +295,6 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
 def test_a_wrong_dataset_or_option_is_refused_at_once(dataset, options, message):
     with pytest.raises(ValueError, match=message):
         ImageTextDataset(dataset, **options)
-
-
-class TestImages:
-    def rgb(self, image: Image.Image, tmp_path: Path, name: str) -> np.ndarray:
-        image.save(tmp_path / name)
-        dataset = ImageTextDataset(Dataset.from_dict({"image": [str(tmp_path / name)], "caption": ["a"]}))
-        decoded = dataset[0]["image"]
-        assert decoded.dtype == np.uint8
-        assert decoded.shape == (image.height, image.width, 3)
-        return decoded
-
-    def test_paths_bytes_and_formatted_datasets(self, tmp_path):
-        picture(3).save(tmp_path / "3.png")
-        for value in (str(tmp_path / "3.png"), (tmp_path / "3.png").read_bytes(), picture(3)):
-            rows = Dataset.from_dict({"image": [value], "caption": ["a"]})
-            for dataset in (rows, rows.with_format("numpy")):
-                assert np.array_equal(ImageTextDataset(dataset)[0]["image"], np.asarray(picture(3)))
-
-    def test_grey(self, tmp_path):
-        grey = np.array([[0, 100, 255]], np.uint8)
-        assert self.rgb(Image.fromarray(grey), tmp_path, "grey.png").tolist() == [[[v] * 3 for v in (0, 100, 255)]]
-
-    @pytest.mark.parametrize("name", ["grey16.png", "grey16.tif"])
-    def test_16_bit_grey_is_scaled_not_clipped(self, tmp_path, name):
-        grey = np.array([[0, 256, 0x8000, 0xFFFF]], np.uint16)
-        assert self.rgb(Image.fromarray(grey), tmp_path, name)[0, :, 0].tolist() == [0, 1, 128, 255]
-
-    @pytest.mark.filterwarnings("error")
-    @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
-    def test_transparency_is_dropped(self, tmp_path, mode):
-        colours = np.array([[[10, 10, 10, 0], [200, 200, 200, 128]]], np.uint8)
-        image = Image.fromarray(colours).convert(mode)
-        assert self.rgb(image, tmp_path, "transparent.png").tolist() == colours[..., :3].tolist()
-
-    def test_cmyk(self, tmp_path):
-        image = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
-        assert self.rgb(image, tmp_path, "red.tif").tolist() == [[[255, 0, 0]]]
-
-    def test_rotated_by_exif(self, tmp_path):
-        exif = Image.Exif()
-        exif[0x0112] = 6  # to be shown turned by 90 degrees
-        picture(0, (4, 2)).save(tmp_path / "turned.png", exif=exif)
-        dataset = ImageTextDataset(Dataset.from_dict({"image": [str(tmp_path / "turned.png")], "caption": ["a"]}))
-        upright = np.rot90(np.asarray(picture(0, (4, 2))), -1)
-        assert np.array_equal(dataset[0]["image"], upright)
 
 
 class TestZeroShot:
@@ -478,9 +427,25 @@ class TestCollator:
         assert [batch["pixel_values"].shape for batch in batches] == [(5, 3, 16, 16)] * 2
         assert sum(int((batch["skipped"] > 0).sum()) for batch in batches) == len(BAD)
 
+    def test_made_for_a_model_captions_fit_its_text_tower(self):
+        processor = clip_processor(model_max_length=None)
+        config = transformers.CLIPConfig(text_config={"max_position_embeddings": 3})
+        assert ContrastiveCollator.for_model(processor, config).tokenize(["a b c d"])["input_ids"].tolist() == [
+            [2, 3, 1]
+        ]
+        assert ContrastiveCollator.for_model(clip_processor(model_max_length=2), config).max_length == 2
+
+    def test_made_for_siglip_captions_are_of_one_length_whatever_the_processor(self):
+        config = transformers.SiglipConfig(text_config={"max_position_embeddings": 6})
+        assert ContrastiveCollator.for_model(clip_processor(), config).tokenize(["a"])["input_ids"].shape == (1, 6)
+
+    def test_rows_without_an_image_are_refused(self):
+        with pytest.raises(ValueError, match=r"keys \['pixel_values', 'input_ids'\]\..*default_collate"):
+            ContrastiveCollator(clip_processor())([{"pixel_values": torch.zeros(3, 16, 16), "input_ids": [1, 2]}])
+
     def test_a_tokenizer_without_a_limit_is_refused(self):
         processor = clip_processor(model_max_length=None)
-        with pytest.raises(ValueError, match=r"the tokenizer, a .*, states no model_max_length: pass max_length"):
+        with pytest.raises(ValueError, match=r"The tokenizer, a .*, states no model_max_length\. Pass max_length"):
             ContrastiveCollator(processor)
         assert ContrastiveCollator(processor, max_length=5).tokenize(["a"])["input_ids"].tolist() == [[2, 1]]
 

@@ -7,16 +7,19 @@ import os
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import models
 from helpers.evaluation import Captioned, collate_captions
 from helpers.parity import Gradients
+from helpers.pictures import picture
+from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import IterableDataset, default_collate
 from transformers import TrainerCallback
 
-from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.training.windows import WindowSampler
 
 # ---- Data ----
@@ -383,17 +386,43 @@ def test_training_on_several_captions_at_once_is_refused(tmp_path):
         trainer_for(tmp_path, data=Captioned(30), data_collator=collate_captions).train()
 
 
-def test_the_default_collator_is_made_for_the_model(tmp_path, monkeypatch):
-    made = {}
-    monkeypatch.setattr(
-        "hf_infcl.training.trainer.ContrastiveCollator",
-        lambda processor, **options: made.update(options) or default_collate,
-    )
-    processor = type("Processor", (), {"tokenizer": type("Tokenizer", (), {"model_max_length": 10**30})})()
-    for build, fixed in ((models.clip, None), (models.siglip, True)):
-        InfCLTrainer(build(), arguments(tmp_path), processing_class=processor)
-        # SigLIP reads its padding: of unequal lengths, an embedding would depend on its micro-batch.
-        assert made == {"max_length": 16, "fixed_length": fixed}
+class Pictures(torch.utils.data.Dataset):
+    """Pairs before they are processed, with images of several sizes."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, row: int) -> dict[str, object]:
+        return {"image": np.asarray(picture(row, (20 + row, 24))), "caption": [" ".join("abcdefghijklmnop"[row:])]}
+
+
+def test_images_travel_in_uint8_and_train_and_evaluate_like_normalised_ones(tmp_path):
+    """Also the default collator: its captions fit the text tower, and with them the model trains."""
+    seen = {}
+    for name, collator in (("default", None), ("float", ContrastiveCollator(clip_processor(), max_length=16))):
+        trainer = InfCLTrainer(
+            models.clip(),
+            arguments(tmp_path, per_device_eval_batch_size=5, offload_window=name == "default"),
+            data_collator=collator,
+            processing_class=clip_processor(model_max_length=None),
+            train_dataset=Pictures(),
+            eval_dataset=Pictures(),
+        )
+        dtypes = {batch["pixel_values"].dtype for batch in trainer.get_train_dataloader()}
+        assert dtypes == {torch.uint8 if name == "default" else torch.float32}
+        trainer.train()
+        seen[name] = (parameters(trainer), trainer.evaluate()["eval_loss"])
+    assert torch.equal(seen["default"][0], seen["float"][0])
+    assert seen["default"][1] == seen["float"][1]
+
+
+def test_uint8_of_a_collator_that_cannot_normalise_is_refused(tmp_path):
+    def collate(rows: list) -> dict[str, torch.Tensor]:
+        batch = default_collate(rows)
+        return batch | {"pixel_values": batch["pixel_values"].to(torch.uint8)}
+
+    with pytest.raises(ValueError, match=r"pixel_values in uint8.*method normalise.*not function"):
+        trainer_for(tmp_path, data_collator=collate).train()
 
 
 def test_another_model_is_named_before_its_processor(tmp_path):

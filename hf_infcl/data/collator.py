@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from .transforms import ImageTransform
+
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
+    from transformers import PretrainedConfig, ProcessorMixin
 
 # transformers gives a tokenizer without a stated limit a model_max_length of 1e30.
 _NO_LIMIT = 10**6
@@ -20,31 +22,41 @@ _NO_LIMIT = 10**6
 class ContrastiveCollator:
     """Turns items of `ImageTextDataset` or `ZeroShotDataset` into the tensors of a batch.
 
+    Images are resized and cropped as uint8 and then normalised, with the sizes, the filter, the mean and the standard
+    deviation of the processor; the result equals that of transformers' torchvision backend (see `ImageTransform`). An
+    image processor that does anything else runs itself, of which a warning tells.
+
     Captions are truncated, and padded to the longest of the batch; but to a fixed length for a model that reads its
     padding like text. SigLIP does: it was trained without an attention mask, and pools the last position whatever it
-    holds. Such are taken to be the processors named Siglip* and any tokenizer that gives no attention mask.
+    holds. By default processors named Siglip* and tokenizers that give no attention mask are taken for such.
 
     Args:
         processor: has an `image_processor` and a `tokenizer`, as `CLIPProcessor`, `SiglipProcessor` and the like do.
         max_length: tokens per caption, including special ones; by default the tokenizer's `model_max_length`.
-        fixed_length: pad every caption to `max_length`; by default as said above. `InfCLTrainer` sets it by the model.
+        fixed_length: pad every caption to `max_length`; by default as said above.
+        uint8: leave ``pixel_values`` in uint8, a quarter of the memory and of the transfers, for `normalise` on the
+            device. `InfCLTrainer` does that; a model called without it would silently see wrong values.
 
     Raises:
         ValueError: the processor lacks a part, or no maximum length is known.
     """
 
     def __init__(
-        self, processor: ProcessorMixin, max_length: int | None = None, fixed_length: bool | None = None
+        self,
+        processor: ProcessorMixin,
+        max_length: int | None = None,
+        fixed_length: bool | None = None,
+        uint8: bool = False,
     ) -> None:
         if missing := [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]:
-            raise ValueError(f"the processor, a {type(processor).__name__}, has no {' and no '.join(missing)}")
+            raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
         self.processor = processor
         if max_length is None:
             max_length = processor.tokenizer.model_max_length
             if max_length > _NO_LIMIT:
                 raise ValueError(
-                    f"the tokenizer, a {type(processor.tokenizer).__name__}, states no model_max_length: "
-                    "pass max_length, at most the text model's max_position_embeddings"
+                    f"The tokenizer, a {type(processor.tokenizer).__name__}, states no model_max_length. "
+                    "Pass max_length, at most the text model's max_position_embeddings."
                 )
         self.max_length = max_length
         if fixed_length is None:
@@ -53,20 +65,62 @@ class ContrastiveCollator:
                 or "attention_mask" not in processor.tokenizer.model_input_names
             )
         self._padding = "max_length" if fixed_length else "longest"
+        self.uint8 = uint8
+        self._transform = ImageTransform.of(processor.image_processor)
+        if self._transform is None:
+            from transformers.utils import logging
+
+            logging.get_logger(__name__).warning(
+                f"{type(processor.image_processor).__name__} prepares the images itself, in fp32, which takes longer. "
+                "The fast path of hf_infcl is for processors that resize (bilinear or bicubic), crop and normalise."
+            )
+
+    @classmethod
+    def for_model(
+        cls, processor: ProcessorMixin, config: PretrainedConfig | None, uint8: bool = False
+    ) -> ContrastiveCollator:
+        """The collator for a model with this configuration.
+
+        Captions are truncated to what both the tokenizer and the text tower can take: some tokenizers state no limit.
+        SigLIP's captions are all of one length whatever processor it comes with, or an embedding would depend on the
+        other captions of its micro-batch.
+        """
+        positions = getattr(getattr(config, "text_config", None), "max_position_embeddings", None)
+        if positions is not None:
+            stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
+            positions = int(min(positions, stated or positions))
+        is_siglip = str(getattr(config, "model_type", "")).startswith("siglip")
+        return cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
+
+    @property
+    def image_backend(self) -> str:
+        """What resizes the images, which decides about single grey levels: the name of a backend, for reports."""
+        if self._transform is not None:
+            return "hf_infcl, equal to transformers' torchvision backend"
+        image_processor = self.processor.image_processor
+        return f"{type(image_processor).__name__}, {getattr(image_processor, 'backend', 'its own')} backend"
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         """Collate b items with n captions in all.
 
         Returns:
-            What the image processor gives, `pixel_values` [b, 3, H, W] float in most cases; and for image-text items
-            what the tokenizer gives, `input_ids` [n, L] int64 and so on. Then, all int64:
+            pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or whatever an image processor gives that runs
+            itself. For image-text items what the tokenizer gives, `input_ids` [n, L] int64 and so on. Then, all int64:
             pair_ids [b]: if the items carry one.
             skipped [b]: if the items carry it.
             caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.
             labels [b]: for zero-shot items, which have no captions.
+
+        Raises:
+            ValueError: the items have no image, or a caption that is not in a list.
         """
-        images = [_picture(item["image"]) for item in items]
-        batch = dict(self.processor.image_processor(images=images, return_tensors="pt"))
+        if any("image" not in item for item in items):
+            raise ValueError(
+                'Each item needs an "image", and a "caption" list or a "label", but the first has the keys '
+                f"{list(items[0])}. Wrap the rows: ImageTextDataset(dataset). For rows that are tensors already pass a "
+                "data_collator, such as torch.utils.data.default_collate."
+            )
+        batch = self._images(items)
         if "caption" in items[0]:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(
@@ -82,6 +136,25 @@ class ContrastiveCollator:
                 batch[name] = torch.tensor([item[key] for item in items])
         return batch
 
+    def _images(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        arrays = [array for item in items if (array := _as_array(item["image"])) is not None]
+        if self._transform is None or len(arrays) < len(items):
+            images = [_as_picture(item["image"]) for item in items]
+            return dict(self.processor.image_processor(images=images, return_tensors="pt"))
+        pixels = torch.stack(
+            [
+                self._transform(array, cropped=item.get("cropped", False))
+                for array, item in zip(arrays, items, strict=True)
+            ]
+        )
+        return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
+
+    def normalise(self, pixel_values: Tensor) -> Tensor:
+        """What the model takes, from a batch's ``pixel_values``: uint8 becomes fp32, on the device where it is."""
+        if pixel_values.dtype != torch.uint8 or self._transform is None:
+            return pixel_values
+        return self._transform.normalise(pixel_values)
+
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         """The tokenizer's tensors [n, L] for n texts: captions, or the prompts of a zero-shot classifier."""
         return dict(
@@ -91,6 +164,14 @@ class ContrastiveCollator:
         )
 
 
-def _picture(image: Any) -> Any:
-    """PIL's form of a decoded image: processors may take the axes of an array for others."""
-    return Image.fromarray(image) if isinstance(image, np.ndarray) else image
+def _as_array(image: Any) -> np.ndarray | None:
+    """RGB as uint8 [H, W, 3], from a PIL image or as it is; None for anything else."""
+    if isinstance(image, Image.Image):
+        return np.array(image.convert("RGB"))
+    is_rgb = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3
+    return image if is_rgb else None
+
+
+def _as_picture(image: Any) -> Any:
+    """A PIL image from uint8 [H, W, 3], since a processor may take the axes of a small array for others."""
+    return image if (array := _as_array(image)) is None else Image.fromarray(array)

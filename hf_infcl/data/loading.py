@@ -1,4 +1,4 @@
-"""Opening a dataset by name: a Hub id, a local folder, or what `save_to_disk` wrote."""
+"""Opening a dataset by name: a Hub id, a local folder, or a folder written by `save_to_disk`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
         source: a folder written by `save_to_disk`; or anything that `datasets.load_dataset` takes: a Hub id, or a local
             folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
             column).
-        split: name of the split, for instance "train". `load_dataset` sources also take slices, "train[:10%]".
-        name: configuration of the dataset, where it has several.
+        split: name of the split, for instance "train". What `load_dataset` loads has slices as well: "train[:10%]".
+        name: configuration of the dataset, if it has several.
 
     Raises:
-        ValueError: nothing to load at `source`, or no such split or configuration (the message names those there are).
+        ValueError: there is nothing to load at `source`; or it has no such split or configuration, and the message
+            names those that it has.
     """
     import datasets
     from huggingface_hub.errors import HFValidationError
@@ -30,14 +31,16 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
         try:
             return datasets.load_dataset(source, name, split=split)
         except (FileNotFoundError, ConnectionError, HFValidationError) as error:
-            raise ValueError(f"no dataset at {source!r}, neither as a local folder nor on the Hub: {error}") from error
+            raise ValueError(
+                f"There is no dataset at {source!r}, neither as a local folder nor on the Hub: {error}"
+            ) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
-            raise ValueError(f"{source!r}, split {split!r}: {error}") from error
+            raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {error}") from error
 
     loaded = datasets.load_from_disk(source)
     if isinstance(loaded, datasets.Dataset):
         # A dataset saved by itself may not know what split it was.
         loaded = datasets.DatasetDict({str(loaded.split or split): loaded})
     if split not in loaded:
-        raise ValueError(f"{source!r} has no split {split!r}; its splits are {list(loaded)}")
+        raise ValueError(f"{source!r} has no split {split!r}. Its splits are {list(loaded)}.")
     return loaded[split]

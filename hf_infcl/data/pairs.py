@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .augmentation import Augmentation, augment, check_augmentation
 from .images import BadSampleError, ImageDataset, is_integer, is_string
 
 if TYPE_CHECKING:
     import datasets
 
-# With on_bad_sample="skip": so many bad rows in succession mean a broken dataset, not a few broken files.
+# With on_bad_sample="skip": this many bad rows in succession mean a broken dataset, not a few broken files.
 _MAX_TRIES = 100
 
 
@@ -22,27 +23,35 @@ class ImageTextDataset(ImageDataset):
     """Image-caption pairs, one per row of a `datasets.Dataset`.
 
     Item i is a dict of
-        image: RGB, a uint8 array [H, W, 3]. Transparency is dropped, as in CLIP's own preprocessing.
+        image: RGB, a uint8 array [H, W, 3] (or what an ``augmentation`` of your own returns). Transparency is dropped,
+            as in CLIP's own preprocessing.
+        cropped: True. Only with an augmentation that crops; the collator then takes no center crop.
         caption: list of str; one caption, or all of them with `all_captions`.
-        pair_id: int64; items of equal id are the same thing, never each other's negatives. Absent unless asked for.
-        skipped: int, the bad rows passed over for this item. Only with `on_bad_sample="skip"`.
+        pair_id: int64; items with the same id are never each other's negatives. Absent unless asked for.
+        skipped: int, the number of bad rows passed over for this item. Only with `on_bad_sample="skip"`.
 
-    A row is bad if its image is missing or cannot be decoded, if it has no caption but white space, or no pair id.
+    A row is bad if its image is missing or cannot be decoded, if all its captions are empty, or if it has no pair id.
 
-    Whatever is drawn at random depends on (seed, epoch, row) alone: it is the same for any number of workers and
-    processes, and after a resume.
+    Every random choice (caption, replacement, augmentation) depends on (seed, epoch, row) alone: it is the same for any
+    number of workers and processes, and after a resume.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: images; or paths (strings) or encoded images (binary).
         caption_column: strings, or lists of strings of which one is drawn anew each epoch.
-        pair_id_column: rows of equal value here are never each other's negatives: integers; strings, such as urls; or
-            the caption column, for captions that read the same (`caption_pair_id` of the item's first).
+        pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers, or
+            strings such as urls; or it is the caption column: then rows whose captions read the same (by
+            `caption_pair_id`, of the first caption) are not.
         all_captions: give all captions of a row, for evaluation.
-        seed: of the captions drawn and of the rows that replace bad ones.
+        seed: of the captions drawn, of augmentation and of the rows that replace bad ones.
         on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
-            place. That row may already be in the same window. So items then always carry a pair id (the row number,
-            unless asked for otherwise), and a repeated row is not its own negative.
+            place. The window may hold that row already, so items then always carry a pair id (the row number unless
+            `pair_id_column` is given), and a repeated row is not its own negative.
+        augmentation: ``"none"``; ``"crop"``, a random crop of 0.9 to 1 of the image's area, as OpenCLIP trains from
+            scratch; ``"flip_crop"``, which also reflects half of the images; or a function of a `PIL.Image.Image` and
+            a `random.Random` that returns an image. It has to draw from that generator alone.
+        min_side: decode JPEGs at 1/2, 1/4 or 1/8 of their size where both sides keep at least this many pixels. That
+            is faster, and changes the pixels by a few grey levels. By default images are decoded in full size.
 
     Raises:
         ValueError: at construction for a wrong dataset, column, column type or option; on access for a bad row.
@@ -58,28 +67,42 @@ class ImageTextDataset(ImageDataset):
         all_captions: bool = False,
         seed: int = 0,
         on_bad_sample: Literal["raise", "skip"] = "raise",
+        augmentation: Augmentation = "none",
+        min_side: int | None = None,
     ) -> None:
         if on_bad_sample not in ("raise", "skip"):
-            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}')
+            raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(
-                'on_bad_sample="skip" would count replacements twice in an evaluation (all_captions=True): '
-                "drop the bad rows from the dataset instead"
+                'In an evaluation (all_captions=True) on_bad_sample="skip" would count the rows twice that replace bad '
+                "ones. Drop the bad rows from the dataset instead."
             )
+        check_augmentation(augmentation)
+        if all_captions and augmentation != "none":
+            raise ValueError(
+                "An evaluation (all_captions=True) sees the images as they are, but augmentation is "
+                f"{augmentation!r}. Leave one of the two out."
+            )
+        if min_side is not None and min_side < 1:
+            raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
         super().__init__(dataset, image_column, [caption_column] + ([pair_id_column] if pair_id_column else []))
 
         captions = dataset.features[caption_column]
         if not (is_string(captions) or is_string(getattr(captions, "feature", None))):
-            raise ValueError(f"caption_column {caption_column!r} must hold strings or lists of strings, not {captions}")
+            raise ValueError(
+                f"The caption_column {caption_column!r} must hold strings or lists of strings, not {captions}."
+            )
         if pair_id_column and pair_id_column != caption_column:
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
-                raise ValueError(f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}")
+                raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}.")
         self._caption_column = caption_column
         self._pair_id_column = pair_id_column
         self._all_captions = all_captions
         self._seed = seed
         self._on_bad_sample = on_bad_sample
+        self._augmentation = augmentation
+        self._min_side = min_side
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -97,7 +120,7 @@ class ImageTextDataset(ImageDataset):
             except BadSampleError as error:  # noqa: PERF203
                 last = error
                 candidate = replacements.randrange(len(self))
-        raise ValueError(f"{_MAX_TRIES} rows drawn one after another were all bad; the last: {last}") from last
+        raise ValueError(f"All of {_MAX_TRIES} rows drawn one after another were bad. The last: {last}") from last
 
     def _sample(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
@@ -106,7 +129,8 @@ class ImageTextDataset(ImageDataset):
             raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
         if not self._all_captions:
             captions = [self._random(row, "caption").choice(captions)]
-        item = {"image": self._image(row, value[self._image_column]), "caption": captions}
+        image = self._image(row, value[self._image_column])
+        item = augment(image, self._augmentation, self._random(row, "augmentation")) | {"caption": captions}
 
         if self._pair_id_column == self._caption_column:
             item["pair_id"] = caption_pair_id(captions[0])
@@ -135,7 +159,7 @@ def as_pair_id(value: str | int) -> int:
 
 
 def caption_pair_id(caption: str) -> int:
-    """An int64 that is equal for captions that read the same, and for no others (but for hash collisions).
+    """An int64 that is equal for captions that read the same, and differs for others but for hash collisions.
 
     The text is brought to Unicode NFKC, case is folded and runs of white space become one space. The first 8 bytes of
     its BLAKE2b make the id: the same in every process, and among 10 million captions two collide with odds of 3e-6.
@@ -148,5 +172,5 @@ def _hash(text: str) -> int:
 
 
 def _as_int64(value: int) -> int:
-    """One to one: int64 stays, the upper half of uint64 becomes negative."""
+    """Map integers of any column to int64 one to one: the upper half of uint64 becomes negative."""
     return (value + 2**63) % 2**64 - 2**63

@@ -33,7 +33,7 @@ from ..evaluation import (
 from ..loss import contrastive_loss, local_contrastive_loss
 from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
-from .dual_encoder import IMAGE_INPUTS, SIGMOID_MODELS, TEXT_INPUTS, DualEncoder
+from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
 from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, is_dispatched, rows_to_keep
 from .grad_cache import CachedWindow, Features
 from .offload import Fetcher
@@ -99,7 +99,8 @@ class InfCLTrainer(Trainer):
         if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
             kwargs["processing_class"] = data_collator.processor  # so that it is saved beside the model
         if data_collator is None and kwargs.get("processing_class") is not None:
-            data_collator = _default_collator(kwargs["processing_class"], model)
+            config = getattr(model, "config", None)
+            data_collator = ContrastiveCollator.for_model(kwargs["processing_class"], config, uint8=True)
         if data_collator is None and isinstance(kwargs.get("train_dataset"), ImageTextDataset):
             raise ValueError(
                 "Images and captions have to be prepared for the model: pass "
@@ -438,6 +439,21 @@ class InfCLTrainer(Trainer):
             state_dict = self.dual_encoder.stock_shapes(state_dict)
         super()._save(output_dir, state_dict)
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Moves a batch to the device, and there normalises images that the data loader gave as uint8."""
+        inputs = super()._prepare_inputs(inputs)
+        pixel_values = inputs.get("pixel_values")
+        if pixel_values is None or pixel_values.dtype != torch.uint8:
+            return inputs
+        if not hasattr(self.data_collator, "normalise"):
+            raise ValueError(
+                "The data collator gives pixel_values in uint8, which no model takes as they are. Give floating point, "
+                "or let the collator have a method normalise(pixel_values) such as ContrastiveCollator's, not "
+                f"{type(self.data_collator).__name__}."
+            )
+        # Trainer's own preparation once more: under DeepSpeed it casts to the dtype of the model.
+        return {**inputs, "pixel_values": self._prepare_input(self.data_collator.normalise(pixel_values))}
+
     # ---- Evaluation ----
 
     def prediction_step(
@@ -552,7 +568,7 @@ class InfCLTrainer(Trainer):
         if callable(tokenize := getattr(self.data_collator, "tokenize", None)):
             return tokenize
         if hasattr(self.processing_class, "tokenizer"):
-            return _default_collator(self.processing_class, self.dual_encoder.model).tokenize
+            return ContrastiveCollator.for_model(self.processing_class, self.dual_encoder.model.config).tokenize
         raise ValueError(
             "Zero-shot evaluation tokenizes class prompts, and neither the data collator, a "
             f"{type(self.data_collator).__name__} without a method tokenize(texts), nor the processing_class, a "
@@ -640,20 +656,3 @@ def _check_all_have_gradients(model: nn.Module) -> None:
             f"No embedding depends on {names}: DDP would wait for their gradients and not average the others. Freeze "
             "what is not used (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
         )
-
-
-def _default_collator(processor: Any, model: Any) -> ContrastiveCollator:
-    """Truncates captions to what both tokenizer and text tower can take: some tokenizers state no limit.
-
-    SigLIP reads its padding like text, whatever processor it comes with: all captions must be of one length, or an
-    embedding would depend on which others are in its micro-batch.
-    """
-    tokenizer = getattr(processor, "tokenizer", None)
-    positions = getattr(getattr(getattr(model, "config", None), "text_config", None), "max_position_embeddings", None)
-    known = [limit for limit in (getattr(tokenizer, "model_max_length", None), positions) if limit is not None]
-    reads_padding = getattr(getattr(model, "config", None), "model_type", None) in SIGMOID_MODELS
-    return ContrastiveCollator(
-        processor,
-        max_length=int(min(known)) if positions is not None else None,
-        fixed_length=True if reads_padding else None,
-    )

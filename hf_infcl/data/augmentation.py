@@ -1,0 +1,66 @@
+"""Random crops and reflections of training images, drawn from a generator that belongs to the sample alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+# A preset by name; or a function of an RGB image and the sample's own generator, which returns the image to train on.
+Augmentation = str | Callable[[Image.Image, Random], Image.Image]
+
+PRESETS = ("none", "crop", "flip_crop")
+
+# Share of the image's area, and aspect ratio, of a crop: those of OpenCLIP's training from scratch.
+_AREA = 0.9, 1.0
+_RATIO = 3 / 4, 4 / 3
+
+
+def check_augmentation(augmentation: Augmentation) -> None:
+    """Raise a ValueError unless it is a preset or a function."""
+    if not callable(augmentation) and augmentation not in PRESETS:
+        raise ValueError(
+            f"augmentation must be one of {', '.join(PRESETS)}, or a function of a PIL image and a random.Random, "
+            f"got {augmentation!r}."
+        )
+
+
+def augment(image: np.ndarray, augmentation: Augmentation, random: Random) -> dict[str, Any]:
+    """Augment one image, uint8 [H, W, 3].
+
+    ``"none"`` leaves the image as it is. ``"crop"`` takes a random crop of 0.9 to 1 of the area with an aspect ratio of
+    3/4 to 4/3, all of which the collator resizes to the model's input. ``"flip_crop"`` also reflects half of the images
+    left to right. A function gets a `PIL.Image.Image` and ``random``, and returns an image.
+
+    Args:
+        random: drawn from in an order that depends on the image's size alone. Functions should draw from nothing else.
+
+    Returns:
+        The entries of an item: ``image`` and, if a preset has cropped it, ``cropped``, which is True.
+    """
+    if callable(augmentation):
+        return {"image": augmentation(Image.fromarray(image), random)}
+    if augmentation == "none":
+        return {"image": image}
+    top, left, height, width = _random_box(image.shape[0], image.shape[1], random)
+    image = image[top : top + height, left : left + width]
+    if augmentation == "flip_crop" and random.random() < 0.5:
+        image = image[:, ::-1]
+    return {"image": np.ascontiguousarray(image), "cropped": True}
+
+
+def _random_box(height: int, width: int, random: Random) -> tuple[int, int, int, int]:
+    """Top, left, height and width of a crop that fits into the image."""
+    for _ in range(10):
+        area = height * width * random.uniform(*_AREA)
+        ratio = math.exp(random.uniform(math.log(_RATIO[0]), math.log(_RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            return random.randint(0, height - h), random.randint(0, width - w), h, w
+    # An image much wider or higher than the ratios allow: the largest box in its center that keeps to them.
+    w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    return (height - h) // 2, (width - w) // 2, h, w

@@ -1,0 +1,118 @@
+"""The work of transformers' image processors in two halves: uint8 in a worker, floating point on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# By PIL's number of the filter. F.interpolate has no other filter for uint8 with antialiasing.
+_MODES = {2: "bilinear", 3: "bicubic"}
+
+# The module of transformers whose classes resize, crop and normalise, and from which image processors inherit.
+_BACKENDS = "transformers.image_processing_backends"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTransform:
+    """Resizes and crops uint8 images, and normalises them later, as most image processors of transformers do.
+
+    The result equals that of transformers' torchvision backend to the bit, but needs no torchvision. The PIL backend of
+    transformers rounds differently when it resizes: by one grey level where an image gets smaller.
+
+    Args:
+        size: height and width after resizing; or the length of the shorter side, which keeps the aspect ratio.
+        crop: height and width of the center crop that follows; None if there is none.
+        mode: ``"bilinear"`` or ``"bicubic"``; both are antialiased.
+        mean: fp32 [3, 1, 1], in grey levels from 0 to 255.
+        std: fp32 [3, 1, 1], in grey levels.
+    """
+
+    size: int | tuple[int, int]
+    crop: tuple[int, int] | None
+    mode: str
+    mean: Tensor
+    std: Tensor
+
+    @classmethod
+    def of(cls, processor: Any) -> ImageTransform | None:
+        """The transform that equals an image processor of transformers, or None if the processor does something else.
+
+        That is a class that overrides methods of transformers' backends, such as SigLIP 2's patches and ALIGN's second
+        normalisation; or options that ask for padding, for another filter, or for outputs of different sizes.
+        """
+
+        def option(name: str) -> Any:
+            return getattr(processor, name, None)
+
+        if not _inherits_its_methods(type(processor)) or option("do_pad"):
+            return None
+        if not (option("do_resize") and option("do_rescale") and option("do_normalize")):
+            return None
+        mode = _MODES.get(2 if option("resample") is None else option("resample"))
+        size = _sides(option("size"))
+        crop = _sides(option("crop_size")) if option("do_center_crop") else None
+        if mode is None or size is None or isinstance(crop, int):
+            return None
+        if crop is None and (option("do_center_crop") or isinstance(size, int)):
+            return None
+        if crop is not None and max(crop) > (size if isinstance(size, int) else min(size)):
+            return None  # it might have to be padded
+        # The order of operations is that of the torchvision backend, for the same rounding.
+        mean, std = (
+            (torch.tensor(values) * (1.0 / processor.rescale_factor)).expand(3)[:, None, None]
+            for values in (processor.image_mean, processor.image_std)
+        )
+        return cls(size, crop, mode, mean, std)
+
+    def __call__(self, image: np.ndarray, cropped: bool = False) -> Tensor:
+        """Resize and crop uint8 [H, W, 3] to uint8 [3, height, width].
+
+        ``cropped``: the image is already a crop. All of it is resized to the size that is wanted in the end.
+        """
+        height, width = image.shape[:2]
+        crop = None if cropped else self.crop
+        if cropped and self.crop is not None:
+            size = self.crop
+        elif isinstance(self.size, tuple):
+            size = self.size
+        elif height < width:
+            size = (self.size, int(self.size * width / height))
+        else:
+            size = (int(self.size * height / width), self.size)
+        # torch takes no read-only arrays, as PIL gives them, and no negative strides, as a reflection has them.
+        pixels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)
+        if size != (height, width):
+            # Channels last in memory, as here, is the layout for which torch has a fast path with 3 channels.
+            pixels = F.interpolate(pixels[None], size, mode=self.mode, antialias=True)[0]
+        if crop is None:
+            return pixels
+        top, left = (size[0] - crop[0]) // 2, (size[1] - crop[1]) // 2
+        return pixels[:, top : top + crop[0], left : left + crop[1]]
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Rescale and normalise uint8 [b, 3, H, W], on any device, to fp32 of the same shape: (x - mean) / std."""
+        mean, std = (values.to(pixels.device, non_blocking=True) for values in (self.mean, self.std))
+        return (pixels.float() - mean).div_(std)
+
+
+def _inherits_its_methods(kind: type) -> bool:
+    """Whether an image processor's class takes all methods but the constructor from one of transformers' backends."""
+    backend = next((parent for parent in kind.__mro__ if parent.__module__ == _BACKENDS), None)
+    if backend is None:
+        return False
+    between = kind.__mro__[: kind.__mro__.index(backend)]
+    changed = {name for parent in between for name, value in vars(parent).items() if callable(value)}
+    return not any(hasattr(backend, name) for name in changed - {"__init__"})
+
+
+def _sides(size: Any) -> tuple[int, int] | int | None:
+    """Height and width, or the length of the shorter side alone; None for any other size of transformers."""
+    sides = dict(size or {})
+    if sides.keys() == {"height", "width"}:
+        return sides["height"], sides["width"]
+    return sides["shortest_edge"] if sides.keys() == {"shortest_edge"} else None

@@ -1,0 +1,395 @@
+"""Images on their way to the model: decoding, the uint8 transform beside transformers' own processors, augmentation."""
+
+import io
+import math
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from helpers.pictures import picture
+from helpers.processors import clip_processor, siglip2_processor, siglip_processor
+from PIL import Image, ImageOps
+from torch.utils.data import DataLoader
+
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset
+from hf_infcl.data import images as decoding
+from hf_infcl.data.augmentation import augment
+from hf_infcl.data.images import decode_rgb
+from hf_infcl.data.transforms import ImageTransform
+
+
+def pattern(height: int, width: int) -> np.ndarray:
+    y, x, channel = np.mgrid[:height, :width, :3]
+    return ((x * 7 + y * 13 + channel * 83 + x * y // 3) % 256).astype(np.uint8)
+
+
+def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth colours with some noise, which a JPEG keeps."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return Image.fromarray((smooth + rng.normal(0, 10, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def jpeg(image: Image.Image, **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "JPEG", **{"quality": 90, **options})
+    return file.getvalue()
+
+
+def oriented(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+class TestDecoding:
+    def rgb(self, image: Image.Image, tmp_path: Path, name: str) -> np.ndarray:
+        image.save(tmp_path / name)
+        dataset = ImageTextDataset(Dataset.from_dict({"image": [str(tmp_path / name)], "caption": ["a"]}))
+        decoded = dataset[0]["image"]
+        assert decoded.dtype == np.uint8
+        assert decoded.shape == (image.height, image.width, 3)
+        return decoded
+
+    def test_paths_bytes_and_formatted_datasets(self, tmp_path):
+        picture(3).save(tmp_path / "3.png")
+        for value in (str(tmp_path / "3.png"), (tmp_path / "3.png").read_bytes(), picture(3)):
+            rows = Dataset.from_dict({"image": [value], "caption": ["a"]})
+            for dataset in (rows, rows.with_format("numpy")):
+                assert np.array_equal(ImageTextDataset(dataset)[0]["image"], np.asarray(picture(3)))
+
+    def test_grey(self, tmp_path):
+        grey = np.array([[0, 100, 255]], np.uint8)
+        assert self.rgb(Image.fromarray(grey), tmp_path, "grey.png").tolist() == [[[v] * 3 for v in (0, 100, 255)]]
+
+    @pytest.mark.parametrize("name", ["grey16.png", "grey16.tif"])
+    def test_16_bit_grey_is_scaled_not_clipped(self, tmp_path, name):
+        grey = np.array([[0, 256, 0x8000, 0xFFFF]], np.uint16)
+        assert self.rgb(Image.fromarray(grey), tmp_path, name)[0, :, 0].tolist() == [0, 1, 128, 255]
+
+    @pytest.mark.filterwarnings("error")
+    @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
+    def test_transparency_is_dropped(self, tmp_path, mode):
+        colours = np.array([[[10, 10, 10, 0], [200, 200, 200, 128]]], np.uint8)
+        image = Image.fromarray(colours).convert(mode)
+        assert self.rgb(image, tmp_path, "transparent.png").tolist() == colours[..., :3].tolist()
+
+    def test_cmyk(self, tmp_path):
+        image = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
+        assert self.rgb(image, tmp_path, "red.tif").tolist() == [[[255, 0, 0]]]
+
+    def test_rotated_by_exif(self):
+        file = io.BytesIO()
+        picture(0, (4, 2)).save(file, "PNG", exif=oriented(6))  # to be shown turned by 90 degrees
+        assert np.array_equal(decode_rgb(file.getvalue()), np.rot90(np.asarray(picture(0, (4, 2))), -1))
+
+
+JPEGS = {
+    "4:4:4": (jpeg(photograph(37, 53), subsampling=0), True),
+    "4:2:2": (jpeg(photograph(37, 53), subsampling=1), True),
+    "4:2:0": (jpeg(photograph(37, 53), subsampling=2), True),
+    "progressive": (jpeg(photograph(64, 80), progressive=True), True),
+    "grey": (jpeg(photograph(37, 53).convert("L")), True),
+    "upright by EXIF": (jpeg(photograph(37, 53), exif=oriented(1)), True),
+    "bytes behind its end": (jpeg(photograph(37, 53)) + b"trailing", True),
+    "turned by EXIF": (jpeg(photograph(37, 53), exif=oriented(6)), False),
+    "CMYK": (jpeg(photograph(37, 53).convert("CMYK")), False),
+}
+
+
+@pytest.fixture(params=["PIL", "simplejpeg"])
+def fast(request, monkeypatch) -> Counter:
+    """Without the extra `fast` and with it; counts what simplejpeg has decoded."""
+    counts: Counter = Counter()
+    if request.param == "PIL":
+        monkeypatch.setattr(decoding, "simplejpeg", None)
+        return counts
+    simplejpeg = pytest.importorskip("simplejpeg")
+
+    class Counting:
+        @staticmethod
+        def decode_jpeg(*args, **options):
+            pixels = simplejpeg.decode_jpeg(*args, **options)
+            counts["decoded"] += 1
+            return pixels
+
+    monkeypatch.setattr(decoding, "simplejpeg", Counting)
+    return counts
+
+
+class TestFastDecoding:
+    @pytest.mark.parametrize("kind", JPEGS)
+    def test_pixels_are_those_of_pil(self, kind, fast, request):
+        encoded, by_simplejpeg = JPEGS[kind]
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(encoded))).convert("RGB"))
+        assert np.array_equal(decode_rgb(encoded), expected)
+        assert fast["decoded"] == (by_simplejpeg and "simplejpeg" in request.node.name)
+
+    @pytest.mark.usefixtures("fast")
+    def test_a_file_cut_off_is_an_error_all_the_same(self):
+        encoded = jpeg(photograph(64, 80))
+        with pytest.raises(OSError, match="truncated"):
+            decode_rgb(encoded[: len(encoded) // 2])
+
+    @pytest.mark.usefixtures("fast")
+    def test_reduced_size_only_where_asked_for(self):
+        large, encoded = photograph(161, 323), jpeg(photograph(161, 323))
+        assert decode_rgb(encoded).shape == (161, 323, 3)
+        assert decode_rgb(encoded, min_side=81).shape == (161, 323, 3)  # a half would have 81 rows, but for a remainder
+        halved, eighth = decode_rgb(encoded, min_side=80), decode_rgb(encoded, min_side=1)
+        assert halved.shape == (81, 162, 3)
+        assert eighth.shape == (21, 41, 3)
+        image = Image.open(io.BytesIO(encoded))
+        image.draft(None, (80, 80))
+        assert np.array_equal(halved, np.asarray(image))
+        file = io.BytesIO()
+        large.save(file, "PNG")
+        assert decode_rgb(file.getvalue(), min_side=10).shape == (161, 323, 3)
+
+    def test_a_data_set_asks_for_it(self):
+        rows = Dataset.from_dict({"image": [jpeg(photograph(64, 96))], "caption": ["a"]})
+        assert ImageTextDataset(rows)[0]["image"].shape == (64, 96, 3)
+        assert ImageTextDataset(rows, min_side=16)[0]["image"].shape == (16, 24, 3)
+
+
+def clip_images(**options) -> transformers.CLIPImageProcessorPil:
+    return transformers.CLIPImageProcessorPil(**options)
+
+
+class TestTransform:
+    """The truth is transformers' torchvision backend, which CI lacks: some of its values are written down here."""
+
+    def test_shorter_side_and_center_crop(self):
+        processor = clip_images(size={"shortest_edge": 5}, crop_size={"height": 4, "width": 4})
+        transform = ImageTransform.of(processor)
+        pixels = transform(pattern(12, 17))
+        assert pixels.tolist() == [
+            [[32, 50, 67, 85], [64, 84, 104, 123], [99, 121, 142, 163], [133, 157, 180, 210]],
+            [[115, 133, 150, 168], [147, 167, 188, 215], [182, 209, 227, 172], [224, 211, 97, 23]],
+            [[200, 227, 229, 150], [227, 161, 62, 27], [63, 22, 45, 73], [37, 66, 90, 114]],
+        ]
+        normalised = ("0x1.f568fcp-1", "0x1.62705p+0", "0x1.a79832p+0", "0x1.a892p-1")
+        assert transform.normalise(pixels[None])[0, 1, 2].tolist() == [float.fromhex(value) for value in normalised]
+
+    def test_height_and_width(self):
+        processor = clip_images(size={"height": 3, "width": 4}, do_center_crop=False, resample=2)
+        assert ImageTransform.of(processor)(pattern(12, 17)).tolist() == [
+            [[40, 69, 102, 131], [89, 123, 161, 186], [138, 177, 194, 111]],
+            [[123, 152, 184, 196], [172, 194, 152, 88], [201, 118, 60, 86]],
+            [[201, 184, 103, 49], [127, 66, 73, 105], [52, 87, 130, 169]],
+        ]
+        processor = clip_images(size={"height": 20, "width": 18}, do_center_crop=False)
+        assert ImageTransform.of(processor)(pattern(12, 17)).sum() == 137245
+
+    @pytest.mark.parametrize(
+        "processor",
+        [
+            clip_images(),
+            clip_images(
+                size={"shortest_edge": 256}, crop_size={"height": 224, "width": 200}, image_std=(0.2, 0.3, 0.4)
+            ),
+            clip_images(size={"height": 64, "width": 96}, crop_size={"height": 32, "width": 48}),
+            transformers.SiglipImageProcessorPil(),
+            transformers.SiglipImageProcessorPil(size={"height": 96, "width": 64}, rescale_factor=1 / 128),
+            transformers.ViTImageProcessorPil(),  # CLIPSeg, and towers of vision-text-dual-encoder
+            transformers.BitImageProcessorPil(),  # DINOv2
+            transformers.BlipImageProcessorPil(),
+            transformers.ChineseCLIPImageProcessorPil(),
+            transformers.OwlViTImageProcessorPil(size={"height": 100, "width": 100}),
+        ],
+        ids=lambda processor: type(processor).__name__,
+    )
+    @pytest.mark.filterwarnings("error")  # such as that of an array that PIL has made read-only
+    @pytest.mark.parametrize("size", [(375, 500), (500, 375), (224, 224), (223, 301)])
+    def test_within_some_grey_levels_of_the_pil_backend(self, processor, size):
+        image = photograph(*size)
+        transform = ImageTransform.of(processor)
+        values = transform.normalise(transform(np.asarray(image))[None])
+        expected = processor(images=[image], return_tensors="pt")["pixel_values"]
+        assert values.dtype == expected.dtype
+        assert values.shape == expected.shape
+        levels = (values - expected).abs() * transform.std
+        assert levels.max() < 3.01
+        assert levels.mean() < 0.3
+
+    @pytest.mark.parametrize(
+        "processor",
+        [
+            transformers.Siglip2ImageProcessorPil(),
+            transformers.EfficientNetImageProcessorPil(),  # ALIGN
+            clip_images(do_pad=True),
+            clip_images(resample=1),
+            clip_images(do_center_crop=False),
+            clip_images(size={"shortest_edge": 200}),
+            clip_images(size={"shortest_edge": 224, "longest_edge": 300}),
+            clip_images(do_normalize=False),
+            clip_images(do_rescale=False),
+            clip_images(do_resize=False),
+            type("Own", (transformers.CLIPImageProcessorPil,), {"resize": lambda self, image, **options: image})(),
+            object(),
+        ],
+        ids=lambda processor: type(processor).__name__,
+    )
+    def test_what_does_something_else_has_no_transform(self, processor):
+        assert ImageTransform.of(processor) is None
+
+    def test_a_crop_is_resized_as_a_whole(self):
+        transform = ImageTransform.of(clip_images(size={"shortest_edge": 20}, crop_size={"height": 16, "width": 16}))
+        whole = ImageTransform.of(clip_images(size={"height": 16, "width": 16}, do_center_crop=False))
+        assert torch.equal(transform(pattern(30, 40), cropped=True), whole(pattern(30, 40)))
+        assert not torch.equal(transform(pattern(30, 40)), whole(pattern(30, 40)))
+
+
+class TestCollatedImages:
+    ITEMS = [{"image": np.asarray(photograph(20 + row, 30)), "caption": ["a"]} for row in range(3)]  # noqa: RUF012
+
+    def test_uint8_is_a_quarter_and_normalises_to_the_same(self):
+        values = ContrastiveCollator(clip_processor())(self.ITEMS)["pixel_values"]
+        collator = ContrastiveCollator(clip_processor(), uint8=True)
+        pixels = collator(self.ITEMS)["pixel_values"]
+        assert (values.dtype, pixels.dtype) == (torch.float32, torch.uint8)
+        assert values.nbytes == 4 * pixels.nbytes
+        assert pixels.is_contiguous()
+        assert torch.equal(collator.normalise(pixels), values)
+        assert torch.equal(collator.normalise(values), values), "what is normalised already stays as it is"
+
+    def test_pil_images_are_taken_like_arrays(self):
+        pictures = [item | {"image": Image.fromarray(item["image"])} for item in self.ITEMS]
+        collator = ContrastiveCollator(clip_processor())
+        assert torch.equal(collator(pictures)["pixel_values"], collator(self.ITEMS)["pixel_values"])
+
+    def test_other_images_are_left_to_the_processor(self):
+        tensors = [item | {"image": torch.from_numpy(item["image"]).permute(2, 0, 1)} for item in self.ITEMS]
+        collator = ContrastiveCollator(clip_processor(), uint8=True)
+        values = collator(tensors)["pixel_values"]
+        assert values.dtype == torch.float32
+        levels = (values - collator.normalise(collator(self.ITEMS)["pixel_values"])).abs() * 255 * 0.28
+        assert levels.max() < 2.01
+
+    @pytest.mark.filterwarnings("error")
+    def test_a_processor_that_does_more_runs_itself_with_one_notice(self, caplog):
+        collator = ContrastiveCollator(siglip2_processor(), uint8=True)
+        batch, _ = collator(self.ITEMS), collator(self.ITEMS)
+        expected = siglip2_processor().image_processor(
+            images=[Image.fromarray(item["image"]) for item in self.ITEMS], return_tensors="pt"
+        )
+        assert all(torch.equal(batch[name], value) for name, value in expected.items())
+        assert [record.getMessage()[:24] for record in caplog.records] == ["Siglip2ImageProcessorPil"]
+        assert collator.image_backend == "Siglip2ImageProcessorPil, pil backend"
+
+    def test_the_fast_path_gives_no_notice(self, caplog):
+        for processor in (clip_processor(), siglip_processor()):
+            assert "torchvision" in ContrastiveCollator(processor).image_backend
+        assert not caplog.records
+
+
+class TestAugmentation:
+    def boxes(self, augmentation: str, height: int, width: int, count: int = 400) -> list[tuple[int, int]]:
+        image = np.zeros((height, width, 3), np.uint8)
+        return [augment(image, augmentation, Random(seed))["image"].shape[:2] for seed in range(count)]
+
+    def test_none_leaves_the_image_alone(self):
+        image = pattern(5, 7)
+        assert augment(image, "none", Random(0))["image"] is image
+
+    @pytest.mark.parametrize("size", [(300, 300), (375, 500), (500, 375)])
+    def test_crops_have_nine_tenths_of_the_area_or_more(self, size):
+        boxes = self.boxes("crop", *size)
+        area = size[0] * size[1]
+        shares = [height * width / area for height, width in boxes]
+        assert 0.895 < min(shares) < 0.91
+        assert 0.97 < max(shares) <= 1
+        assert all(0.74 < width / height < 1.35 for height, width in boxes)
+        assert len(set(boxes)) > 50
+
+    def test_an_image_far_from_the_ratios_gives_its_center(self):
+        assert set(self.boxes("crop", 30, 3000, 20)) == {(30, 40)}
+        assert set(self.boxes("crop", 3000, 30, 20)) == {(40, 30)}
+        image = pattern(30, 3000)
+        assert np.array_equal(augment(image, "crop", Random(0))["image"], image[:, 1480:1520])
+        assert set(self.boxes("crop", 1, 1, 3)) == {(1, 1)}
+
+    def test_crops_lie_anywhere_and_half_are_reflected(self):
+        image = pattern(40, 40)
+        views = np.lib.stride_tricks.sliding_window_view
+        reflected, corners = 0, set()
+        for seed in range(200):
+            crop = augment(image, "crop", Random(seed))["image"]
+            both = augment(image, "flip_crop", Random(seed))["image"]
+            assert both.flags.c_contiguous
+            reflected += np.array_equal(both, crop[:, ::-1])
+            assert np.array_equal(both, crop) or np.array_equal(both, crop[:, ::-1])
+            places = np.argwhere((views(image, crop.shape)[:, :, 0] == crop).all((2, 3, 4)))
+            assert len(places) >= 1
+            corners.add(tuple(places[0]))
+        assert 70 < reflected < 130
+        assert len(corners) > 5
+
+    def test_depends_on_seed_epoch_and_row_alone(self):
+        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(6)], "caption": ["a"] * 6})
+
+        def crops(seed: int, epoch: int, workers: int) -> list[bytes]:
+            dataset = ImageTextDataset(rows, augmentation="flip_crop", seed=seed)
+            dataset.set_epoch(epoch)
+            loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+            return [np.asarray(item["image"]).tobytes() for item in loader]
+
+        first = crops(seed=1, epoch=2, workers=0)
+        torch.manual_seed(9)
+        assert crops(seed=1, epoch=2, workers=2) == first
+        assert crops(seed=1, epoch=3, workers=0) != first
+        assert crops(seed=2, epoch=2, workers=0) != first
+
+    @pytest.mark.parametrize("build", [clip_processor, siglip_processor, siglip2_processor])
+    def test_every_processor_takes_augmented_images(self, build):
+        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(3)], "caption": ["a"] * 3})
+        plain, cropped = (
+            ContrastiveCollator(build())(list(ImageTextDataset(rows, augmentation=augmentation)))["pixel_values"]
+            for augmentation in ("none", "crop")
+        )
+        assert plain.shape == cropped.shape
+        assert not torch.equal(plain, cropped)
+
+    def test_a_function_gets_the_picture_and_the_sample_s_generator(self):
+        rows = Dataset.from_dict({"image": [picture(row, (40, 50)) for row in range(3)], "caption": ["a"] * 3})
+
+        def turn(image: Image.Image, random: Random) -> Image.Image:
+            return image.rotate(90 * random.randrange(1, 4), expand=True)
+
+        items = list(ImageTextDataset(rows, augmentation=turn))
+        again = list(ImageTextDataset(rows, augmentation=turn))
+        for row, (item, same) in enumerate(zip(items, again, strict=True)):
+            assert item["image"] == same["image"]
+            assert any(item["image"] == picture(row, (40, 50)).rotate(90 * k, expand=True) for k in (1, 2, 3))
+        assert ContrastiveCollator(clip_processor())(items)["pixel_values"].shape == (3, 3, 16, 16)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (
+                {"augmentation": "flip"},
+                "must be one of none, crop, flip_crop, or a function .* got 'flip'",
+            ),
+            ({"augmentation": "crop", "all_captions": True}, "sees the images as they are, but augmentation is 'crop'"),
+            ({"min_side": 0}, "min_side must be at least 1 pixel, got 0"),
+        ],
+    )
+    def test_wrong_options_are_refused(self, options, message):
+        rows = Dataset.from_dict({"image": [picture(0)], "caption": ["a"]})
+        with pytest.raises(ValueError, match=message):
+            ImageTextDataset(rows, **options)
+
+
+def test_the_ratio_of_crops_is_drawn_evenly_in_its_logarithm():
+    image = np.zeros((400, 400, 3), np.uint8)
+    ratios = []
+    for seed in range(600):
+        height, width = augment(image, "crop", Random(seed))["image"].shape[:2]
+        ratios.append(math.log(width / height))
+    assert abs(np.mean(ratios)) < 0.01, "as often wide as high"
