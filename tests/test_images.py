@@ -265,7 +265,7 @@ class TestCollatedImages:
         assert torch.equal(collator(pictures)["pixel_values"], collator(self.ITEMS)["pixel_values"])
 
     def test_other_images_are_left_to_the_processor(self):
-        tensors = [item | {"image": torch.from_numpy(item["image"]).permute(2, 0, 1)} for item in self.ITEMS]
+        tensors = [item | {"image": torch.tensor(item["image"]).permute(2, 0, 1)} for item in self.ITEMS]
         collator = ContrastiveCollator(clip_processor(), uint8=True)
         values = collator(tensors)["pixel_values"]
         assert values.dtype == torch.float32

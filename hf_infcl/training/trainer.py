@@ -567,8 +567,9 @@ class InfCLTrainer(Trainer):
     def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
         if callable(tokenize := getattr(self.data_collator, "tokenize", None)):
             return tokenize
-        if hasattr(self.processing_class, "tokenizer"):
-            return ContrastiveCollator.for_model(self.processing_class, self.dual_encoder.model.config).tokenize
+        processor: Any = self.processing_class
+        if hasattr(processor, "tokenizer"):
+            return ContrastiveCollator.for_model(processor, self.dual_encoder.model.config).tokenize
         raise ValueError(
             "Zero-shot evaluation tokenizes class prompts, and neither the data collator, a "
             f"{type(self.data_collator).__name__} without a method tokenize(texts), nor the processing_class, a "
