@@ -1,0 +1,109 @@
+"""The package as others install it: what the archives hold and say, and that the wheel works without its extras."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.demo import ROOT
+
+import hf_infcl
+
+EXTRAS = ("deepspeed", "matplotlib", "peft", "simplejpeg", "sklearn", "triton")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as an index's users without a wheel would; dist/ holds both."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "hf_infcl", source / "hf_infcl", ignore=shutil.ignore_patterns("__pycache__"))
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(folder / 'dist')!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (sdist,) = (folder / "dist").glob("*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-q"]
+    subprocess.run([*pip, "-w", folder / "dist", sdist], check=True, capture_output=True)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+def test_the_archives_hold_the_package_and_nothing_else(wheel):
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_infcl").rglob("*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names >= modules | {"hf_infcl/py.typed"}
+    assert {name.partition("/")[0] for name in names} == {"hf_infcl"}
+    with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= modules | {"hf_infcl/py.typed", "pyproject.toml", "README.md", "LICENSE"}
+
+
+def test_the_metadata_say_what_an_index_shows(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (folder,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        metadata = email.message_from_bytes(archive.read(f"{folder}/METADATA"))
+        commands = archive.read(f"{folder}/entry_points.txt").decode()
+    assert metadata["Version"] == hf_infcl.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"]
+    assert metadata.get_payload().startswith("# hf_infcl")
+    assert {"demo", "deepspeed", "fast", "peft", "test"} == set(metadata.get_all("Provides-Extra"))
+    assert len(metadata.get_all("Project-URL")) >= 2
+    assert "Programming Language :: Python :: 3.10" in metadata.get_all("Classifier")
+    needed = {re.match("[a-z_]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert needed >= {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "pyyaml"}
+    assert not needed & set(EXTRAS)
+    assert "infcl = hf_infcl.cli:main" in commands
+
+
+def test_the_wheel_alone_runs_without_what_is_only_an_extra(wheel, tmp_path):
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "-q", "--target", tmp_path / "site"]
+    subprocess.run([*pip, wheel], check=True, capture_output=True)
+    code = f"""
+import importlib, pkgutil, sys
+for name in {EXTRAS}:
+    sys.modules[name] = None  # importing it raises ImportError
+import hf_infcl
+assert hf_infcl.__file__.startswith({str(tmp_path)!r}), hf_infcl.__file__
+kernels = ("triton_backend", "triton_kernels", "hopper_kernels")
+for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
+    if not module.name.endswith((*kernels, "__main__")):
+        importlib.import_module(module.name)
+from hf_infcl.cli import main
+main(words=["--version"])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"hf_infcl {hf_infcl.__version__}" in done.stdout.splitlines()
+    assert (tmp_path / "site/bin/infcl").exists()
+
+
+def test_every_file_that_names_the_version_names_this_one():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## \[(.+?)\]", changes, re.MULTILINE)[1] == hf_infcl.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == hf_infcl.__version__
+    assert {reference["url"].rpartition("/")[2] for reference in citation["references"]} == {"2410.17243", "2304.08480"}
+
+
+def test_continuous_integration_is_the_check_that_contributors_run():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert any(step.get("run") == "bash .ci/run" for step in workflow["jobs"]["check"]["steps"])
+    bug = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
+    asked = {item["id"]: item["attributes"]["description"] for item in bug["body"]}
+    assert "infcl --version" in asked["versions"]
