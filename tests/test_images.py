@@ -1,6 +1,7 @@
 """Images on their way to the model: decoding, the uint8 transform beside transformers' own processors, augmentation."""
 
 import io
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
 from hf_infcl.data.augmentation import augment
 from hf_infcl.data.images import decode_rgb
+from hf_infcl.data.streams import ImageTextStream
 from hf_infcl.data.transforms import ImageTransform
 
 
@@ -345,6 +347,22 @@ class TestAugmentation:
         assert crops(seed=1, epoch=2, workers=2) == first
         assert crops(seed=1, epoch=3, workers=0) != first
         assert crops(seed=2, epoch=2, workers=0) != first
+
+    def test_streams_do_likewise(self, tmp_path):
+        rows = {"image": [jpeg(photograph(40, 50, row)) for row in range(6)], "caption": ["a"] * 6}
+        Dataset.from_dict(rows).to_parquet(tmp_path / "shard.parquet")
+
+        def crops(**options) -> list[bytes]:
+            stream = ImageTextStream(str(tmp_path / "shard.parquet"), **options)
+            return [item["image"].tobytes() for item in itertools.islice(stream, 12)]
+
+        first = crops(augmentation="flip_crop", seed=1)
+        assert crops(augmentation="flip_crop", seed=1) == first
+        assert len(set(first)) > 6, "the second pass has other crops"
+        assert len(set(crops())) == 6
+        assert len(crops(min_side=20)[0]) == 20 * 25 * 3
+        with pytest.raises(ValueError, match="augmentation must be one of none"):
+            crops(augmentation="flip")
 
     @pytest.mark.parametrize("build", [clip_processor, siglip_processor, siglip2_processor])
     def test_every_processor_takes_augmented_images(self, build):

@@ -52,6 +52,20 @@ class DataOptions:
     on_bad_sample: str = field(
         default="raise", metadata={"help": "What to do with a broken image or an empty caption: 'raise' or 'skip'."}
     )
+    augmentation: str = field(
+        default="none",
+        metadata={
+            "help": "'none'; 'crop', random crops of 0.9 to 1 of the image, as CLIP trains from scratch; or "
+            "'flip_crop', which also reflects half of the images left to right."
+        },
+    )
+    min_side: int | None = field(
+        default=None,
+        metadata={
+            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size where both sides keep this many pixels. Faster, but "
+            "it changes the pixels; by default in full size."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},

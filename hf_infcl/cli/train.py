@@ -57,6 +57,8 @@ def train(words: Sequence[str]) -> None:
             load_pairs(data.dataset, split=data.split, name=data.dataset_name),
             seed=args.seed,
             on_bad_sample=data.on_bad_sample,
+            augmentation=data.augmentation,
+            min_side=data.min_side,
             **columns.of_pairs,
         )
         eval_datasets = evaluation_datasets(columns, evaluation)

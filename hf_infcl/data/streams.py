@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .augmentation import Augmentation, augment, check_augmentation
 from .images import BadSampleError, decode_rgb
 from .lanes import LaneSource, Order, Piece, Shard
 from .pairs import as_pair_id, caption_pair_id, usable_captions
@@ -63,7 +64,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         image_column: in tar files "image" stands for the file with an image's extension; otherwise an extension.
         caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
         pair_id_column: samples of equal value here are never each other's negatives; see `ImageTextDataset`.
-        seed: of the order, the mixture and the captions drawn.
+        seed: of the order, the mixture, the captions drawn and the augmentation.
         on_bad_sample: "raise" a ValueError that names the sample, or "skip": leave it out and count it.
         shuffle_buffer: samples that a lane holds and permutes, in their encoded form.
         open_shards: shards that a lane reads in turns.
@@ -71,6 +72,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             that it starts with. More lanes hold more buffers.
         samples_per_epoch: what counts as an epoch, since the length of a pass is not known. Without it the stream has
             no length, and training needs ``max_steps``.
+        augmentation, min_side: as `ImageTextDataset`.
 
     Raises:
         ValueError: there are no such shards, columns or captions, or an option does not fit.
@@ -92,7 +94,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         open_shards: int = 4,
         lanes: int | None = None,
         samples_per_epoch: int | None = None,
+        augmentation: Augmentation = "none",
+        min_side: int | None = None,
     ) -> None:
+        check_augmentation(augmentation)
         if on_bad_sample not in ("raise", "skip"):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         for option, value in (
@@ -100,6 +105,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             ("open_shards", open_shards),
             ("lanes", lanes),
             ("samples_per_epoch", samples_per_epoch),
+            ("min_side", min_side),
         ):
             if value is not None and value < 1:
                 raise ValueError(f"{option} must be at least 1, got {value}.")
@@ -114,6 +120,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.samples_per_epoch = samples_per_epoch
         self._columns = image_column, caption_column, pair_id_column
         self.on_bad_sample = on_bad_sample
+        self._augmentation, self._min_side = augmentation, min_side
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []  # the numbers of the shards that are dealt together
@@ -184,7 +191,9 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise ValueError(f"it has no pair id in column {pair_id_column!r}")
         else:
             pair_id = as_pair_id(row[pair_id_column])
-        return {"image": decode_rgb(image), "caption": [caption], "pair_id": pair_id}
+        rng = random.Random(f"{self.seed} {passes} {sample} augmentation")
+        item = augment(decode_rgb(image, self._min_side), self._augmentation, rng)
+        return item | {"caption": [caption], "pair_id": pair_id}
 
 
 class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
