@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import hf_infcl
 
@@ -169,6 +170,29 @@ print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.mark.parametrize("line", ["from hf_infcl import InfCLTrainer", "from hf_infcl import cli; cli.main('train')"])
+def test_a_torchvision_that_does_not_fit_is_named_with_its_cure(tmp_path, line):
+    """transformers itself says that it could not import some class of its own."""
+    (tmp_path / "torchvision").mkdir()
+    failing = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(failing)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {line}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        f"ImportError: The installed torchvision does not fit torch {torch.__version__} (RuntimeError"
+    )
+    assert "pip uninstall torchvision" in last
+
+
+def test_the_data_room_needs_no_torchvision_that_fits(tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hf_infcl import ContrastiveCollator, ImageTextDataset"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_import_alone_is_light():

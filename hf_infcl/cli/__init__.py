@@ -43,6 +43,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         command = parser.parse_args(words[:1]).command
         words = words[1:]
     # Imported here: torch and transformers take seconds, which `infcl --help` has no need of.
+    from .. import training  # noqa: F401  # first, since it says what is wrong with a torchvision that does not fit
+
     if command == "train":
         from .train import train as run
     elif command == "evaluate":

@@ -1,1 +1,27 @@
 """`InfCLTrainer` and what it is made of."""
+
+import importlib
+import importlib.util
+
+import torch
+
+
+def _check_torchvision() -> None:
+    """transformers imports an installed torchvision with Trainer, and does not say so where that fails.
+
+    Raises:
+        ImportError: torchvision is installed and cannot be imported, as happens beside another release of torch.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except Exception as error:
+        raise ImportError(
+            f"The installed torchvision does not fit torch {torch.__version__} ({type(error).__name__}: {error}), and "
+            "transformers' Trainer imports it. Uninstall torchvision, which hf_infcl does not need (pip uninstall "
+            "torchvision), or install the release for this torch from the same index."
+        ) from error
+
+
+_check_torchvision()
