@@ -261,10 +261,23 @@ class CaptionedStream(IterableDataset):
         return map(Captioned(6).__getitem__, range(6))
 
 
-def test_several_captions_in_a_dispatched_stream_are_refused(tmp_path):
-    trainer = trainer_for(tmp_path, eval_dataset=CaptionedStream(), data_collator=collate_captions)
-    with pytest.raises(ValueError, match=r"cannot have several captions per image.*dispatch_batches"):
-        trainer.evaluate()
+def test_several_captions_of_a_stream_are_evaluated_in_one_process(tmp_path):
+    trainer = trainer_for(tmp_path, data_collator=collate_captions, per_device_eval_batch_size=4)
+    assert without_times(trainer.evaluate(CaptionedStream())) == without_times(trainer.evaluate(Captioned(6)))
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name.endswith(("loss", "recall@1", "recall@5"))}
+
+
+def rank_captioned_stream(rank: int, world_size: int, folder: str) -> None:
+    trainer = trainer_for(folder, data_collator=collate_captions, per_device_eval_batch_size=4)
+    with pytest.raises(ValueError, match="several captions each cannot be divided among 2 processes"):
+        trainer.evaluate(CaptionedStream())
+
+
+def test_several_captions_of_a_stream_are_not_divided_among_processes(ranks, tmp_path):
+    ranks.run(rank_captioned_stream, 2, str(tmp_path))
 
 
 def rank_failure(rank: int, world_size: int, folder: str, place: str) -> list[str]:

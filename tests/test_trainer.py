@@ -1,4 +1,7 @@
-"""`InfCLTrainer` as a Trainer: data, resume, logs, options and errors. Gradients are in test_parity.py."""
+"""`InfCLTrainer` as a Trainer: logs, options and errors.
+
+Gradients are in test_parity.py, the windows of a training in test_windows.py, going on after a stop in test_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -7,142 +10,25 @@ import os
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from helpers import models
 from helpers.evaluation import Captioned, collate_captions
 from helpers.parity import Gradients
 from helpers.pictures import picture
 from helpers.processors import clip_processor
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
-from torch.utils.data import IterableDataset, default_collate
+from helpers.trainers import arguments, parameters, trainer_for
+from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import TrainerCallback
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.training.windows import WindowSampler
+from hf_infcl.processes import Processes
 
-# ---- Data ----
-
-
-def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
-    rows = range(50)
-    sampler = WindowSampler(rows, 16, shuffle=True, seed=1)
-    epochs = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        epochs.append(list(sampler))
-        assert len(epochs[-1]) == len(sampler) == 48
-        assert len(set(epochs[-1])) == 48
-    assert epochs[0] != epochs[1]
-    assert set(epochs[0]) != set(epochs[1]), "the rows left over change"
-    sampler.set_epoch(0)
-    assert list(sampler) == epochs[0]
-    assert list(WindowSampler(rows, 24, shuffle=True, seed=1)) == epochs[0]
-    assert list(WindowSampler(rows, 16, shuffle=True, seed=2)) != epochs[0]
-    assert list(WindowSampler(rows, 16, shuffle=False, seed=1)) == list(range(48))
-
-
-class Rows(TrainerCallback):
-    """Notes the text of every micro-batch that is encoded with a graph, one list per optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[tuple]] = [[]]
-
-    def watch(self, trainer: InfCLTrainer) -> None:
-        def note(module: Any, args: Any, kwargs: Any) -> None:
-            if torch.is_grad_enabled():
-                self.steps[-1] += map(tuple, kwargs["input_ids"].tolist())
-
-        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append([])
-
-
-def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
-    rows = Rows()
-    trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
-    rows.watch(trainer)
-    trainer.train()
-    assert trainer.state.global_step == 4  # two full windows of 16 an epoch, five rows left over
-    return rows.steps[:4]
-
-
-def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
-    zero, one = ranks.run(rank_rows, 2, str(tmp_path))
-    for a, b in zip(zero, one, strict=True):
-        assert len(a) == len(b) == 8
-        assert len(set(a + b)) == 16
-    epochs = [set(zero[i] + one[i] + zero[i + 1] + one[i + 1]) for i in (0, 2)]
-    assert all(len(rows) == 32 for rows in epochs)
-    assert zero[0] != zero[2]
-
-
-class Stream(IterableDataset):
-    def __init__(self, rows: int) -> None:
-        self.data = models.Pairs(rows)
-
-    def __iter__(self):
-        return (self.data[i] for i in range(len(self.data)))
-
-
-def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
-    from hf_infcl.processes import Processes
-
-    calls, agree = [], Processes.agree
-    monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
-    trainer_for(tmp_path, data=Stream(20), max_steps=6).train()
-    # Two full windows a pass, and the one that was not in the two passes that came to it.
-    assert len(calls) == 3 + 3 + 2
-
-
-def rank_stream(rank: int, world_size: int, folder: str) -> int:
-    class CleanStart(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-            assert all(p.grad is None for p in model.parameters()), "a gradient leaked into this window"
-
-    rows = Rows()
-    # 42 rows: two windows of 16 on two ranks (five of 8 on one), then an incomplete one, every pass.
-    trainer = trainer_for(folder, data=Stream(42), max_steps=12 // world_size, callbacks=[rows, CleanStart()])
-    rows.watch(trainer)
-    trainer.train()
-    assert {len(step) for step in rows.steps[:-1]} == {8}
-    return trainer.state.global_step
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
-    assert ranks.run(rank_stream, world_size, str(tmp_path)) == [12 // world_size] * world_size
-
-
-def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
-    # By itself accelerate would fill the window with rows that it has already.
-    trainer = trainer_for(folder, data=Stream(rows), accelerator_config={"dispatch_batches": dispatch})
-    with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("rows", [3, 9, 15])
-def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispatch):
-    ranks.run(rank_short_stream, 2, str(tmp_path), rows, dispatch)
-
-
-class Uneven(Stream):
-    """Of two workers one has ten rows and the other the rest."""
-
-    def __iter__(self):
-        first = torch.utils.data.get_worker_info().id == 0
-        return (self.data[i] for i in (range(10) if first else range(10, len(self.data))))
-
-
-def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
-    trainer = trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2)
-    rows = Rows()
-    rows.watch(trainer)
-    trainer.train()
-    assert len({text for step in rows.steps for text in step}) == 12 * 8
+# ---- Training ----
 
 
 def test_images_are_let_go_after_their_last_use(tmp_path):
@@ -155,42 +41,6 @@ def test_images_are_let_go_after_their_last_use(tmp_path):
 
     trainer = trainer_for(tmp_path, callbacks=[Watch()])
     trainer.train()
-
-
-# ---- Resume ----
-
-
-def rank_resume(rank: int, world_size: int, folder: str) -> None:
-    # Two windows an epoch; step 3 is in the middle of the second epoch.
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "save_total_limit": 1}
-    data = models.Pairs(16 * world_size + 3)
-    whole = trainer_for(f"{folder}/whole", models.clip(dropout=0.3), data, **{**options, "save_strategy": "no"})
-    whole.train()
-    trainer_for(f"{folder}/parts", models.clip(dropout=0.3), data, **options, callbacks=[StopAt(3)]).train()
-    assert os.path.isdir(f"{folder}/parts/checkpoint-3")
-    torch.manual_seed(99 + rank)
-    resumed = trainer_for(f"{folder}/parts", models.clip(dropout=0.3, seed=5), data, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 6
-    assert torch.equal(parameters(whole), parameters(resumed))
-    kept = ("loss", "grad_norm", "logit_scale")
-    history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
-    assert history[0] == history[1]
-    assert len(history[0]) == 6
-
-
-def test_a_stream_resumes_after_its_end_in_the_next_pass(tmp_path):
-    # Two windows a pass; step 2 is the end of the first, so the resumed run finds nothing left of it.
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "data": Stream(20)}
-    trainer_for(tmp_path, callbacks=[StopAt(2)], **options).train()
-    resumed = trainer_for(tmp_path, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size):
-    ranks.run(rank_resume, world_size, str(tmp_path), always_ring=True)
 
 
 # ---- Options of Trainer that have to keep working ----
@@ -207,6 +57,12 @@ def test_logs_say_what_a_contrastive_run_is_watched_by(tmp_path):
         assert entry["global_batch_size"] == 8
     assert entries[0]["logit_scale"] == pytest.approx(10, rel=1e-3)
     assert entries[0]["logit_bias"] == pytest.approx(-10, rel=1e-3)
+
+
+def test_samples_per_second_are_of_the_rows_that_are_trained(tmp_path):
+    trainer = trainer_for(tmp_path, data=models.Pairs(15), max_steps=-1, num_train_epochs=2)
+    metrics = trainer.train().metrics
+    assert metrics["train_samples_per_second"] == pytest.approx(8 * metrics["train_steps_per_second"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -337,11 +193,11 @@ def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6])
-@pytest.mark.parametrize("data", [models.Pairs(96), Stream(96)], ids=["rows", "stream"])
+@pytest.mark.parametrize("data", [models.Pairs(96), models.Stream(96)], ids=["rows", "stream"])
 def test_a_rank_with_bad_data_stops_all_ranks_with_its_reason(ranks, tmp_path, batch, data):
     for rank, error in enumerate(ranks.run(rank_failure, 2, str(tmp_path), batch, data, timeout=50)):
         assert "MemoryError: no room" in error
-        assert error.startswith("MemoryError" if rank == 1 else "RuntimeError: Stopped together")
+        assert error.startswith("MemoryError" if rank == 1 else "RuntimeError: All ranks stop")
 
 
 def test_a_loss_that_is_not_finite_stops_before_it_does_harm(tmp_path):
@@ -358,7 +214,7 @@ def test_a_stream_without_one_full_window_is_an_error(tmp_path):
     with pytest.raises(
         ValueError, match=r"first global batch of 8 pairs was full.*\[4\] of 8 each in full micro-batches"
     ):
-        trainer_for(tmp_path, data=Stream(5)).train()
+        trainer_for(tmp_path, data=models.Stream(5)).train()
 
 
 def test_a_loss_of_one_s_own_is_refused(tmp_path):
@@ -461,11 +317,20 @@ def test_arguments_that_contradict_exact_windows(tmp_path, options, message):
         arguments(tmp_path, **options)
 
 
-def test_images_and_captions_need_a_processor(tmp_path):
-    from test_data import PAIRS
+@pytest.mark.parametrize("place", ["trained", "evaluated", "in a dictionary", "wrapped"])
+def test_images_and_captions_need_a_processor(tmp_path, place):
+    from PIL import Image
 
+    rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (4, 4))], "caption": ["black"]})
+    pairs = ImageTextDataset(rows)
+    passed = {
+        "trained": {"train_dataset": pairs},
+        "evaluated": {"eval_dataset": pairs},
+        "in a dictionary": {"eval_dataset": {"some": Subset(pairs, [0])}},
+        "wrapped": {"train_dataset": ConcatDataset([pairs])},
+    }
     with pytest.raises(ValueError, match="processing_class=AutoProcessor"):
-        InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=ImageTextDataset(PAIRS))
+        InfCLTrainer(models.clip(), arguments(tmp_path), **passed[place])
 
 
 def test_weights_of_half_precision_are_warned_of(tmp_path, caplog):
@@ -478,6 +343,30 @@ def test_weights_of_half_precision_are_warned_of(tmp_path, caplog):
     halved.vision_model.half().requires_grad_(False)
     trainer_for(tmp_path, halved)
     assert "rounding" not in caplog.text, "what is frozen loses nothing"
+
+
+def rank_timeout(rank: int, world_size: int, folder: str) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    # As torchrun does it: the store is there already.
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    arguments(folder, ddp_timeout=2)
+    if rank == 1:
+        store.wait(["heard"])
+        return "it never came to the agreement"
+    try:
+        Processes().agree([])
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        store.set("heard", "")
+    return "went on"
+
+
+def test_ddp_timeout_holds_on_cpus(ranks, tmp_path):
+    waited, _ = ranks.run(rank_timeout, 2, str(tmp_path))
+    assert "Timed out waiting 2000ms" in waited
 
 
 def rank_apart(rank: int, world_size: int, folder: str) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from ..kernels import BACKENDS
@@ -13,7 +16,7 @@ from ..loss.strategies import STRATEGIES
 from .dual_encoder import TOWERS
 
 
-@dataclass
+@dataclass(repr=False)  # TrainingArguments' own hides the token
 class InfCLTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` for exact contrastive training.
 
@@ -33,6 +36,11 @@ class InfCLTrainingArguments(TrainingArguments):
             Each costs the activations of a micro-batch; the first costs none, so 0 is 1. The gradient is the same.
         offload_window: the window's inputs stay in pinned host memory and are moved one micro-batch ahead, so device
             memory does not grow with gradient_accumulation_steps but by the embeddings.
+        resume_with_changes: go on from a checkpoint although the global batch size, the objective, the model or the
+            training set are not those of the run that wrote it. The steps are counted on, the data goes on after the
+            rows of the epoch that were trained.
+
+    Pickled or copied, the arguments lose their ``hub_token``: Trainer writes a pickle of them beside every model.
 
     Other defaults than those of TrainingArguments: ``remove_unused_columns`` and ``logging_nan_inf_filter`` are off;
     ``ddp_find_unused_parameters=None`` means False, and so does ``ddp_broadcast_buffers=None`` for a model without
@@ -56,6 +64,10 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     offload_window: bool = field(
         default=False, metadata={"help": "Keep the window's inputs in host memory and move them one step ahead."}
+    )
+    resume_with_changes: bool = field(
+        default=False,
+        metadata={"help": "Resume from a checkpoint of another global batch, objective, model or training set."},
     )
     # A loss that is not finite stops the training; a log must not paint it over.
     logging_nan_inf_filter: bool = field(
@@ -107,12 +119,18 @@ class InfCLTrainingArguments(TrainingArguments):
                 "A contrastive batch must be drawn without regard to lengths: train_sampling_strategy must be 'random' "
                 f"or 'sequential', got {self.train_sampling_strategy!r}."
             )
+        if self.use_cpu:
+            # TrainingArguments form the group without the timeout on CPUs; an existing one they take as it is.
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if getattr(self.accelerator_config, "split_batches", False):
             raise ValueError("split_batches would divide per_device_train_batch_size by the processes; leave it off.")
         if self.ddp_find_unused_parameters is None:
             # Every parameter that trains takes part in every window; searching costs a traversal and copies.
             self.ddp_find_unused_parameters = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hub_token": None}
 
     @property
     def global_batch_size(self) -> int:

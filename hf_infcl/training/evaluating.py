@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from torch import Tensor
 
@@ -46,11 +45,6 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
     if not state.end_of_dataloader or state.remainder <= 0:
         return batch_size
     return min(max(state.remainder - rank * batch_size, 0), batch_size)
-
-
-def is_dispatched() -> bool:
-    """The batches at hand are read by the main process alone, which sends each rank its part of the rows."""
-    return isinstance(GradientState().active_dataloader, DataLoaderDispatcher)
 
 
 def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batch_size: int) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +19,15 @@ from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import EvalLoopOutput, has_length
+from transformers.trainer_utils import (
+    PREFIX_CHECKPOINT_DIR,
+    EvalLoopOutput,
+    TrainOutput,
+    get_last_checkpoint,
+    has_length,
+)
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
@@ -33,11 +42,12 @@ from ..evaluation import (
 from ..loss import contrastive_loss, local_contrastive_loss
 from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
+from .checkpoints import RECORD_NAME, Run, RunRecord, differences
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
-from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, is_dispatched, rows_to_keep
+from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, rows_to_keep
 from .grad_cache import CachedWindow, Features
 from .offload import Fetcher
-from .windows import WindowSampler, check_batch, drop_rest_of_stream
+from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
 
 logger = logging.get_logger(__name__)
 
@@ -101,7 +111,7 @@ class InfCLTrainer(Trainer):
         if data_collator is None and kwargs.get("processing_class") is not None:
             config = getattr(model, "config", None)
             data_collator = ContrastiveCollator.for_model(kwargs["processing_class"], config, uint8=True)
-        if data_collator is None and isinstance(kwargs.get("train_dataset"), ImageTextDataset):
+        if data_collator is None and _needs_processor(kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
             raise ValueError(
                 "Images and captions have to be prepared for the model: pass "
                 "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
@@ -109,7 +119,10 @@ class InfCLTrainer(Trainer):
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
         self._sampler: WindowSampler | None = None
+        self._stream: IterableDataset | None = None
         self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
+        self._worker_seeds = torch.Generator()
+        self._resumed: RunRecord | None = None  # what the checkpoint says from which this training goes on
         super().__init__(model, args, data_collator, **kwargs)
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise ValueError(
@@ -133,7 +146,10 @@ class InfCLTrainer(Trainer):
     def _begin_training(self) -> None:
         self._windows_trained = 0
         self._affordable_graphs: int | None = None
-        self._skipped: int | None = None  # None as long as the data does not report it
+        # None as long as the data does not report it. What is known of the run so far counts on the main process.
+        self._skipped = None if self._resumed is None else self._resumed.skipped_samples
+        if self._skipped is not None and not self.is_world_process_zero():
+            self._skipped = 0
         self._last_log = time.perf_counter(), self.state.global_step
         model: Any = _without_compiler(self.model_wrapped)
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
@@ -141,11 +157,17 @@ class InfCLTrainer(Trainer):
             model.broadcast_buffers = bool(self.dual_encoder.batch_norms())
         self._begin_epoch(0)
 
-    def _begin_epoch(self, epoch: int) -> None:
+    def _begin_epoch(self, epoch: int, windows: int = 0) -> None:
+        """Begins a pass over the data, of which so many windows are trained already."""
         self._exhausted = False  # a stream, until the next pass
+        self._epoch, self._windows_of_epoch = epoch, windows
+        # torch's loaders draw seeds for their workers, and how often depends on the options and on resuming. Drawn from
+        # the state that dropout uses, they would change the training.
+        self._worker_seeds.manual_seed(self.args.seed + epoch)
         # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
+        set_epoch(self._stream, epoch)
 
     # ---- Model ----
 
@@ -212,16 +234,53 @@ class InfCLTrainer(Trainer):
             dataset,
             self.args.global_batch_size,
             shuffle=self.args.train_sampling_strategy == "random",
-            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            seed=self._data_seed,
         )
         return self._sampler
 
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """As Trainer's, but of a stream full batches alone for training, and every row once for evaluation."""
+        if not isinstance(dataset, IterableDataset):
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        args = self.args
+        workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
+        loader: DataLoader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description),
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers and is_training,
+            multiprocessing_context=args.dataloader_multiprocessing_context if workers else None,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            in_order=args.dataloader_in_order,
+            drop_last=is_training,
+        )
+        return self.accelerator.prepare(loader) if is_training else stream_for_evaluation(loader, args.device)
+
     def get_train_dataloader(self) -> DataLoader:
         """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
-        dataloader = super().get_train_dataloader()
+        dataloader: Any = super().get_train_dataloader()
         self._dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
-        if isinstance(dataloader.dataset, IterableDataset):
-            drop_rest_of_stream(dataloader)
+        self._stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
+        if self._dispatcher is not None and self._stream is None:
+            raise ValueError(
+                "accelerator_config has dispatch_batches=True, which is for streams only: the main process would read "
+                "all rows, and a resumed run would not find its place. Leave it out, and every process reads its own."
+            )
+        dataloader.base_dataloader.generator = self._worker_seeds
         if self.args.offload_window:
             if self._dispatcher is not None:
                 raise ValueError(
@@ -230,6 +289,100 @@ class InfCLTrainer(Trainer):
                 )
             dataloader.device = None
         return dataloader
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: DataLoader
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """As Trainer's, but counting full windows only, and samples that are trained."""
+        epochs, windows, examples, _, batch, micro_batches, max_steps = super().set_initial_training_values(
+            args, dataloader
+        )
+        if self._stream is not None and has_length(dataloader):
+            windows = max(1, len(dataloader) // args.gradient_accumulation_steps)
+            micro_batches = windows * args.gradient_accumulation_steps
+            if args.max_steps < 0:
+                max_steps = math.ceil(args.num_train_epochs * windows)
+            epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
+        return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """As Trainer's. Of a run that is complete already nothing is trained, saved or evaluated.
+
+        Raises:
+            ValueError: besides Trainer's reasons, the checkpoint is of a run with another global batch size, objective,
+                model or training set, and ``resume_with_changes`` is off.
+        """
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+            if checkpoint is None:
+                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from.")
+        self._resumed = None
+        if checkpoint is not None:
+            self._resumed = RunRecord.read(checkpoint)
+            if self._resumed is None:
+                logger.warning(
+                    f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are "
+                    "those of this run."
+                )
+            elif (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
+                raise ValueError(
+                    f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
+                    "resume_with_changes=True to go on all the same."
+                )
+        return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def _run(self) -> Run:
+        data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
+        rows = f", {len(data)} rows" if has_length(data) else ""
+        order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
+        model = self.dual_encoder.model
+        return Run(
+            global_batch_size=self.args.global_batch_size,
+            objective=self.contrastive_objective,
+            model=f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters",
+            data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
+        )
+
+    @property
+    def steps_trained(self) -> int:
+        """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
+        return self.state.global_step - self._initial_global_step
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """The epochs and the micro-batches of the next one that are not trained any more."""
+        epochs, micro_batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self.state.global_step >= max_steps:
+            # Trainer looks at the number of steps only after it has trained one.
+            logger.warning(
+                f"Nothing is left to train: {resume_from_checkpoint} was saved after step {self.state.global_step}, "
+                f"and the run has {max_steps} steps."
+            )
+            return num_train_epochs, 0
+        if self._resumed is not None and not self.args.ignore_data_skip:
+            # Trainer divides the steps by those of an epoch, which a stream does not know.
+            rows = self._resumed.windows * self._resumed.run.global_batch_size
+            windows = math.ceil(rows / self.args.global_batch_size)
+            epochs = self._resumed.epoch + windows // num_update_steps_per_epoch
+            micro_batches = windows % num_update_steps_per_epoch * self.args.gradient_accumulation_steps
+        return epochs, micro_batches
+
+    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+        resumed = epoch == kwargs["epochs_trained"]
+        trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
+        self._begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
+        super()._run_epoch(model, epoch, *args, **kwargs)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -264,6 +417,7 @@ class InfCLTrainer(Trainer):
             self._exhausted = True
             return [], None
         self._window = window
+        self._windows_of_epoch += 1
         return window, None
 
     def _stream_too_short(self, seen: list[int]) -> ValueError:
@@ -429,10 +583,23 @@ class InfCLTrainer(Trainer):
             if step > at:
                 logs["samples_per_second"] = round((step - at) * self.args.global_batch_size / (now - since), 3)
             self._last_log = now, step
-            if self._skipped is not None:
-                skipped = self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum")
-                logs["skipped_samples"] = int(skipped)
+            if (skipped := self._skipped_samples()) is not None:
+                logs["skipped_samples"] = skipped
         super().log(logs, start_time)
+
+    def _skipped_samples(self) -> int | None:
+        """Of all processes since the run began; collective. None if the data does not report them."""
+        if self._skipped is None:
+            return None
+        return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        record = RunRecord(self._run(), self._epoch, self._windows_of_epoch, self._skipped_samples())
+        if self.args.should_save:
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            record.write(folder)
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:
@@ -490,12 +657,6 @@ class InfCLTrainer(Trainer):
         if texts is None:
             predictions, labels = images[:rows], batch["labels"][:rows]
         else:
-            if "caption_image" in batch and is_dispatched():
-                raise ValueError(
-                    "A stream that the main process reads for all processes cannot have several captions per image, "
-                    "since each batch is cut by its images alone. Pass "
-                    'accelerator_config={"dispatch_batches": False}.'
-                )
             order, counts = group_by_image(batch.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
             order = order[: int(counts.sum())].to(texts.device)
@@ -614,9 +775,6 @@ class _LoopEvents(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._begin_training()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._begin_epoch(int(state.epoch or 0))
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._window = []
 
@@ -657,3 +815,19 @@ def _check_all_have_gradients(model: nn.Module) -> None:
             f"No embedding depends on {names}: DDP would wait for their gradients and not average the others. Freeze "
             "what is not used (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
         )
+
+
+def _needs_processor(*datasets: Any) -> bool:
+    """Whether one of the data sets, or of those in a dictionary, gives images and captions that are not prepared."""
+    pending = list(datasets)
+    while pending:
+        dataset = pending.pop()
+        if isinstance(dataset, (ImageTextDataset, ZeroShotDataset)):
+            return True
+        if isinstance(dataset, Mapping):
+            pending += dataset.values()
+        elif isinstance(dataset, Subset):
+            pending.append(dataset.dataset)
+        elif isinstance(dataset, ConcatDataset):
+            pending += dataset.datasets
+    return False

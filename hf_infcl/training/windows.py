@@ -1,14 +1,15 @@
-"""What makes up the windows of a training: full batches of distinct rows, in a form that the trainer can use."""
+"""The data of windows and evaluations: which rows make up a global batch, and loaders that keep to whole ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.utils import slice_tensors
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 
 class WindowSampler(Sampler[int]):
@@ -18,10 +19,10 @@ class WindowSampler(Sampler[int]):
     and accumulation steps. With shuffling the rows left over differ from epoch to epoch.
 
     Args:
-        dataset: sized; its ``set_epoch``, if any, is called along.
+        dataset: has a length. Its epochs are set with the sampler's, see the function `set_epoch`.
         global_batch_size: rows of one optimizer step over all processes.
         shuffle: otherwise rows come in the dataset's order.
-        seed: of the shuffling.
+        seed: seed of the shuffling.
 
     Raises:
         ValueError: the dataset has fewer rows than one global batch.
@@ -41,8 +42,7 @@ class WindowSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        set_epoch(self._dataset, epoch)
 
     def __iter__(self) -> Iterator[int]:
         if not self._shuffle:
@@ -51,13 +51,52 @@ class WindowSampler(Sampler[int]):
         return iter(torch.randperm(len(self._dataset), generator=generator)[: self._length].tolist())
 
 
-def drop_rest_of_stream(dataloader: Any) -> None:
-    """Only full batches of a stream: a short one would end the pass, and accelerate fills up with rows of the first."""
-    vars(dataloader.base_dataloader)["drop_last"] = True  # each worker's last batch may be short; not to be set by name
-    if isinstance(dataloader, DataLoaderDispatcher):
-        dataloader._drop_last = True
-    if isinstance(dataloader.dataset, IterableDatasetShard):
-        dataloader.dataset.drop_last = True
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Calls ``set_epoch`` of a data set and of all that it wraps.
+
+    Wrapped data sets are found in the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
+    random_split and accelerate's shards of streams keep them. Data sets without the method are passed over.
+    """
+    pending, seen = [dataset], set()
+    while pending:
+        part = pending.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if callable(method := getattr(part, "set_epoch", None)):
+            method(epoch)
+        several = getattr(part, "datasets", ())
+        if isinstance(several, Mapping):
+            several = several.values()
+        pending += [getattr(part, "dataset", None), *(several if isinstance(several, Collection) else ())]
+
+
+def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
+    """A loader of a stream that gives every row once, on any number of processes.
+
+    The main process reads the stream and sends each process its part of the rows. By any other way accelerate would
+    make all batches of one size by repeating rows, and could not tell them apart at the end of a stream.
+
+    Args:
+        loader: of the whole stream, with at most one worker: the batches of several end at different rows.
+        device: to which the batches are moved.
+    """
+    return prepare_data_loader(
+        loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=_rows_of_one_process
+    )
+
+
+def _rows_of_one_process(
+    batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    if num_processes == 1:
+        return batch
+    if isinstance(batch, Mapping) and "caption_image" in batch:
+        raise ValueError(
+            "Images of a stream with several captions each cannot be divided among "
+            f"{num_processes} processes. Evaluate the stream in one process, or rows that have a length."
+        )
+    return slice_tensors(batch, rows, process_index, num_processes)
 
 
 def check_batch(batch: Any) -> None:

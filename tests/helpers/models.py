@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers as tf
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 VOCABULARY, LENGTH, IMAGE = 64, 6, 16
 _TEXT = {
@@ -70,3 +71,20 @@ class Pairs(Dataset):
     def batch(self, rows: Any = slice(None)) -> dict[str, torch.Tensor]:
         tokens = self.tokens[rows]
         return {"pixel_values": self.images[rows], "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+class Stream(IterableDataset):
+    """The rows of `Pairs` one after another, without a length."""
+
+    def __init__(self, rows: int) -> None:
+        self.data = Pairs(rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.data[i] for i in range(len(self.data)))
+
+
+class SizedStream(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return len(self.data)

@@ -45,3 +45,20 @@ class StopAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == self.step
+
+
+class TrainedRows(TrainerCallback):
+    """Notes the text of every row that is encoded with a graph, one list per optimizer step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple]] = [[]]
+
+    def watch(self, trainer: InfCLTrainer) -> None:
+        def note(module: Any, args: Any, kwargs: Any) -> None:
+            if torch.is_grad_enabled():
+                self.steps[-1] += map(tuple, kwargs["input_ids"].tolist())
+
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append([])

@@ -1,0 +1,174 @@
+"""A training that stops and goes on: the same windows, random state and weights, or an error that says why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.numerics import relative_error
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from packaging import version
+from torch.utils.data import default_collate
+
+from hf_infcl import InfCLTrainer
+
+# ---- The same weights ----
+
+# Two windows an epoch; step 3 is in the middle of the second.
+OPTIONS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "save_total_limit": 1}
+
+
+def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **options: Any) -> None:
+    """Stopped after a step and continued by a trainer of other weights and random state, a run ends the same."""
+    options = {**OPTIONS, "save_steps": stop, **options}
+    whole = trainer_for(f"{folder}/whole", models.clip(dropout=0.3), data, **{**options, "save_strategy": "no"})
+    whole.train()
+    trainer_for(f"{folder}/parts", models.clip(dropout=0.3), data, **options, callbacks=[StopAt(stop)]).train()
+    assert os.path.isdir(f"{folder}/parts/checkpoint-{stop}")
+    torch.manual_seed(seed)
+    resumed = trainer_for(f"{folder}/parts", models.clip(dropout=0.3, seed=5), data, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert torch.equal(parameters(whole), parameters(resumed))
+    kept = ("loss", "grad_norm", "logit_scale")
+    history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert history[0] == history[1]
+    assert len(history[0]) == 6
+
+
+def rank_resume(rank: int, world_size: int, folder: str) -> None:
+    check_resume(f"{folder}/rows", models.Pairs(16 * world_size + 3), seed=99 + rank)
+    stream = models.Stream(16 * world_size + 3)
+    for stop in (2, 3, 4):  # at the end of the first pass, in the second, at its end
+        check_resume(f"{folder}/stream-{stop}", stream, stop, seed=99 + rank)
+    options = {"accelerator_config": {"dispatch_batches": False}}
+    check_resume(f"{folder}/own", stream, 5, seed=99 + rank, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size):
+    if world_size > 1 and version.parse(transformers.__version__) < version.parse("5.18"):
+        pytest.skip("transformers 5.17 cannot load an optimizer in several processes on CPUs")
+    ranks.run(rank_resume, world_size, str(tmp_path), always_ring=True)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_resume_is_bit_identical_with_workers(tmp_path, persistent):
+    options = {"dataloader_num_workers": 1, "dataloader_persistent_workers": persistent}
+    check_resume(str(tmp_path), models.Pairs(19), **options)
+
+
+def rank_dispatch(rank: int, world_size: int, folder: str) -> None:
+    trainer = trainer_for(folder, accelerator_config={"dispatch_batches": True})
+    with pytest.raises(ValueError, match="dispatch_batches=True, which is for streams only"):
+        trainer.train()
+
+
+def test_rows_that_the_main_process_would_send_out_are_refused(ranks, tmp_path):
+    # accelerate skips too few of them on resume.
+    ranks.run(rank_dispatch, 2, str(tmp_path))
+
+
+# ---- A finished run ----
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 3, "save_strategy": "steps", "save_steps": 2},
+        {"max_steps": 3, "save_strategy": "epoch"},
+        {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "data": models.Stream(20)},
+        {"max_steps": -1, "num_train_epochs": 1.5, "save_strategy": "epoch", "data": models.SizedStream(20)},
+        {"max_steps": 4, "save_strategy": "epoch"},
+    ],
+    ids=["steps", "epoch", "stream", "sized stream", "border"],
+)
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_finished_run_trains_nothing_when_resumed(tmp_path, options, fewer, caplog):
+    options = {"data": models.Pairs(20), "save_total_limit": 2, **options}
+    whole = trainer_for(tmp_path, **options)
+    whole.train()
+    assert whole.steps_trained == whole.state.global_step
+    before = files(tmp_path)
+    if options["max_steps"] > 0:
+        options["max_steps"] -= fewer
+    resumed = trainer_for(tmp_path, models.clip(seed=5), **options)
+    output = resumed.train(resume_from_checkpoint=True)
+    assert output.global_step == whole.state.global_step
+    assert resumed.steps_trained == 0
+    assert torch.equal(parameters(resumed), parameters(whole))
+    assert files(tmp_path) == before
+    assert "Nothing is left to train" in caplog.text
+
+
+# ---- Another run ----
+
+
+def stopped(folder: Any, **options: Any) -> None:
+    trainer_for(folder, **{**OPTIONS, **options}, callbacks=[StopAt(3)]).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_accumulation_steps": 1}, r"global_batch_size was 8 and is 4.*resume_with_changes"),
+        ({"objective": "sigmoid"}, r"objective was 'softmax' and is 'sigmoid'"),
+        ({"model": models.siglip()}, r"model was 'CLIPModel with .* parameters' and is 'SiglipModel with "),
+        ({"data": models.Pairs(39)}, r"data was 'Pairs, 40 rows, .* and is 'Pairs, 39 rows, "),
+        ({"data_seed": 7}, r"data was 'Pairs, .* seed 42' and is 'Pairs, .* seed 7'"),
+        ({"train_sampling_strategy": "sequential"}, r"data was .*shuffled.* and is .*in order"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_run_s_checkpoint_is_refused(tmp_path, changes, message):
+    stopped(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **{**OPTIONS, **changes}).train(resume_from_checkpoint=True)
+
+
+def test_a_changed_global_batch_can_be_asked_for(tmp_path):
+    stopped(tmp_path)
+    resumed = trainer_for(tmp_path, **OPTIONS, gradient_accumulation_steps=1, resume_with_changes=True)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+
+
+def test_another_split_of_the_same_global_batch_goes_on(tmp_path):
+    stopped(tmp_path)
+    options = {**OPTIONS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    resumed = trainer_for(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer_for(tmp_path / "whole", **OPTIONS)
+    whole.train()
+    assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
+
+
+# ---- Secrets ----
+
+TOKEN = "hf_thisIsTheTokenOfTheTest"
+
+
+def test_no_file_or_text_holds_the_token(tmp_path, capfd, caplog):
+    args = arguments(tmp_path, hub_token=TOKEN, **{**OPTIONS, "max_steps": 1, "save_steps": 1})
+    trainer = InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    print(args, repr(args), args.to_json_string(), args.to_sanitized_dict(), args.to_dict())
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert tmp_path / "training_args.bin" in written
+    assert tmp_path / "checkpoint-1" / "training_args.bin" in written
+    assert not [path for path, content in written.items() if TOKEN.encode() in content]
+    printed = capfd.readouterr()
+    assert "<HUB_TOKEN>" in printed.out
+    assert TOKEN not in printed.out + printed.err + caplog.text
+    assert args.hub_token == TOKEN, "it is still there for the push"

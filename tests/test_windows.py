@@ -1,0 +1,219 @@
+"""The windows of a training: full global batches of distinct rows, from data sets and from streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.trainers import TrainedRows, trainer_for
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, random_split
+from transformers import TrainerCallback
+
+from hf_infcl.processes import Processes
+from hf_infcl.training.windows import WindowSampler
+
+# ---- Data sets ----
+
+
+def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
+    rows = range(50)
+    sampler = WindowSampler(rows, 16, shuffle=True, seed=1)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+        assert len(epochs[-1]) == len(sampler) == 48
+        assert len(set(epochs[-1])) == 48
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) != set(epochs[1]), "the rows left over change"
+    sampler.set_epoch(0)
+    assert list(sampler) == epochs[0]
+    assert list(WindowSampler(rows, 24, shuffle=True, seed=1)) == epochs[0]
+    assert list(WindowSampler(rows, 16, shuffle=True, seed=2)) != epochs[0]
+    assert list(WindowSampler(rows, 16, shuffle=False, seed=1)) == list(range(48))
+
+
+def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
+    rows = TrainedRows()
+    trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
+    rows.watch(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 4  # two full windows of 16 an epoch, five rows left over
+    return rows.steps[:4]
+
+
+def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
+    zero, one = ranks.run(rank_rows, 2, str(tmp_path))
+    for a, b in zip(zero, one, strict=True):
+        assert len(a) == len(b) == 8
+        assert len(set(a + b)) == 16
+    epochs = [set(zero[i] + one[i] + zero[i + 1] + one[i + 1]) for i in (0, 2)]
+    assert all(len(rows) == 32 for rows in epochs)
+    assert zero[0] != zero[2]
+
+
+class Epochs(models.Pairs):
+    """Notes the epochs that it is told."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch not in self.epochs[-1:]:
+            self.epochs.append(epoch)
+
+
+class StreamOfEpochs(models.Stream):
+    def __init__(self, rows: int) -> None:
+        self.data = Epochs(rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.data.set_epoch(epoch)
+
+
+class Wrapper(Dataset):
+    """What a user writes to transform the items of another data set."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.dataset[row]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda data: data,
+        lambda data: Subset(data, range(17)),
+        lambda data: random_split(data, [17, 3])[0],
+        lambda data: ConcatDataset([models.Pairs(3), Wrapper(data)]),
+        lambda data: Wrapper(Subset(ConcatDataset([data, data]), range(18))),
+        lambda data: ChainDataset([models.Stream(3), data]),
+    ],
+    ids=["itself", "Subset", "random_split", "ConcatDataset", "nested", "ChainDataset"],
+)
+def test_every_epoch_reaches_a_data_set_however_it_is_wrapped(tmp_path, wrap, request):
+    data = StreamOfEpochs(20) if request.node.callspec.id == "ChainDataset" else Epochs(20)
+    wrapped = wrap(data)
+    trainer_for(
+        tmp_path, data=wrapped, max_steps=6, gradient_accumulation_steps=1, per_device_train_batch_size=8
+    ).train()
+    assert getattr(data, "data", data).epochs == [0, 1, 2]
+
+
+# ---- Streams ----
+
+
+def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
+    calls, agree = [], Processes.agree
+    monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
+    trainer_for(tmp_path, data=models.Stream(20), max_steps=6).train()
+    # Two full windows a pass, and the one that was not in the two passes that came to it.
+    assert len(calls) == 3 + 3 + 2
+
+
+def rank_stream(rank: int, world_size: int, folder: str) -> int:
+    class CleanStart(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            assert all(p.grad is None for p in model.parameters()), "a gradient leaked into this window"
+
+    rows = TrainedRows()
+    # 42 rows: two windows of 16 on two ranks (five of 8 on one), then an incomplete one, every pass.
+    trainer = trainer_for(folder, data=models.Stream(42), max_steps=12 // world_size, callbacks=[rows, CleanStart()])
+    rows.watch(trainer)
+    trainer.train()
+    assert {len(step) for step in rows.steps[:-1]} == {8}
+    return trainer.state.global_step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_never_trains_on_a_short_window(ranks, tmp_path, world_size):
+    assert ranks.run(rank_stream, world_size, str(tmp_path)) == [12 // world_size] * world_size
+
+
+def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int, float]]:
+    reached = []
+    for dispatch in (False, True):
+        for length in ({"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 2}):
+            data = models.SizedStream(20 * world_size)
+            options = {"accelerator_config": {"dispatch_batches": dispatch}, "learning_rate": 1e-3, **length}
+            trainer = trainer_for(folder, data=data, **options)
+            trainer.train()
+            reached.append((trainer.state.global_step, trainer.lr_scheduler.get_last_lr()[0]))
+    return reached
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world_size):
+    # Two full windows a pass and half of a third, which Trainer would count.
+    for reached in ranks.run(rank_sized_stream, world_size, str(tmp_path)):
+        assert reached == [(6, 0.0), (4, 0.0)] * 2
+
+
+def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
+    # By itself accelerate would fill the window with rows that it has already.
+    trainer = trainer_for(folder, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
+    with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("rows", [3, 9, 15])
+def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispatch):
+    ranks.run(rank_short_stream, 2, str(tmp_path), rows, dispatch)
+
+
+class Uneven(models.Stream):
+    """Of two workers one has ten rows and the other the rest."""
+
+    def __iter__(self):
+        first = torch.utils.data.get_worker_info().id == 0
+        return (self.data[i] for i in (range(10) if first else range(10, len(self.data))))
+
+
+def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
+    trainer = trainer_for(tmp_path, data=Uneven(110), max_steps=12, dataloader_num_workers=2)
+    rows = TrainedRows()
+    rows.watch(trainer)
+    trainer.train()
+    assert len({text for step in rows.steps for text in step}) == 12 * 8
+
+
+class Parts(models.Stream):
+    """Every worker has a part of the rows, of unequal sizes."""
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info()
+        return (
+            self.data[i] for i in range(len(self.data)) if worker is None or i % 3 % worker.num_workers == worker.id
+        )
+
+
+def evaluate_stream(folder: str, data: Any, dispatch: bool | None, workers: int = 0) -> dict[str, float]:
+    options = {"per_device_eval_batch_size": 4, "dataloader_num_workers": workers}
+    return trainer_for(folder, accelerator_config={"dispatch_batches": dispatch}, **options).evaluate(data)
+
+
+def rank_evaluate_stream(rank: int, world_size: int, folder: str, rows: int) -> list[dict[str, float]]:
+    streams = models.Stream(rows), models.SizedStream(rows)
+    return [evaluate_stream(folder, stream, dispatch) for stream in streams for dispatch in (False, None)]
+
+
+@pytest.mark.parametrize("rows", [3, 10, 17])
+def test_a_stream_is_evaluated_without_padding_on_any_number_of_ranks(ranks, tmp_path, rows):
+    expected = evaluate_stream(tmp_path, models.Pairs(rows), None)
+    found = {1: [evaluate_stream(tmp_path, Parts(rows), None, workers=2)]}
+    for world_size in (2, 3):
+        by_rank = ranks.run(rank_evaluate_stream, world_size, str(tmp_path), rows)
+        found[world_size] = [metrics for results in by_rank for metrics in results]
+    for world_size, results in found.items():
+        for metrics in results:
+            for name in ("eval_loss", "eval_image_retrieval_recall@10", "eval_text_retrieval_recall@10"):
+                assert metrics[name] == pytest.approx(expected[name], rel=1e-5), (world_size, name)
