@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -56,6 +58,9 @@ def rank_errors(rank: int, world_size: int) -> None:
             contrastive_loss(*args, **options)
     x, y = features(4, 8)
     contrastive_loss(x, y, 1.0)  # nothing is left hanging
+    with warnings.catch_warnings():  # torch warns about numbers taken from what has a gradient
+        warnings.simplefilter("error")
+        contrastive_loss(x, y, torch.tensor(1.0, requires_grad=True), torch.zeros(1, requires_grad=True))
 
 
 def test_every_process_is_told_what_is_wrong_on_one(ranks):

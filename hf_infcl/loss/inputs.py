@@ -118,9 +118,9 @@ class Inputs:
             *self.image_embeds.shape,
             _DTYPES.index(self.image_embeds.dtype),
             self.image_embeds.device.type == "cpu",
-            float(self.logit_scale),
+            _number(self.logit_scale),
             self.logit_bias is not None,
-            0 if self.logit_bias is None else float(self.logit_bias),
+            0 if self.logit_bias is None else _number(self.logit_bias),
             OBJECTIVES.index(self.objective),
             list(STRATEGIES).index(self.strategy),
             self.pair_ids is not None,
@@ -129,12 +129,12 @@ class Inputs:
 
     def _description(self) -> str:
         """The arguments in words, for a message that compares those of several processes."""
-        bias = "None" if self.logit_bias is None else f"{float(self.logit_bias):g}"
+        bias = "None" if self.logit_bias is None else f"{_number(self.logit_bias):g}"
         names = ("image_embeds", "text_embeds", "logit_scale", "logit_bias")
         gradients = [name for name, want in zip(names, self.wanted(), strict=True) if want]
         return (
             f"embeddings {list(self.image_embeds.shape)} {self.image_embeds.dtype} on {self.image_embeds.device.type}, "
-            f"logit_scale {float(self.logit_scale):.9g}, logit_bias {bias}, {self.objective}, {self.strategy}, "
+            f"logit_scale {_number(self.logit_scale):.9g}, logit_bias {bias}, {self.objective}, {self.strategy}, "
             f"{'no' if self.pair_ids is None else 'with'} pair_ids, gradients for {', '.join(gradients) or 'nothing'}"
         )
 
@@ -150,3 +150,8 @@ def _not_embeddings(name: str, value: Any) -> str:
         f"{name} must be a tensor, [b, D], got a {type(value).__name__}. Of a transformers model's output, pass "
         "image_embeds and text_embeds, or a tower's pooler_output."
     )
+
+
+def _number(value: Tensor | float) -> float:
+    """The value without its gradient, which torch would warn about."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
