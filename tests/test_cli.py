@@ -264,6 +264,15 @@ def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
     assert {name: getattr(namespace, name) for name in expected} == expected
 
 
+def test_the_best_checkpoint_is_chosen_by_what_is_measured():
+    words = "--model m --dataset d --zero_shot_dataset z --load_best_model_at_end --metric_for_best_model"
+    namespace, _ = parser().read([*words.split(), "eval_zero_shot_acc5"])
+    train.check_best_metric(namespace)
+    train.check_best_metric(namespace, classes=5)
+    with pytest.raises(ValueError, match="one of zero_shot_acc1, zero_shot_mean_per_class_recall, got"):
+        train.check_best_metric(namespace, classes=4)
+
+
 # ---- Options ----
 
 
@@ -452,6 +461,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "./no/such/model"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
+        ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "5000"),
     ],
 )

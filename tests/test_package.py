@@ -40,14 +40,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_archives_hold_the_package_and_nothing_else(wheel):
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_infcl").rglob("*.py")}
+    files = [path for path in (ROOT / "hf_infcl").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    package = {str(path.relative_to(ROOT)) for path in files}
+    assert "hf_infcl/py.typed" in package
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names >= modules | {"hf_infcl/py.typed"}
-    assert {name.partition("/")[0] for name in names} == {"hf_infcl"}
+    assert names == package
     with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= modules | {"hf_infcl/py.typed", "pyproject.toml", "README.md", "LICENSE"}
+    assert names >= package | {"pyproject.toml", "README.md", "LICENSE"}
 
 
 def test_the_metadata_say_what_an_index_shows(wheel):

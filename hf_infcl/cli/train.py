@@ -56,12 +56,15 @@ def train(words: Sequence[str]) -> None:
         train_dataset = ImageTextDataset(
             load_pairs(data.dataset, split=data.split, name=data.dataset_name),
             seed=args.seed,
+            augmentation=data.augmentation,
             on_bad_sample=data.on_bad_sample,
             augmentation=data.augmentation,
             min_side=data.min_side,
             **columns.of_pairs,
         )
         eval_datasets = evaluation_datasets(columns, evaluation)
+        if "zero_shot" in eval_datasets:
+            check_best_metric(namespace, len(eval_datasets["zero_shot"].class_names))
         model, processor = load(model_options.model)
         model_class = type(model).__name__
         if lora.lora_rank is not None:
@@ -154,13 +157,19 @@ def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     return chosen
 
 
-def check_best_metric(namespace: argparse.Namespace) -> None:
-    """Raises a ValueError if the checkpoint that is best by some metric is wanted and that metric is not measured."""
+def check_best_metric(namespace: argparse.Namespace, classes: int | None = None) -> None:
+    """Raises a ValueError if the checkpoint that is best by some metric is wanted and that metric is not measured.
+
+    Args:
+        namespace: all options.
+        classes: the number of classes, once the zero-shot data set is open; fewer than five have no top-5 accuracy.
+    """
     if not namespace.load_best_model_at_end:
         return
     names = [f"pairs_{metric}" for metric in PAIR_METRICS] if namespace.eval_dataset else []
     if namespace.zero_shot_dataset:
-        names += [f"zero_shot_{metric}" for metric in ZERO_SHOT_METRICS]
+        few = classes is not None and classes < 5
+        names += [f"zero_shot_{metric}" for metric in ZERO_SHOT_METRICS if not (few and metric == "acc5")]
     if not names:
         raise ValueError(
             "load_best_model_at_end needs something to evaluate: pass --eval_dataset, --zero_shot_dataset or both."
