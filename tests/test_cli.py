@@ -162,6 +162,11 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "--resume_from_checkpoint true" in line
     assert left_in(out) == before
 
+    # Resumed when it is finished, nothing is trained, and what there is stays as it is.
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, "--resume_from_checkpoint", "true")
+    assert "stay as they are" in capsys.readouterr().out
+    assert left_in(out) == before
+
     infcl(*small, "--max_steps", 3, "--resume_from_checkpoint", "true")
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
     assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from ..data.augmentation import PRESETS
 from .launched import tell
 
 
@@ -50,9 +49,6 @@ class DataOptions:
     dataset: str = field(metadata={"help": "Required. Image-text pairs to train on: a Hub id or a folder."})
     dataset_name: str | None = field(default=None, metadata={"help": "Its configuration, where it has several."})
     split: str = field(default="train", metadata={"help": "Its split."})
-    augmentation: str = field(
-        default="none", metadata={"help": f"What is done to training images: {', '.join(PRESETS)}."}
-    )
     on_bad_sample: str = field(
         default="raise", metadata={"help": "What to do with a broken image or an empty caption: 'raise' or 'skip'."}
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from torch.distributed.elastic.multiprocessing.errors import record
-from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data import ImageTextDataset, load_pairs
@@ -56,7 +55,6 @@ def train(words: Sequence[str]) -> None:
         train_dataset = ImageTextDataset(
             load_pairs(data.dataset, split=data.split, name=data.dataset_name),
             seed=args.seed,
-            augmentation=data.augmentation,
             on_bad_sample=data.on_bad_sample,
             augmentation=data.augmentation,
             min_side=data.min_side,
@@ -69,14 +67,8 @@ def train(words: Sequence[str]) -> None:
         model_class = type(model).__name__
         if lora.lora_rank is not None:
             model = with_adapters(model, lora.lora_rank, lora.lora_targets)
-        begin = _Begin()
         trainer = InfCLTrainer(
-            model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_datasets or None,
-            processing_class=processor,
-            callbacks=[begin],
+            model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
     if trainer.is_world_process_zero():
         if chosen:
@@ -86,9 +78,9 @@ def train(words: Sequence[str]) -> None:
     resume: Any = {"true": True}.get((args.resume_from_checkpoint or "").lower(), args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         trained = trainer.train(resume_from_checkpoint=resume)
-    if trained.global_step == begin.step:
+    if trainer.steps_trained == 0:  # the trainer has said that the run was complete
         if trainer.is_world_process_zero():
-            print(f"Nothing was left to train after step {begin.step}. {args.output_dir} is as it was.")
+            print(f"The model, its card and its results in {args.output_dir} stay as they are.")
         leave(trainer)
         return
     trainer.log_metrics("train", trained.metrics)
@@ -221,12 +213,3 @@ def evaluations(
             source, split = str(options.zero_shot_dataset), options.zero_shot_split
             found.append(Evaluation(source, split, len(dataset), part, dataset.templates, dataset.class_names))
     return found
-
-
-class _Begin(TrainerCallback):
-    """Remembers the step at which a training began: that of the checkpoint where it was resumed."""
-
-    step = 0
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step = state.global_step
