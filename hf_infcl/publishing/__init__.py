@@ -1,1 +1,18 @@
-"""What is published beside a trained model: its card and its curves."""
+"""What is published beside a trained model: its record, its card and its curves."""
+
+from .callback import CardCallback, write_publication
+from .card import model_card
+from .curves import plot_curves
+from .record import Evaluation, Source, TrainingRecord, source_name, training_record
+
+__all__ = [
+    "CardCallback",
+    "Evaluation",
+    "Source",
+    "TrainingRecord",
+    "model_card",
+    "plot_curves",
+    "source_name",
+    "training_record",
+    "write_publication",
+]

@@ -1,0 +1,258 @@
+"""The model card of a training run: the facts of a `TrainingRecord` in the wording of `model_cards/template.md`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+
+from .record import Evaluation, Source, TrainingRecord
+
+_SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
+# The example that a model's page on the Hub offers to run.
+_WIDGET = {
+    "src": "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png",
+    "candidate_labels": "playing music, playing sports",
+    "example_title": "Cat and dog",
+}
+_OBJECTIVES = {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as SigLIP)"}
+
+
+def model_card(record: TrainingRecord, *, curves: str | None = None) -> ModelCard:
+    """The card of a trained model: the data, the method, the results, and what is not known about it.
+
+    Args:
+        record: the facts.
+        curves: the file name of the picture beside the card, if there is one.
+
+    Returns:
+        A card with model-index metadata; ``card.save(path)`` writes it.
+    """
+    evaluations = record.evaluations
+    datasets = [source.dataset for source in record.sources if source.on_hub]
+    data = ModelCardData(
+        model_name=record.name,
+        library_name="peft" if record.adapter else "transformers",
+        pipeline_tag="zero-shot-image-classification",
+        tags=[
+            *("contrastive-learning", "image-text", "hf_infcl", f"loss:{record.objective}"),
+            *([f"dataset_size:{record.pairs}"] if record.pairs is not None else []),
+        ],
+        base_model=record.start if record.start_on_hub else None,
+        base_model_relation=("adapter" if record.adapter else "finetune") if record.start_on_hub else None,
+        datasets=datasets or None,
+        eval_results=_model_index(evaluations) or None,
+        widget=[_WIDGET],
+    )
+    return ModelCard.from_template(
+        data,
+        template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
+        name=record.name,
+        model_class=record.model_class,
+        adapter=record.adapter,
+        sources=_joined([_code(source.dataset) for source in record.sources]),
+        training=_table(("", ""), _training_rows(record)),
+        results=_results(record),
+        usage=_usage(record),
+        curves=curves,
+    )
+
+
+def write_eval_results(record: TrainingRecord, folder: str | Path) -> list[Path]:
+    """Write the results on datasets of the Hub in its format for leaderboards, ``.eval_results/*.yaml``.
+
+    Returns:
+        The files written: one for each dataset of the Hub that was measured.
+    """
+    written = []
+    for evaluation in record.evaluations:
+        if not evaluation.on_hub:
+            continue
+        entries = [
+            EvalResultEntry(evaluation.dataset, metric, round(value, 4), notes=f"split {evaluation.split}")
+            for metric, value in _defined(evaluation)
+        ]
+        path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
+    processes = "1 process" if record.processes == 1 else f"{record.processes} processes"
+    seen = record.steps * record.global_batch_size
+    passes = "" if record.pairs is None else f", {seen / record.pairs:.1f} passes over the data"
+    of_total = "" if record.pairs is None else f"{record.pairs:,} images with captions: "
+    yield "start", _code(record.start)
+    yield "data", of_total + _joined([_describe_source(source) for source in record.sources])
+    if record.skipped:
+        yield "bad samples", f"{record.skipped:,} replaced by another row or left out"
+    yield "objective", _OBJECTIVES[record.objective]
+    if record.frozen:
+        yield "frozen", f"{record.frozen} tower"
+    yield (
+        "global batch",
+        f"**{record.global_batch_size:,} pairs** = {record.per_device_batch_size} per device × "
+        f"{record.accumulation_steps} accumulation steps × {processes}",
+    )
+    if record.processes > 1:
+        yield "strategy", f"{_code(record.strategy)} shares the batch among the processes"
+    yield (
+        "negatives",
+        f"all other pairs of the batch but those of equal {_code(record.pair_id_column)}"
+        if record.pair_id_column
+        else "all other pairs of the batch, those with equal captions included",
+    )
+    yield "length", f"{record.steps:,} optimizer steps, {seen:,} pairs seen{passes}"
+    yield from record.settings.items()
+    yield "time", f"{_duration(record.seconds)} with {processes} on {record.device}"
+    if record.peak_memory is not None:
+        yield "peak memory", f"{record.peak_memory / 2**30:.1f} GiB on one GPU"
+    yield "versions", ", ".join(f"{package} {version}" for package, version in record.versions.items())
+
+
+def _describe_source(source: Source) -> str:
+    facts = [f"split {source.split}"]
+    if source.weight is not None:
+        facts.append(f"{source.weight:.1%} of the draws")
+    facts.append(f"licence {source.license}" if source.license else "no licence stated")
+    return f"{_code(source.dataset)} ({', '.join(facts)})"
+
+
+def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
+    """The metrics that have a value: a top-5 accuracy of four classes has none."""
+    return [
+        (metric, value)
+        for metric, value in evaluation.metrics.items()
+        if metric not in _SPEED and value is not None and not math.isnan(value)
+    ]
+
+
+def _metric_name(metric: str) -> str:
+    known = {
+        "loss": "contrastive loss of the whole set as one batch",
+        "acc1": "top-1 accuracy",
+        "acc5": "top-5 accuracy",
+    }
+    return known.get(metric, metric.replace("_", " "))
+
+
+def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
+    results = []
+    for evaluation in evaluations:
+        if evaluation.templates:
+            task = "zero-shot-image-classification", "Zero-shot image classification"
+        else:
+            task = "image-text-retrieval", "Image-text retrieval"
+        results += [
+            EvalResult(
+                task_type=task[0],
+                task_name=task[1],
+                dataset_type=evaluation.dataset,
+                dataset_name=evaluation.dataset,
+                dataset_split=evaluation.split,
+                metric_type={"acc1": "accuracy", "acc5": "accuracy", "loss": "loss"}.get(metric, "recall"),
+                metric_name=_metric_name(metric),
+                metric_value=round(value, 4),
+            )
+            for metric, value in _defined(evaluation)
+        ]
+    return results
+
+
+def _results(record: TrainingRecord) -> str:
+    if not record.evaluations:
+        return "None: the model was not evaluated."
+    rows, notes = [], []
+    for evaluation in record.evaluations:
+        where = f"{_code(evaluation.dataset)}, {evaluation.split}"
+        for metric, value in _defined(evaluation):
+            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}"))
+        if evaluation.templates:
+            prompts = ", ".join(f"“{template}”" for template in evaluation.templates)
+            notes.append(
+                f"Zero-shot classification of {where} into {len(evaluation.class_names)} classes averages the "
+                f"embeddings of the prompts {prompts}. The pipeline below takes one prompt."
+            )
+    if record.measured_during_training:
+        which = "the best of these evaluations" if record.best else "the last step, not of the best"
+        notes.append(f"The same sets were measured during training; the figures are those of {which}.")
+    return "\n\n".join([_table(("set", "images", "metric", "value"), rows), *notes])
+
+
+def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
+    """Labels and a prompt for an example: those of a zero-shot evaluation, if there was one."""
+    for evaluation in evaluations:
+        if evaluation.templates:
+            return list(evaluation.class_names[:3]), evaluation.templates[0]
+    return ["dog", "cat"], "a photo of a {}."
+
+
+def _usage(record: TrainingRecord) -> str:
+    labels, template = _zero_shot(record.evaluations)
+    location, base = json.dumps(record.location, ensure_ascii=False), json.dumps(record.start, ensure_ascii=False)
+    ask = (
+        f'classifier("image.png", candidate_labels={json.dumps(labels, ensure_ascii=False)}, '
+        f"hypothesis_template={json.dumps(template, ensure_ascii=False)})"
+    )
+    if record.adapter:
+        return "\n".join(
+            (
+                "from peft import PeftModel",
+                f"from transformers import AutoProcessor, {record.model_class}, pipeline",
+                "",
+                f"model = PeftModel.from_pretrained({record.model_class}.from_pretrained({base}), {location})",
+                f"processor = AutoProcessor.from_pretrained({location})",
+                "",
+                'classifier = pipeline("zero-shot-image-classification", model=model.merge_and_unload(),',
+                "                      tokenizer=processor.tokenizer, image_processor=processor.image_processor)",
+                ask,
+            )
+        )
+    return "\n".join(
+        (
+            f"from transformers import AutoProcessor, {record.model_class}, pipeline",
+            "",
+            f"model = {record.model_class}.from_pretrained({location})",
+            f"processor = AutoProcessor.from_pretrained({location})",
+            "",
+            f'classifier = pipeline("zero-shot-image-classification", model={location})',
+            ask,
+        )
+    )
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(hours or minutes) + [f"{rest} s"]
+    return " ".join(parts)
+
+
+def _joined(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _code(text: str) -> str:
+    """The text in code style: between more backticks than it holds in a row, as CommonMark asks for."""
+    fence = "`"
+    while fence in text:
+        fence += "`"
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{_one_line(text)}{space}{fence}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; pipes within cells are escaped, within code too, where the tables of the Hub ask for it."""
+    cells = [[_one_line(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells])

@@ -1,0 +1,69 @@
+"""The picture of a run: its losses, accuracies and recalls over the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+Line = list[tuple[int, float]]  # optimizer steps and values
+
+
+def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    """Draw the training loss and, in panels of their own, the losses and the scores of the evaluations.
+
+    A contrastive loss grows with the number of pairs that it is computed over, so that of a global batch and that of an
+    evaluation set have no axis in common.
+
+    Args:
+        log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
+        path: the picture, PNG or another format of matplotlib.
+
+    Raises:
+        ValueError: the history holds no training loss.
+    """
+    # Not pyplot: it keeps global state and chooses a screen, neither of which is a library's business.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    training: dict[str, Line] = {}
+    losses: dict[str, Line] = {}
+    scores: dict[str, Line] = {}
+    for entry in log_history:
+        for key, value in entry.items():
+            if value is None:
+                continue
+            if key == "loss":
+                pairs = entry.get("global_batch_size")
+                training.setdefault(f"one batch of {pairs:,} pairs" if pairs else "one batch", []).append(
+                    (entry["step"], value)
+                )
+            elif key.startswith("eval_") and key.endswith("_loss"):
+                losses.setdefault(_label(key), []).append((entry["step"], value))
+            elif key.startswith("eval_") and key.endswith(("acc1", "recall@1")):
+                scores.setdefault(_label(key), []).append((entry["step"], value))
+    if not training:
+        raise ValueError("The log history holds no training loss. Train with logging_steps no greater than the steps.")
+
+    panels = [("training loss (nats)", training, None), ("evaluation loss (nats)", losses, None)]
+    panels = [panel for panel in [*panels, ("fraction correct", scores, 1.02)] if panel[1]]
+    figure = Figure(figsize=(7, 1 + 2.3 * len(panels)), layout="constrained", dpi=150)
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axis, (label, lines, top) in zip(axes, panels, strict=True):
+        for index, (name, points) in enumerate(lines.items()):
+            axis.plot(*zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], marker=".", label=name)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0, top=top)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False)
+    axes[-1].set_xlabel("optimizer step")
+    figure.savefig(path)
+
+
+def _label(key: str) -> str:
+    return key.removeprefix("eval_").replace("_", " ")

@@ -1,0 +1,242 @@
+"""The facts about a training run, kept as JSON beside the model so that its card can be written again at any time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerState
+
+from .. import __version__
+from ..training.arguments import InfCLTrainingArguments
+
+RECORD_FILE = "training_record.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was trained on.
+
+    Args:
+        dataset: Hub id, or the last part of a local path.
+        on_hub: whether ``dataset`` is a Hub id, which the card links.
+        split: the split.
+        license: the licence that the Hub states, None where it states none.
+        weight: the share of the draws in a mixture of several sources, None for a single one.
+    """
+
+    dataset: str
+    on_hub: bool
+    split: str = "train"
+    license: str | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The measurements on one dataset.
+
+    Args:
+        dataset: Hub id, or the last part of a local path.
+        on_hub: whether ``dataset`` is a Hub id.
+        split: the split.
+        size: the number of images.
+        key: the name of the dataset in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``.
+        metrics: those of `InfCLTrainer.evaluate` without their prefixes: zero-shot accuracies, or loss and recalls.
+        templates: the prompts of a zero-shot classification; empty for image-text pairs.
+        class_names: the names of its classes; empty for image-text pairs.
+    """
+
+    dataset: str
+    on_hub: bool
+    split: str
+    size: int
+    key: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    templates: Sequence[str] = ()
+    class_names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """Every fact that a model card states about a training run; values that do not apply are None or empty.
+
+    Args:
+        name: the model's name.
+        location: what ``from_pretrained`` takes in the card's example.
+        model_class: the class of transformers that loads the model, "CLIPModel".
+        start: the checkpoint that the training started from: Hub id, or the last part of a local path.
+        start_on_hub: whether ``start`` is a Hub id.
+        adapter: whether the repository holds an adapter (LoRA) instead of the whole model.
+        sources: the datasets.
+        pairs: the images with captions in all of them, None where a stream does not tell.
+        objective: "softmax" or "sigmoid".
+        strategy: how the processes shared a batch.
+        per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
+        pair_id_column: pairs of equal value in this column were not each other's negatives.
+        frozen: the tower that did not train, "image" or "text".
+        steps: the optimizer steps.
+        settings: further rows of the training table, by name: optimizer, learning rate, precision, ...
+        seconds: the duration of the training, the parts before an interruption included.
+        device: the name of the processor, "NVIDIA H200" or "CPU".
+        peak_memory: the largest memory of one GPU in bytes, None on CPUs.
+        skipped: how many times a bad sample was replaced or left out.
+        versions: the versions of the packages, by name.
+        evaluations: every dataset that was measured.
+        measured_during_training: whether the same sets were looked at during the training.
+        best: whether the weights are those of the best evaluation instead of the last step's.
+    """
+
+    name: str
+    location: str
+    model_class: str
+    start: str
+    start_on_hub: bool
+    sources: Sequence[Source]
+    objective: str
+    strategy: str
+    per_device_batch_size: int
+    accumulation_steps: int
+    processes: int
+    steps: int
+    seconds: float
+    device: str
+    versions: Mapping[str, str]
+    pairs: int | None = None
+    adapter: bool = False
+    pair_id_column: str | None = None
+    frozen: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    peak_memory: int | None = None
+    skipped: int = 0
+    evaluations: Sequence[Evaluation] = ()
+    measured_during_training: bool = False
+    best: bool = False
+
+    @property
+    def global_batch_size(self) -> int:
+        """The pairs of one contrastive batch."""
+        return self.per_device_batch_size * self.accumulation_steps * self.processes
+
+    def save(self, folder: str | Path) -> None:
+        """Write the record into the folder, as `RECORD_FILE`."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TrainingRecord:
+        """Read the record of a folder.
+
+        Raises:
+            ValueError: the folder has no record, or it cannot be read.
+        """
+        path = Path(folder, RECORD_FILE)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["sources"] = [Source(**source) for source in values["sources"]]
+            values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
+            return cls(**values)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder} has no {RECORD_FILE}: a card is written from the record that `infcl train` leaves there."
+            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a record of a training: {type(error).__name__}: {error}.") from error
+
+
+def training_record(
+    args: InfCLTrainingArguments,
+    state: TrainerState,
+    *,
+    model_class: str,
+    start: str,
+    sources: Sequence[Source],
+    objective: str,
+    pairs: int | None = None,
+    pair_id_column: str | None = None,
+    adapter: bool = False,
+    evaluations: Sequence[Evaluation] = (),
+    settings: Mapping[str, str] | None = None,
+) -> TrainingRecord:
+    """The record of a run from its arguments and its state; the rest of the arguments as in `TrainingRecord`.
+
+    The duration, the peak memory, the number of bad samples and the metrics are the last ones in
+    ``state.log_history``, which a resumed run goes on with.
+
+    Args:
+        args: the arguments of the training. The last part of ``output_dir`` is the model's name.
+        state: the trainer's state.
+        start: Hub id or folder of the checkpoint that the training started from.
+        evaluations: the datasets that are measured, without their metrics.
+        settings: further rows of the training table.
+    """
+    name = Path(args.output_dir or ".").resolve().name
+    start_name, start_on_hub = source_name(start)
+    as_text = args.to_dict()  # enums as their values
+    return TrainingRecord(
+        name=name,
+        location=args.hub_model_id or f"path/to/{name}",
+        model_class=model_class,
+        start=start_name,
+        start_on_hub=start_on_hub,
+        adapter=adapter,
+        sources=sources,
+        pairs=pairs,
+        objective=objective,
+        strategy=args.strategy,
+        per_device_batch_size=args.per_device_train_batch_size,
+        accumulation_steps=args.gradient_accumulation_steps,
+        processes=args.world_size,
+        pair_id_column=pair_id_column,
+        frozen=args.freeze,
+        steps=state.global_step,
+        settings={
+            "optimizer": f"{as_text['optim']}, β = ({args.adam_beta1}, {args.adam_beta2}), "
+            f"weight decay {args.weight_decay}",
+            "learning rate": f"{args.learning_rate:g}, {as_text['lr_scheduler_type']}, "
+            f"{args.get_warmup_steps(state.max_steps)} steps of warm-up",
+            "seed": str(args.seed),
+            "precision": "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32",
+            **(settings or {}),
+        },
+        seconds=_last(state, "train_seconds", 0.0),
+        device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
+        peak_memory=_last(state, "peak_memory", None),
+        skipped=_last(state, "skipped_samples", 0),
+        versions={
+            "hf_infcl": __version__,
+            **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
+        },
+        evaluations=[
+            replace(evaluation, metrics=metrics)
+            for evaluation in evaluations
+            if (metrics := _last_metrics(state, f"eval_{evaluation.key}_"))
+        ],
+        measured_during_training=args.eval_strategy != "no",
+        best=bool(args.load_best_model_at_end),
+    )
+
+
+def source_name(source: str) -> tuple[str, bool]:
+    """The name under which a card mentions a dataset or checkpoint, and whether it is a Hub id.
+
+    A local path is mentioned by its last part alone, so that cards tell nothing about the machine.
+    """
+    path = Path(source)
+    return (path.resolve().name, False) if path.exists() or path.is_absolute() else (source, True)
+
+
+def _last(state: TrainerState, key: str, default: Any) -> Any:
+    return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
+
+
+def _last_metrics(state: TrainerState, prefix: str) -> dict[str, float]:
+    for entry in reversed(state.log_history):
+        if metrics := {name.removeprefix(prefix): v for name, v in entry.items() if name.startswith(prefix)}:
+            return metrics
+    return {}

@@ -1,0 +1,253 @@
+"""What is published says what was measured: the record of a run, its card, its curves and the Hub's result files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import re
+from typing import Any
+
+import pytest
+import yaml
+from helpers.trainers import trainer_for
+from huggingface_hub import ModelCard
+from PIL import Image
+from transformers import TrainerState
+
+from hf_infcl import InfCLTrainingArguments
+from hf_infcl.publishing import (
+    CardCallback,
+    Evaluation,
+    Source,
+    TrainingRecord,
+    model_card,
+    plot_curves,
+    source_name,
+    training_record,
+    write_publication,
+)
+
+ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}
+PAIRS = {"loss": 1.25, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.75, "steps_per_second": 3.0}
+LABELLED = Evaluation(
+    "someone/labelled", True, "validation", 300, "zero_shot", ZERO_SHOT, ["a photo of a {}."], ["cat", "dog"]
+)
+RETRIEVAL = Evaluation("someone/pairs", True, "test", 1000, "pairs", PAIRS)
+
+
+def record(**changes: Any) -> TrainingRecord:
+    values: dict[str, Any] = {
+        "name": "my-clip",
+        "location": "me/my-clip",
+        "model_class": "CLIPModel",
+        "start": "someone/clip",
+        "start_on_hub": True,
+        "sources": [Source("someone/pairs", True, license="cc-by-4.0")],
+        "pairs": 1234,
+        "objective": "softmax",
+        "strategy": "ring",
+        "per_device_batch_size": 8,
+        "accumulation_steps": 4,
+        "processes": 1,
+        "steps": 60,
+        "seconds": 4000.4,
+        "device": "CPU",
+        "versions": {"hf_infcl": "0.1.0", "torch": "2.13.0"},
+        "settings": {"learning rate": "0.001, cosine, 6 steps of warm-up"},
+    }
+    return TrainingRecord(**{**values, **changes})
+
+
+def read(made: TrainingRecord, folder: Any, **options: Any) -> ModelCard:
+    model_card(made, **options).save(folder / "README.md")
+    return ModelCard.load(folder / "README.md")
+
+
+def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
+    card = read(record(evaluations=[LABELLED, RETRIEVAL], frozen="image"), tmp_path, curves="curves.png")
+    assert card.data.model_name == "my-clip"
+    assert card.data.library_name == "transformers"
+    assert (card.data.base_model, card.data.base_model_relation) == ("someone/clip", "finetune")
+    assert card.data.datasets == ["someone/pairs"]
+    assert {"loss:softmax", "dataset_size:1234"} <= set(card.data.tags)
+    assert card.data.widget[0]["candidate_labels"]
+    results = {
+        (r.task_type, r.dataset_name, r.dataset_split, r.metric_name): r.metric_value for r in card.data.eval_results
+    }
+    assert results == {
+        ("zero-shot-image-classification", "someone/labelled", "validation", "top-1 accuracy"): 0.5123,
+        ("zero-shot-image-classification", "someone/labelled", "validation", "mean per class recall"): 0.5,
+        ("image-text-retrieval", "someone/pairs", "test", "contrastive loss of the whole set as one batch"): 1.25,
+        ("image-text-retrieval", "someone/pairs", "test", "image retrieval recall@1"): 0.25,
+        ("image-text-retrieval", "someone/pairs", "test", "text retrieval recall@1"): 0.75,
+    }
+    for fact in (
+        "**32 pairs** = 8 per device × 4 accumulation steps × 1 process |",
+        "60 optimizer steps, 1,920 pairs seen, 1.6 passes over the data",
+        "| negatives | all other pairs of the batch, those with equal captions included |",
+        "0.001, cosine",
+        "licence cc-by-4.0",
+        "| frozen | image tower |",
+        "| time | 1 h 6 min 40 s with 1 process on CPU |",
+        "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
+        "“a photo of a {}.”",
+        '["cat", "dog"]',
+        "](curves.png)",
+        "2410.17243",
+        "2304.08480",
+    ):
+        assert fact in card.text, fact
+    for absent in ("top-5", "during training", "bad samples", "runtime", "per_second", "GiB", "strategy"):
+        assert absent not in card.content.partition("## Results")[2], absent
+        assert absent not in card.text.partition("## Results")[0].partition("\n\n")[2] or absent == "strategy", absent
+
+
+def test_what_weakens_a_result_is_told(tmp_path):
+    made = record(
+        evaluations=[RETRIEVAL],
+        pair_id_column="url",
+        skipped=3,
+        processes=2,
+        peak_memory=3 << 30,
+        measured_during_training=True,
+        sources=[Source("a/b", True, weight=0.7), Source("folder", False, weight=0.3)],
+        pairs=None,
+    )
+    text = read(made, tmp_path).text
+    assert "all other pairs of the batch but those of equal `url`" in text
+    assert "| bad samples | 3 replaced by another row or left out |" in text
+    assert "measured during training; the figures are those of the last step" in text
+    assert "`a/b` (split train, 70.0% of the draws, no licence stated) and `folder`" in text
+    assert "3.0 GiB on one GPU" in text
+    assert "`ring` shares the batch" in text
+    assert "passes over" not in text, "the length of a stream is not known"
+    assert "not evaluated" in read(record(), tmp_path).text
+
+
+@pytest.mark.parametrize(
+    "name", ['a "quoted" {}', "pipe | {}", "`tick` {}", "back\\slash {}", "two\nlines {}", "é 猫 {}"]
+)
+def test_any_name_leaves_the_snippet_python_and_the_table_whole(tmp_path, name):
+    evaluation = dataclasses.replace(
+        LABELLED, dataset="da|ta`set", on_hub=False, templates=[name], class_names=[name, "{{ x }}", '"']
+    )
+    made = record(evaluations=[evaluation], sources=[Source("x|y", False)], pair_id_column="a|b", location='p"q')
+    text = read(made, tmp_path).text
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    calls = [node for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Call)]
+    asked = next(call for call in calls if getattr(call.func, "id", "") == "classifier")
+    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in asked.keywords}
+    assert keywords == {"candidate_labels": [name, "{{ x }}", '"'], "hypothesis_template": name}
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        widths = {len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}
+        assert len(widths) == 1, block
+
+
+def test_an_adapter_is_loaded_onto_its_base(tmp_path):
+    card = read(record(adapter=True), tmp_path)
+    assert card.data.library_name == "peft"
+    assert card.data.base_model_relation == "adapter"
+    assert 'PeftModel.from_pretrained(CLIPModel.from_pretrained("someone/clip"), "me/my-clip")' in card.text
+    ast.parse(re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)[0])
+
+
+def test_local_paths_are_neither_told_nor_linked(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    assert source_name(str(tmp_path / "pairs")) == ("pairs", False)
+    assert source_name(str(tmp_path / "gone")) == ("gone", False), "an absolute path is no Hub id"
+    assert source_name("someone/pairs") == ("someone/pairs", True)
+    local = dataclasses.replace(RETRIEVAL, dataset="pairs", on_hub=False)
+    card = read(
+        record(start="start", start_on_hub=False, sources=[Source("pairs", False)], evaluations=[local]), tmp_path
+    )
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    assert write_publication(record(evaluations=[local]), tmp_path, TrainerState()) is None
+    assert not (tmp_path / ".eval_results").exists()
+
+
+def test_the_card_is_written_again_from_the_folder_alone(tmp_path):
+    made = record(evaluations=[RETRIEVAL], settings={"seed": "7"})
+    made.save(tmp_path)
+    assert model_card(TrainingRecord.load(tmp_path)).content == model_card(made).content
+    with pytest.raises(ValueError, match=r"has no training_record\.json"):
+        TrainingRecord.load(tmp_path / "elsewhere")
+    for text in ("{", "{}", '{"sources": [{"x": 1}], "evaluations": []}', "[]"):
+        (tmp_path / "training_record.json").write_text(text)
+        with pytest.raises(ValueError, match="not a record of a training"):
+            TrainingRecord.load(tmp_path)
+
+
+def test_results_on_data_of_the_hub_are_in_its_format(tmp_path):
+    write_publication(record(evaluations=[LABELLED, RETRIEVAL]), tmp_path, TrainerState())
+    entries = yaml.safe_load((tmp_path / ".eval_results" / "someone_pairs.yaml").read_text())
+    assert {entry["dataset"]["id"] for entry in entries} == {"someone/pairs"}
+    assert {entry["dataset"]["task_id"]: entry["value"] for entry in entries} == {
+        "loss": 1.25,
+        "image_retrieval_recall@1": 0.25,
+        "text_retrieval_recall@1": 0.75,
+    }
+
+
+def test_a_record_takes_the_last_of_the_logs(tmp_path):
+    args = InfCLTrainingArguments(output_dir=str(tmp_path), eval_strategy="steps", eval_steps=5, use_cpu=True)
+    history = [
+        {"step": 1, "loss": 2.0, "train_seconds": 1.0, "skipped_samples": 2},
+        {"step": 1, "eval_pairs_loss": 9.0},
+        {"step": 2, "loss": 1.0, "train_seconds": 3.5, "skipped_samples": 3, "peak_memory": 7},
+        {"step": 2, "eval_pairs_loss": 8.0, "eval_pairs_runtime": 1.0},
+    ]
+    state = TrainerState(global_step=10, max_steps=10, log_history=history)
+    made = training_record(
+        args,
+        state,
+        model_class="CLIPModel",
+        start=str(tmp_path),
+        sources=[Source("pairs", False)],
+        objective="sigmoid",
+        evaluations=[dataclasses.replace(RETRIEVAL, metrics={}), dataclasses.replace(LABELLED, metrics={})],
+    )
+    assert (made.seconds, made.skipped, made.peak_memory) == (3.5, 3, 7)
+    assert [e.metrics for e in made.evaluations] == [{"loss": 8.0, "runtime": 1.0}], "sets not measured are left out"
+    assert made.measured_during_training
+    assert not made.start_on_hub
+
+
+def test_the_card_is_there_from_the_first_evaluation_on(tmp_path):
+    seen = []
+
+    def describe(args: Any, state: TrainerState) -> TrainingRecord:
+        return record(name="my-clip", steps=state.global_step)
+
+    class Look(CardCallback):
+        def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+            seen.append((state.global_step, (tmp_path / "README.md").exists()))
+
+    callback = Look(describe)
+    trainer = trainer_for(tmp_path, callbacks=[callback], save_strategy="steps", save_steps=1, max_steps=2)
+    callback.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert not (tmp_path / "README.md").exists(), "nothing has been trained"
+    trainer.train()
+    assert [step for step, _ in seen] == [1, 2]
+    text = (tmp_path / "README.md").read_text()
+    assert "2 optimizer steps" in text
+    assert (tmp_path / "curves.png").exists()
+    trainer.create_model_card()
+    assert (tmp_path / "README.md").read_text() == text, "Trainer's draft does not replace the card"
+
+
+def test_curves_are_drawn(tmp_path):
+    history = [{"step": step, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 5)]
+    plot_curves(history, tmp_path / "loss.png")
+    history += [{"step": step, "eval_a_acc1": 0.5, "eval_b_loss": 1.0, "eval_a_acc5": None} for step in (2, 4)]
+    plot_curves(history, tmp_path / "all.png")
+    with Image.open(tmp_path / "loss.png") as one, Image.open(tmp_path / "all.png") as three:
+        assert one.width == three.width > 1000
+        assert three.height > 2 * one.height, "panels of their own for evaluation losses and scores"
+        assert len(three.convert("RGB").getcolors(2**24)) > 100
+
+
+def test_curves_without_losses_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no training loss"):
+        plot_curves([{"step": 1, "eval_loss": 1.0}], tmp_path / "x.png")
