@@ -160,7 +160,7 @@ def test_import_needs_only_torch_and_the_trainer_s_packages():
 import sys
 for name in ("triton", "datasets", "evaluate", "matplotlib", "sklearn"):
     sys.modules[name] = None  # importing it raises ImportError
-import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.publishing.model_card
+import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.publishing
 for name in hf_infcl.__all__:
     getattr(hf_infcl, name)
 x = torch.eye(4)

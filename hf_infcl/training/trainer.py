@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import DistributedType, is_compiled_module
 from accelerate.utils.memory import clear_device_cache
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
@@ -620,6 +621,12 @@ class InfCLTrainer(Trainer):
             )
         # Trainer's own preparation once more: under DeepSpeed it casts to the dtype of the model.
         return {**inputs, "pixel_values": self._prepare_input(self.data_collator.normalise(pixel_values))}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's draft, unless the folder already has the card that `hf_infcl.publishing` keeps up to date."""
+        card = Path(self.args.output_dir, "README.md")
+        if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
+            super().create_model_card(*args, **kwargs)
 
     # ---- Evaluation ----
 
