@@ -1,0 +1,168 @@
+"""A double of the Hub on the loopback interface, for the real `huggingface_hub` client: repositories kept in memory.
+
+It knows the requests that a push of a folder and a load of a model make. Every header and body that it received is kept,
+so that a test can ask where a token went.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+class Hub:
+    """The state of the double.
+
+    Attributes:
+        endpoint: for ``HF_ENDPOINT``.
+        commits: for every (repository, revision) its commits, each the whole tree as {path: bytes}, the oldest first.
+        created: the bodies of the requests that created repositories.
+        messages: the summaries of all commits in their order.
+        failures: how many of the next commits are answered with status 500.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.commits: dict[tuple[str, str], list[dict[str, bytes]]] = {}
+        self.created: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+        self.failures = 0
+        self.lock = threading.Lock()
+
+    def files(self, repository: str, revision: str = "main") -> dict[str, bytes]:
+        """The newest tree of a revision."""
+        return self.commits.get((repository, revision), [{}])[-1]
+
+    def tree(self, repository: str, revision: str) -> dict[str, bytes] | None:
+        """The tree of a branch or of a commit's hash."""
+        for (name, branch), trees in self.commits.items():
+            if name == repository and branch == revision:
+                return trees[-1]
+            for tree in trees:
+                if name == repository and sha_of(tree) == revision:
+                    return tree
+        return None
+
+
+def sha_of(tree: dict[str, bytes]) -> str:
+    digest = hashlib.sha1()
+    for path in sorted(tree):
+        digest.update(path.encode() + b"\0" + hashlib.sha1(tree[path]).digest())
+    return digest.hexdigest()
+
+
+@contextmanager
+def hub_double() -> Iterator[Hub]:
+    """A running double; its threads end with the context."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    server.hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server.hub  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    @property
+    def hub(self) -> Hub:
+        return self.server.hub  # type: ignore[attr-defined]
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = unquote(urlsplit(self.path).path)
+        if path == "/api/repos/create":
+            values = json.loads(body)
+            self.hub.created.append(values)
+            name = "/".join(filter(None, (values.get("organization"), values["name"])))
+            self.hub.commits.setdefault((name, "main"), [{}])
+            return self._json({"url": f"{self.hub.endpoint}/{name}", "name": name})
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if match := re.fullmatch(r"/api/models/(.+)/branch/(.+)", path):
+            self.hub.commits.setdefault(match.groups(), [dict(self.hub.files(match[1]))])
+            return self._json({})
+        if re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                for file in json.loads(body)["files"]
+            ]
+            return self._json({"files": files})
+        if match := re.fullmatch(r"/api/models/(.+)/commit/([^/]+)", path):
+            return self._commit(*match.groups(), body)
+        return self._json({"error": f"unknown: {path}"}, 404)
+
+    def _commit(self, repository: str, revision: str, body: bytes) -> None:
+        with self.hub.lock:
+            if self.hub.failures:
+                self.hub.failures -= 1
+                return self._json({"error": "the double was told to fail"}, 500)
+            tree = dict(self.hub.files(repository, revision))
+            for line in body.splitlines():
+                operation = json.loads(line)
+                value = operation["value"]
+                if operation["key"] == "header":
+                    self.hub.messages.append(value["summary"])
+                elif operation["key"] == "file":
+                    tree[value["path"]] = base64.b64decode(value["content"])
+                elif operation["key"] in ("deletedFile", "deletedFolder"):
+                    gone = value["path"]
+                    tree = {path: data for path, data in tree.items() if not path.startswith(gone)}
+            self.hub.commits.setdefault((repository, revision), []).append(tree)
+            return self._json({"commitUrl": f"{self.hub.endpoint}/{repository}/commit/x", "commitOid": sha_of(tree)})
+
+    def do_HEAD(self) -> None:
+        self._get(with_body=False)
+
+    def do_GET(self) -> None:
+        self._get(with_body=True)
+
+    def _get(self, *, with_body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if match := re.fullmatch(r"/api/models/(.+)/tree/([^/]+)/?(.*)", path):
+            tree, folder = self.hub.tree(match[1], match[2]), match[3]
+            if tree is not None:
+                inside = [p for p in sorted(tree) if p.startswith(folder)]
+                return self._json([{"type": "file", "path": p, "size": len(tree[p]), "oid": "0" * 40} for p in inside])
+        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+            tree = self.hub.tree(match[1], match[2] or "main")
+            if tree is not None:
+                siblings = [{"rfilename": p} for p in sorted(tree)]
+                return self._json({"id": match[1], "modelId": match[1], "sha": sha_of(tree), "siblings": siblings})
+        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            tree = self.hub.tree(match[1], match[2])
+            if tree is not None and match[3] in tree:
+                data = tree[match[3]]
+                headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": sha_of(tree)}
+                return self._send(data, 200, headers, with_body=with_body)
+            missing = {"X-Error-Code": "EntryNotFound" if tree is not None else "RepoNotFound"}
+            return self._send(b"", 404, missing, with_body=with_body)
+        return self._send(b"{}", 404, {}, with_body=with_body)
+
+    def _json(self, value: Any, status: int = 200) -> None:
+        self._send(json.dumps(value).encode(), status, {"Content-Type": "application/json"}, with_body=True)
+
+    def _send(self, data: bytes, status: int, headers: dict[str, str], *, with_body: bool) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(data)
