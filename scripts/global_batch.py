@@ -32,7 +32,6 @@ import numpy as np
 import torch
 import transformers
 from benchmarks.common import commit
-from hf_infcl.publishing.model_card import COLOURS
 from make_digits import CLASS_NAMES, small_clip
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
@@ -41,6 +40,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, contrastive_loss
 from hf_infcl.evaluation import retrieval_metrics
+from hf_infcl.publishing.curves import COLOURS
 
 MICRO_BATCH, WINDOW = 16, 32
 EPOCHS, SEEDS = 20, (0, 1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import math
 import shutil
@@ -11,19 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data import ImageTextDataset, load_pairs
-from ..publishing.model_card import Evaluation, model_card, plot_curves
+from ..publishing import (
+    CURVES_FILE,
+    RECORD_FILE,
+    CardCallback,
+    Evaluation,
+    Source,
+    source_name,
+    training_record,
+)
 from ..training.arguments import InfCLTrainingArguments
 from ..training.trainer import InfCLTrainer
 from .evaluate import evaluation_datasets, load
 from .launched import leave, mistakes_in_one_line
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 
-CARD, CURVES = "README.md", "curves.png"
-RESULTS = ("*_results.json", "trainer_state.json", CURVES)
+RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE)
 PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "text") for k in (1, 5, 10)))
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
 
@@ -70,6 +79,21 @@ def train(words: Sequence[str]) -> None:
         trainer = InfCLTrainer(
             model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
+    card = CardCallback(
+        functools.partial(
+            training_record,
+            model_class=model_class,
+            start=model_options.model,
+            sources=[described_source(data)],
+            pairs=len(train_dataset),
+            objective=trainer.contrastive_objective,
+            pair_id_column=columns.pair_id_column,
+            adapter=lora.lora_rank is not None,
+            evaluations=described_evaluations(evaluation, eval_datasets),
+            settings={"image preprocessing": trainer.data_collator.image_backend},
+        )
+    )
+    trainer.add_callback(card)
     if trainer.is_world_process_zero():
         if chosen:
             print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
@@ -85,39 +109,19 @@ def train(words: Sequence[str]) -> None:
         return
     trainer.log_metrics("train", trained.metrics)
     trainer.save_metrics("train", trained.metrics)
-    trainer.save_state()
-    trainer.save_model()
-    measured: dict[str, float] = {}
+    trainer.save_model(_internal_call=True)  # without a push: the results belong to what is pushed
     if eval_datasets:
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            measured = trainer.evaluate()
+            measured = trainer.evaluate()  # writes the card
         trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured)
+    trainer.save_state()
+    if args.push_to_hub:
+        trainer.push_to_hub()
     if trainer.is_world_process_zero():
-        curves = draw_curves(trainer)
-        model_card(
-            model_class=model_class,
-            start=model_options.model,
-            dataset=data.dataset,
-            pairs=len(train_dataset),
-            objective=trainer.contrastive_objective,
-            args=args,
-            state=trainer.state,
-            seconds=trained.metrics["train_runtime"],
-            pair_id_column=columns.pair_id_column,
-            evaluations=evaluations(evaluation, eval_datasets, measured),
-            curves=curves,
-        ).save(Path(args.output_dir, CARD))
-        if args.push_to_hub:  # save_model has pushed the model, with a card that Trainer wrote
-            HfApi(token=args.hub_token).upload_folder(
-                repo_id=str(trainer.hub_model_id),
-                folder_path=str(args.output_dir),
-                allow_patterns=[CARD, CURVES, "*_results.json"],
-                commit_message="Model card, curves and results",
-                revision=args.hub_revision,
-            )
-        and_curves = ", its curves" if curves else ""
-        print(f"The model, its card ({CARD}){and_curves} and results (*.json) are in {args.output_dir}.")
+        if importlib.util.find_spec("matplotlib") is None:
+            print("The curves were not drawn, because matplotlib is not installed.")
+        print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}.")
     leave(trainer)
 
 
@@ -188,28 +192,31 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def draw_curves(trainer: InfCLTrainer) -> str | None:
-    """Draws the curves into output_dir and returns the picture's name; None without matplotlib or without losses."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print("The curves were not drawn, because matplotlib is not installed.")
-        return None
-    if not any("loss" in entry for entry in trainer.state.log_history):  # with more logging_steps than steps
-        return None
-    plot_curves(trainer.state.log_history, Path(str(trainer.args.output_dir), CURVES))
-    return CURVES
+def described_source(options: DataOptions) -> Source:
+    """The training data for the card, with the licence that the Hub states for it."""
+    name, on_hub = source_name(options.dataset)
+    return Source(name, on_hub, options.split, licence_on_hub(name) if on_hub else None)
 
 
-def evaluations(
-    options: EvaluationOptions, datasets: Mapping[str, Any], metrics: Mapping[str, float]
-) -> list[Evaluation]:
-    """For the card: each data set that was measured, with its part of the metrics."""
+def licence_on_hub(dataset: str) -> str | None:
+    """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
+    try:
+        card = HfApi().dataset_info(dataset).card_data
+    except (OSError, HfHubHTTPError):
+        return None
+    stated = getattr(card, "license", None)
+    return ", ".join(stated) if isinstance(stated, list) else stated
+
+
+def described_evaluations(options: EvaluationOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+    """The evaluation data for the card; the metrics come from the logs."""
     found = []
     for key, dataset in datasets.items():
-        prefix = f"eval_{key}_"
-        part = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
         if key == "pairs":
-            found.append(Evaluation(str(options.eval_dataset), options.eval_split, len(dataset), part))
+            name, on_hub = source_name(str(options.eval_dataset))
+            found.append(Evaluation(name, on_hub, options.eval_split, len(dataset), key))
         else:
-            source, split = str(options.zero_shot_dataset), options.zero_shot_split
-            found.append(Evaluation(source, split, len(dataset), part, dataset.templates, dataset.class_names))
+            name, on_hub = source_name(str(options.zero_shot_dataset))
+            prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
+            found.append(Evaluation(name, on_hub, options.zero_shot_split, len(dataset), key, **prompts))
     return found

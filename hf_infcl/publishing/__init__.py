@@ -1,11 +1,13 @@
 """What is published beside a trained model: its record, its card and its curves."""
 
-from .callback import CardCallback, write_publication
+from .callback import CURVES_FILE, CardCallback, write_publication
 from .card import model_card
 from .curves import plot_curves
-from .record import Evaluation, Source, TrainingRecord, source_name, training_record
+from .record import RECORD_FILE, Evaluation, Source, TrainingRecord, source_name, training_record
 
 __all__ = [
+    "CURVES_FILE",
+    "RECORD_FILE",
     "CardCallback",
     "Evaluation",
     "Source",

@@ -20,28 +20,35 @@ CURVES_FILE = "curves.png"
 class CardCallback(TrainerCallback):
     """Writes the record, the curves, the results and the card into ``output_dir``.
 
-    They are written after each evaluation, before each push to the Hub and at the end of the training, by the process
-    that saves the model.
+    They are written after each evaluation, before each push to the Hub and at the end of the training, by the main
+    process.
 
     Args:
         describe: ``describe(args, state)`` gives the record of the run so far.
+
+    Attributes:
+        first_step: the step at which the training began, that of the checkpoint after a resume. As long as the training
+            has not gone beyond it, nothing is written: the folder describes the run that went before.
     """
 
     def __init__(self, describe: Callable[[InfCLTrainingArguments, TrainerState], TrainingRecord]) -> None:
         self._describe = describe
+        self.first_step = 0
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.first_step = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._write(args, state)
 
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._write(args, state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._write(args, state)
 
-    def write(self, args: Any, state: TrainerState) -> None:
-        """Write everything now, if this process saves the model."""
-        if state.is_world_process_zero and state.global_step > 0:
+    def _write(self, args: Any, state: TrainerState) -> None:
+        if state.is_world_process_zero and state.global_step > self.first_step:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
             record = self._describe(args, state)
@@ -50,11 +57,12 @@ class CardCallback(TrainerCallback):
 
 
 def write_publication(record: TrainingRecord, folder: str | Path, state: TrainerState) -> None:
-    """Write the curves (where matplotlib is installed), the results and the card of a record into the folder."""
-    curves = None
-    drawable = importlib.util.find_spec("matplotlib") is not None
-    if drawable and any("loss" in entry for entry in state.log_history):
-        curves = CURVES_FILE
-        plot_curves(state.log_history, Path(folder, curves))
+    """Write the results and the card of a record into the folder, and the curves.
+
+    The curves need matplotlib and a logged training loss; otherwise a picture that is there already stays in the card.
+    """
+    picture = Path(folder, CURVES_FILE)
+    if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
+        plot_curves(state.log_history, picture)
     write_eval_results(record, folder)
-    model_card(record, curves=curves).save(Path(folder, "README.md"))
+    model_card(record, curves=CURVES_FILE if picture.is_file() else None).save(Path(folder, "README.md"))

@@ -81,7 +81,7 @@ class TrainingRecord:
         pair_id_column: pairs of equal value in this column were not each other's negatives.
         frozen: the tower that did not train, "image" or "text".
         steps: the optimizer steps.
-        settings: further rows of the training table, by name: optimizer, learning rate, precision, ...
+        settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
         seconds: the duration of the training, the parts before an interruption included.
         device: the name of the processor, "NVIDIA H200" or "CPU".
         peak_memory: the largest memory of one GPU in bytes, None on CPUs.

@@ -1,7 +1,6 @@
 """A double of the Hub on the loopback interface, for the real `huggingface_hub` client: repositories kept in memory.
 
-It knows the requests that a push of a folder and a load of a model make. Every header and body that it received is kept,
-so that a test can ask where a token went.
+It knows the requests that a push of a folder and a load of a model make.
 """
 
 from __future__ import annotations
