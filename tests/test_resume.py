@@ -39,6 +39,8 @@ def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **option
     history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert history[0] == history[1]
     assert len(history[0]) == 6
+    seconds = [entry["train_seconds"] for entry in resumed.state.log_history if "loss" in entry]
+    assert seconds == sorted(seconds), "the duration goes on from that of the part before"
 
 
 def rank_resume(rank: int, world_size: int, folder: str) -> None:

@@ -79,6 +79,7 @@ def train(words: Sequence[str]) -> None:
         trainer = InfCLTrainer(
             model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
+    collator: Any = trainer.data_collator
     card = CardCallback(
         functools.partial(
             training_record,
@@ -90,7 +91,7 @@ def train(words: Sequence[str]) -> None:
             pair_id_column=columns.pair_id_column,
             adapter=lora.lora_rank is not None,
             evaluations=described_evaluations(evaluation, eval_datasets),
-            settings={"image preprocessing": trainer.data_collator.image_backend},
+            settings={"image preprocessing": collator.image_backend},
         )
     )
     trainer.add_callback(card)

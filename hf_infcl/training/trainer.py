@@ -152,6 +152,9 @@ class InfCLTrainer(Trainer):
         if self._skipped is not None and not self.is_world_process_zero():
             self._skipped = 0
         self._last_log = time.perf_counter(), self.state.global_step
+        # The part of the training before an interruption counts as well.
+        logged = (entry["train_seconds"] for entry in reversed(self.state.log_history) if "train_seconds" in entry)
+        self._began = time.perf_counter() - next(logged, 0.0)
         model: Any = _without_compiler(self.model_wrapped)
         if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
@@ -567,11 +570,12 @@ class InfCLTrainer(Trainer):
         return int(fits)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what a contrastive run is watched by to the training logs.
+        """Adds the figures of a contrastive run to the training logs.
 
-        logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs; samples_per_second, pairs since
-        the last log with the evaluations in between; skipped_samples since the training began, where the data reports
-        them.
+        logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs; samples_per_second, the rate of
+        pairs since the last log, the evaluations in between included; train_seconds, the duration of the training up to
+        here, the parts before an interruption included; peak_memory of this GPU in bytes; skipped_samples since the
+        training began, if the data reports them.
         """
         if "loss" in logs:
             scale, bias = self.dual_encoder.scale_and_bias()
@@ -584,6 +588,9 @@ class InfCLTrainer(Trainer):
             if step > at:
                 logs["samples_per_second"] = round((step - at) * self.args.global_batch_size / (now - since), 3)
             self._last_log = now, step
+            logs["train_seconds"] = round(now - self._began, 3)
+            if self.args.device.type == "cuda":
+                logs["peak_memory"] = torch.cuda.max_memory_allocated(self.args.device)
             if (skipped := self._skipped_samples()) is not None:
                 logs["skipped_samples"] = skipped
         super().log(logs, start_time)
@@ -624,7 +631,7 @@ class InfCLTrainer(Trainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's draft, unless the folder already has the card that `hf_infcl.publishing` keeps up to date."""
-        card = Path(self.args.output_dir, "README.md")
+        card = Path(str(self.args.output_dir), "README.md")
         if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
             super().create_model_card(*args, **kwargs)
 
