@@ -48,8 +48,12 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     if not training:
         raise ValueError("The log history holds no training loss. Train with logging_steps no greater than the steps.")
 
-    panels = [("training loss (nats)", training, None), ("evaluation loss (nats)", losses, None)]
-    panels = [panel for panel in [*panels, ("fraction correct", scores, 1.02)] if panel[1]]
+    every: list[tuple[str, dict[str, Line], float | None]] = [
+        ("training loss (nats)", training, None),
+        ("evaluation loss (nats)", losses, None),
+        ("fraction correct", scores, 1.02),
+    ]
+    panels = [panel for panel in every if panel[1]]
     figure = Figure(figsize=(7, 1 + 2.3 * len(panels)), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axis, (label, lines, top) in zip(axes, panels, strict=True):
