@@ -91,7 +91,7 @@ def train(words: Sequence[str]) -> None:
             pair_id_column=columns.pair_id_column,
             adapter=lora.lora_rank is not None,
             evaluations=described_evaluations(evaluation, eval_datasets),
-            settings={"image preprocessing": collator.image_backend},
+            settings={"augmentation": data.augmentation, "image preprocessing": collator.image_backend},
         )
     )
     trainer.add_callback(card)
