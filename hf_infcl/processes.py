@@ -18,6 +18,10 @@ MOST_NUMBERS = 15  # that `agree` exchanges
 _logger = logging.getLogger(__name__)
 
 
+class OtherRankFailedError(RuntimeError):
+    """Another process cannot continue, and so neither can this one; the message holds the rank and the reason."""
+
+
 class Processes:
     """The processes of a group. Its methods are collective: every process of the group has to call them.
 
@@ -113,7 +117,7 @@ class Processes:
             process did not pass is 0.
 
         Raises:
-            RuntimeError: on every process, if one of them failed; the message holds the rank and the reason.
+            OtherRankFailedError: on every process, if one of them failed; the message holds the rank and the reason.
         """
         # The row has a fixed length, because a failed process does not know how many numbers the others exchange.
         row = torch.zeros(1 + MOST_NUMBERS, dtype=torch.float64)
@@ -122,7 +126,7 @@ class Processes:
         rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_text(failure)) if text]
-            raise RuntimeError("All ranks stop because of an error:\n" + "\n".join(reasons))
+            raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))
         return [values[: len(numbers)] for _, *values in rows]
 
 

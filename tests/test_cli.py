@@ -475,10 +475,13 @@ def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, wo
     assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
 
 
-def test_two_processes_tell_a_mistake_once(tmp_path):
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "hf_infcl", "train"]
-    done = start(*launch, "--model", "m", "--dataset", "./no/such", "--use_cpu", "--output_dir", tmp_path)
+@pytest.mark.parametrize("reason", ["./no/such", "Row 11 "])
+def test_two_processes_tell_a_mistake_once_and_show_no_traceback_of_ours(small, tmp_path, reason):
+    words = [*small, "--dataset", reason] if reason == "./no/such" else small
+    (tmp_path / "pairs/train/0011.png").write_text("no image")
+    done = start("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "hf_infcl", *words)
     assert done.returncode != 0
-    lines = [line for line in done.stdout.splitlines() if "./no/such" in line]
-    assert len(lines) == 1, done.stdout
-    assert lines[0].startswith("infcl train: error: ")
+    lines = [line for line in done.stdout.splitlines() if reason in line]
+    assert len([line for line in lines if line.startswith("infcl train: error: ")]) == 1, done.stdout
+    assert len(lines) <= 2, "and the log of the rank that failed"
+    assert "hf_infcl/cli" not in done.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from ..processes import OtherRankFailedError
 from ..training.trainer import InfCLTrainer
 
 PACKAGE = Path(__file__).parent.parent
@@ -34,6 +35,8 @@ def tell(command: str, message: str) -> None:
 def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     """Ends the program with exit code 1 and one line, without a traceback, for a mistake of the user.
 
+    A process that stops because another one failed says nothing: the other one has given the reason.
+
     Args:
         command: for the line.
         of_libraries: a ValueError or OSError from any library counts, as it should where data and models are opened;
@@ -41,6 +44,8 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     """
     try:
         yield
+    except OtherRankFailedError:
+        sys.exit(1)
     except (OSError, ValueError) as error:
         if not of_libraries and not (isinstance(error, ValueError) and _raised_here(error)):
             raise
