@@ -312,7 +312,7 @@ def test_a_failure_of_one_process_stops_all_with_its_reason(ranks, tmp_path, pla
     healthy, failed, other = ranks.run(rank_failure, 3, str(tmp_path), place, timeout=50)
     assert failed == ["MemoryError: no room"] * 2
     for error in healthy + other:
-        assert error.startswith("RuntimeError: All ranks stop")
+        assert error.startswith("OtherRankFailedError: All ranks stop")
         assert "rank 1: MemoryError: no room" in error
 
 

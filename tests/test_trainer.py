@@ -197,7 +197,7 @@ def rank_failure(rank: int, world_size: int, folder: str, batch: int, data: Any)
 def test_a_rank_with_bad_data_stops_all_ranks_with_its_reason(ranks, tmp_path, batch, data):
     for rank, error in enumerate(ranks.run(rank_failure, 2, str(tmp_path), batch, data, timeout=50)):
         assert "MemoryError: no room" in error
-        assert error.startswith("MemoryError" if rank == 1 else "RuntimeError: All ranks stop")
+        assert error.startswith("MemoryError" if rank == 1 else "OtherRankFailedError: All ranks stop")
 
 
 def test_a_loss_that_is_not_finite_stops_before_it_does_harm(tmp_path):

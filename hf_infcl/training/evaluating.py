@@ -20,7 +20,7 @@ def gather_rows(tensors: Any) -> Any:
         tensors: [n, ...] each; n may differ between the processes and may be 0.
 
     Raises:
-        RuntimeError: on every process, if one of them announced a failure instead.
+        OtherRankFailedError: on every process, if one of them announced a failure instead.
     """
     several = tensors if isinstance(tensors, tuple) else (tensors,)
     processes = Processes()
