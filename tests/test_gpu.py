@@ -40,7 +40,7 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
 OPTIONS = [
     {"retain_graphs": "3"},
     {"retain_graphs": "auto"},
-    {"offload_window": True},
+    {"offload_inputs": True},
     {"gradient_checkpointing": True},
 ]
 

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_infcl.training.grad_cache import CachedWindow, RandomState
+from hf_infcl.training.grad_cache import CachedWindow, seeded
 
 
 class Counting(nn.Module):
-    """Two heads with dropout; counts its forwards and how many hold an autograd graph."""
+    """Two heads with dropout; notes the micro-batch, the output and the autograd mode of each forward."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.one, self.two, self.drop = nn.Linear(4, 3), nn.Linear(4, 3), nn.Dropout(dropout)
         self.scale = nn.Parameter(torch.tensor(2.0))
-        self.forwards: list[bool] = []
-        self.outputs: list[Tensor] = []
-        self.following: list[Tensor | None] = []
+        self.forwards: list[tuple[int, bool]] = []  # rows of the micro-batch, whether autograd was enabled
+        self.outputs: dict[int, list[Tensor]] = {}
 
-    def forward(self, x: Tensor, following: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self.following.append(following)
-        self.forwards.append(torch.is_grad_enabled())
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.forwards.append((len(x), torch.is_grad_enabled()))
         out = self.drop(self.one(x)), self.drop(self.two(x))
-        self.outputs.append(out[0].detach())
+        self.outputs.setdefault(len(x), []).append(out[0].detach())
         return out
 
 
@@ -37,91 +36,160 @@ def loss(features: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor
     return (parameters[0] * a @ b.t()).logsumexp(1).sum()  # depends on every row of the window at once
 
 
-def windows(count: int) -> list[Tensor]:
+def micro_batches(count: int) -> list[Tensor]:
+    """Micro-batch i has 5 + i rows."""
     g = torch.Generator().manual_seed(1)
-    return [torch.randn(5 + i, 4, generator=g) for i in range(count)]  # unequal rows are fine
+    return [torch.randn(5 + i, 4, generator=g) for i in range(count)]
+
+
+def evaluated(model: Counting, batches: list[Tensor], **options: Any) -> CachedWindow:
+    window = CachedWindow(model, batches, **options)
+    features = window.encode()
+    assert [len(f) for f in features] == [sum(map(len, batches))] * 2
+    assert torch.equal(window.evaluate(loss, lambda: (model.scale,)), window.loss)
+    return window
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("retain", [1, 3, 9])
+@pytest.mark.parametrize("retain", [0, 1, 3, 9])
 @pytest.mark.parametrize("keep_grad_mode", [False, True])
 def test_gradient_of_the_whole_window(count, retain, keep_grad_mode):
-    batches, model = windows(count), Counting(dropout=0.0)
+    batches, model = micro_batches(count), Counting(dropout=0.0)
     loss(tuple(torch.cat(c) for c in zip(*map(model, batches), strict=True)), (model.scale,)).backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    options = {"retain": retain, "keep_grad_mode": keep_grad_mode}
-    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), **options)
+    window = evaluated(model, batches, retain=retain, keep_grad_mode=keep_grad_mode)
     for index in range(count):
-        assert model.scale.grad is None, "the scale rides on the last micro-batch"
+        assert model.scale.grad is None, "the scale's gradient is part of the last surrogate"
         window.surrogate(index).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("count", "retain"), [(1, 1), (4, 1), (4, 3), (4, 4)])
-def test_forwards_are_as_few_as_can_be_and_announced(count, retain):
-    model, batches = Counting(), windows(count)
-    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), retain=retain)
+@pytest.mark.parametrize(
+    ("count", "retain", "first_pass", "second_pass"),
+    [(1, 1, [0], []), (4, 1, [1, 2, 3, 0], [1, 2, 3]), (4, 3, [3, 0, 1, 2], [3]), (4, 4, [0, 1, 2, 3], [])],
+)
+def test_forwards_are_as_few_as_can_be_and_kept_graphs_come_last(count, retain, first_pass, second_pass):
+    model = Counting()
+    window = evaluated(model, micro_batches(count), retain=retain)
     for index in range(count):
         window.surrogate(index)
+    assert window.order == first_pass + second_pass
+    assert [rows - 5 for rows, _ in model.forwards] == window.order
     again = count - retain
-    assert model.forwards == [True] * retain + [False] * again + [True] * again
-    order = [*range(count), *range(retain, count)]
-    expected = [batches[i] for i in order[1:]] + [None]
-    assert all(seen is batch for seen, batch in zip(model.following, expected, strict=True))
+    assert [graph for _, graph in model.forwards] == [False] * again + [True] * retain + [True] * again
 
 
+class Graph:
+    """Lives as long as what autograd saved in one forward."""
+
+
+@pytest.mark.parametrize("keep_grad_mode", [False, True])
 @pytest.mark.parametrize("retain", [1, 2])
-def test_dropout_draws_the_same_masks_in_both_passes_and_goes_on_afterwards(retain):
-    model, batches = Counting(), windows(3)
+def test_no_more_graphs_exist_than_are_kept(retain, keep_grad_mode):
+    alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+    seen: list[int] = []
+    weight = torch.ones(1, requires_grad=True)
+
+    def encode(x: Tensor) -> tuple[Tensor]:
+        graph = Graph()
+
+        def pack(tensor: Tensor) -> tuple[Graph, Tensor]:
+            alive.add(graph)
+            seen.append(len(alive))
+            return graph, tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1]):
+            return (weight.sin() * x.sum(1),)
+
+    options = {"retain": retain, "keep_grad_mode": keep_grad_mode}
+    window = CachedWindow(encode, [torch.ones(5, 4) for _ in range(4)], **options)
+    window.encode()
+    assert len(alive) == retain
+    window.evaluate(lambda features, _: features[0].square().sum())
+    for index in range(4):
+        window.surrogate(index).backward()
+    assert max(seen) == retain
+
+
+@pytest.mark.parametrize("retain", [1, 2, 3])
+def test_dropout_draws_the_same_masks_in_both_passes_whatever_is_kept(retain):
+    model, batches = Counting(), micro_batches(3)
     torch.manual_seed(3)
-    window = CachedWindow(model, batches, loss, parameters=lambda: (model.scale,), retain=retain)
+    window = evaluated(model, batches, retain=retain)
     after_first_pass = torch.get_rng_state()
     for index in range(3):
         window.surrogate(index)
-    for first, second in zip(model.outputs[retain:3], model.outputs[3:], strict=True):
-        assert torch.equal(first, second)
-        assert (first == 0).any()
-        assert (first != 0).any()
+    for outputs in model.outputs.values():
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
+        assert (outputs[0] == 0).any()
+        assert (outputs[0] != 0).any()
+    assert len({outputs[0].count_nonzero().item() for outputs in model.outputs.values()}) > 1
     assert torch.equal(torch.get_rng_state(), after_first_pass)
-    # The masks do not depend on how many graphs are kept.
     torch.manual_seed(3)
-    assert torch.equal(CachedWindow(model, batches, loss, parameters=lambda: (model.scale,)).loss, window.loss)
+    assert torch.equal(evaluated(model, batches).loss, window.loss)
+    # The next window draws other masks.
+    assert not torch.equal(evaluated(model, batches).loss, window.loss)
+
+
+class Normalising(nn.Module):
+    """Its running statistics depend on the order of the micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (self.norm(self.linear(x)),)
+
+
+@pytest.mark.parametrize("keep_grad_mode", [False, True])
+@pytest.mark.parametrize("retain", [0, 1, 2, 4])
+def test_buffers_are_those_of_one_forward_of_each_micro_batch_in_order(retain, keep_grad_mode):
+    plain, cached, batches = Normalising(), Normalising(), micro_batches(4)
+    options = {"retain": retain, "keep_grad_mode": keep_grad_mode}
+    for _ in range(2):
+        for batch in batches:
+            plain(batch)
+        window = CachedWindow(cached, batches, buffers=cached.buffers(), **options)
+        window.encode()
+        window.evaluate(lambda features, _: features[0].pow(3).sum())
+        for index in range(4):
+            window.surrogate(index).backward()
+        for (name, expected), seen in zip(plain.named_buffers(), cached.buffers(), strict=True):
+            assert torch.equal(seen, expected), name
 
 
 def test_what_requires_no_gradient_gets_none():
     model = Counting(dropout=0.0)
     model.one.requires_grad_(False)
-    window = CachedWindow(model, windows(2), loss, parameters=lambda: (model.scale,))
+    window = evaluated(model, micro_batches(2))
     for index in range(2):
         window.surrogate(index).backward()
     assert model.one.weight.grad is None
     assert model.two.weight.grad is not None
     assert model.scale.grad is not None
     model.requires_grad_(False)
-    window = CachedWindow(model, windows(2), loss, parameters=lambda: (model.scale,))
+    window = evaluated(model, micro_batches(2))
     assert window.surrogate(0) is None
     assert window.surrogate(1) is None
     assert torch.isfinite(window.loss)
 
 
 def test_micro_batches_are_let_go_after_their_last_use():
-    model = Counting()
-    window = CachedWindow(model, windows(3), loss, parameters=lambda: (model.scale,))
+    window = evaluated(Counting(), micro_batches(3))
     kept = [weakref.ref(b) for b in window._micro_batches if b is not None]
-    model.following.clear()
     assert len(kept) == 2
     window.surrogate(0).backward()
     window.surrogate(1).backward()
-    model.following.clear()
     gc.collect()
     assert [ref() is None for ref in kept] == [True, False]
 
 
-def test_random_state_restores_after_an_error():
-    state = RandomState()
+def test_random_generators_continue_after_an_error():
     before = torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError), state.replay():
+    with pytest.raises(ZeroDivisionError), seeded(7):
         torch.rand(3).tolist()[0] / 0
     assert torch.equal(torch.get_rng_state(), before)

@@ -55,6 +55,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
     "hf_infcl.training.offload": (*HUGGING_FACE, *rooms("loss", "training.trainer")),
     "hf_infcl.training.dual_encoder": (*TRAINER, *rooms("loss", "kernels", "training.trainer")),
+    "hf_infcl.training.wrappers": ("transformers", *rooms("loss", "kernels", "data", "training.trainer")),
     "hf_infcl.training.arguments": ("transformers.AutoModel", *rooms("data", "training.trainer")),
     "hf_infcl.training.windows": ("transformers", *rooms("loss", "training.trainer")),
     "hf_infcl.cli": rooms("reference", "kernels", "loss"),

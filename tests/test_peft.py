@@ -5,10 +5,12 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from helpers import models
 from helpers.trainers import trainer_for
 
 from hf_infcl.training.dual_encoder import DualEncoder
+from hf_infcl.training.wrappers import prepare_for_wrapper, stock_shapes
 
 
 def lora(tower: str) -> peft.PeftModel:
@@ -41,7 +43,7 @@ def test_adapters_train_and_everything_else_stays(tmp_path, tower):
 def test_preparation_for_fsdp_reaches_the_model_inside(tmp_path):
     model = lora("vision_model")
     encoder = DualEncoder(model)
-    encoder.prepare_for_fsdp()
+    prepare_for_wrapper(encoder, DistributedType.FSDP)
     assert all(p.ndim >= 1 for p in model.parameters())
-    state = DualEncoder(model).stock_shapes(model.state_dict())
+    state = stock_shapes(DualEncoder(model), model.state_dict())
     assert state["base_model.model.logit_scale"].shape == ()

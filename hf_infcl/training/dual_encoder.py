@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -48,10 +47,15 @@ class DualEncoder:
         model: a dual encoder of transformers, unwrapped (no DDP around it; PEFT adapters inside are fine).
 
     Raises:
-        ValueError: the model is not a dual encoder that this package knows, or its class heads one tower only.
+        ValueError: the model is not a dual encoder that this package knows, its class has one tower only, or the model
+            was split over devices or processes while it was loaded.
 
     Attributes:
+        model: the model.
+        base: the model without PEFT adapters around it, whose attributes can be set.
         objective: the objective that the model was made for, ``"softmax"`` or ``"sigmoid"``.
+        temperature_name: the name of the temperature's parameter.
+        stock_temperature_shape: its shape in transformers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,18 +66,27 @@ class DualEncoder:
                 "split into image and text embeddings. Use the full model (such as CLIPModel) of one of the types "
                 f"{', '.join(SOFTMAX_MODELS + SIGMOID_MODELS)}."
             )
+        devices = set((getattr(model, "hf_device_map", None) or {}).values())
+        sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+        if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1 or sharded:
+            raise ValueError(
+                f"This {type(model).__name__} was split while it was loaded (device_map, tp_plan or "
+                "distributed_config): every process needs a whole model, which shares the batch with the others. Load "
+                "it without these options; --fsdp shards its parameters."
+            )
         self.model: Any = model
-        # With adapters around it, the attributes of the model proper belong to what they wrap.
-        self._base: Any = getattr(model, "get_base_model", lambda: model)()
+        self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective = "sigmoid" if kind in SIGMOID_MODELS else "softmax"
         # ALIGN divides by a temperature; the others multiply by the exponential of a logarithm.
         self._divides = kind == "align"
+        self.temperature_name = "temperature" if self._divides else "logit_scale"
+        self.stock_temperature_shape = (1,) if kind in SIGMOID_MODELS else ()
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
     def temperature_parameters(self) -> tuple[nn.Parameter, ...]:
         """The temperature's parameter and, where there is one, the bias's."""
-        scale = self.model.temperature if self._divides else self.model.logit_scale
+        scale = getattr(self.model, self.temperature_name)
         bias = getattr(self.model, "logit_bias", None)
         return (scale,) if bias is None else (scale, bias)
 
@@ -118,48 +131,10 @@ class DualEncoder:
         return True
 
     def make_temperature_a_vector(self) -> None:
-        """FSDP2 and DeepSpeed cannot take a scalar parameter; `stock_shapes` undoes it in what is saved."""
+        """Replaces the temperature's parameter by a vector of one element, if it is a scalar."""
         scale = self.temperature_parameters[0]
         if scale.ndim == 0:
-            name = "temperature" if self._divides else "logit_scale"
-            setattr(self._base, name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
-            self._base.made_a_vector = name
-
-    def prepare_for_fsdp(self) -> None:
-        """Mends what keeps accelerate's FSDP2 from sharding these models; call it before they are wrapped.
-
-        Besides the scalar parameter: embeddings would be sharded twice, by their modules' entry in
-        ``_no_split_modules`` and as the input embeddings, which CLIP does not know to name.
-        """
-        self.make_temperature_a_vector()
-        names = getattr(self._base, "_no_split_modules", None) or ()
-        self._base._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
-        try:
-            self._base.get_input_embeddings()
-        except NotImplementedError:
-            self._base.get_input_embeddings = lambda: None
-
-    @contextlib.contextmanager
-    def fsdp_methods(self) -> Iterator[None]:
-        """Within the context FSDP2 gathers the parameters for the two towers' own methods, as it does for forward.
-
-        Not outside of it: CLIP's forward calls these methods, and would be left without its parameters half-way.
-        """
-        names = ("get_image_features", "get_text_features")
-        for name in names:
-            register_fsdp_forward_method(self.model, name)
-        try:
-            yield
-        finally:
-            for name in names:
-                vars(self.model).pop(name, None)  # the class's own again; none was set where nothing is sharded
-
-    def stock_shapes(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state with the shapes that plain ``from_pretrained`` expects, after `make_temperature_a_vector`."""
-        name = getattr(self._base, "made_a_vector", None)
-        return {
-            key: value.reshape(()) if key.rpartition(".")[2] == name else value for key, value in state_dict.items()
-        }
+            setattr(self.base, self.temperature_name, nn.Parameter(scale.detach().reshape(1), scale.requires_grad))
 
     def embed(
         self, forward: Callable[..., Any], batch: Mapping[str, Any], frozen_outputs: dict[str, Any] | None = None

@@ -1,116 +1,153 @@
-"""Gradient caching: the gradient of a loss over many micro-batches at the activation memory of one.
+"""Gradient caching: the gradient of a loss over many micro-batches in the activation memory of one.
 
-GradCache (arXiv 2101.06983), with random states replayed so that dropout draws the same masks in both passes. It
-speaks of callables and tensors alone: a loss over features, and functions that compute the features.
+The method is GradCache (arXiv 2101.06983). Each micro-batch has a random seed of its own, so that dropout draws the
+same masks in both passes. This module knows callables and tensors only: a function that encodes a micro-batch, and a
+loss of the features of all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Features = tuple[Tensor, ...]
 
 
 class CachedWindow:
-    """One loss over the features of a window of micro-batches.
+    """One loss over the features of a window of micro-batches, and its gradient, in three steps.
 
-    Construction is the first pass: it encodes every micro-batch in order, evaluates the loss on the features of the
-    whole window, and keeps the loss's gradient by the features. `surrogate` is the second pass for one micro-batch; the
-    gradients of the surrogates of all micro-batches add up to the gradient of the loss, exactly.
+    1. `encode` is the first pass: it computes the features of all micro-batches.
+    2. `evaluate` computes the loss of the whole window's features and keeps its gradient with respect to them.
+    3. `surrogate` is the second pass, for one micro-batch at a time. The gradients of the surrogates of all
+       micro-batches add up to the gradient of the loss, exactly.
 
-    The first ``retain`` micro-batches are encoded with an autograd graph, which their surrogates use; the others are
-    encoded again. So K micro-batches cost K - retain forwards more than one big batch would, a window of one costs
-    none, and at most max(retain, 1) micro-batches' activations exist at a time, if the surrogates are taken and
-    differentiated in order.
+        window = CachedWindow(encode, micro_batches)
+        window.encode()
+        loss = window.evaluate(loss_function)
+        for index in range(len(micro_batches)):
+            window.surrogate(index).backward()
+
+    The first ``retain`` micro-batches keep the autograd graph of their first pass for the second; the others are
+    encoded again. A window of K micro-batches therefore costs K - retain forwards more than one large batch. The first
+    pass encodes the micro-batches whose graphs are kept last, so that never more than ``retain`` graphs exist, even
+    where all forwards run with autograd.
 
     Args:
-        encode: ``encode(micro_batch, following)`` to the micro-batch's features, each [rows, ...]. ``following`` is the
-            micro-batch that will be encoded next, or None, for whoever has to fetch it.
+        encode: maps a micro-batch to its features, each [rows, ...].
         micro_batches: the window, at least one.
-        loss: ``loss(features, parameters)`` of the features of the whole window, each [all rows, ...], to a scalar.
-        parameters: gives what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies; their
-            gradients ride on the last micro-batch's surrogate, which is the one that DDP synchronises. Asked for anew
-            after that micro-batch's forward, since FSDP exchanges the parameters' tensors.
-        device: where the random state besides the CPU's lives.
-        retain: how many graphs to keep, at least 1.
-        keep_grad_mode: run the whole first pass with autograd enabled and drop the graphs. Compiled models need it,
-            since their inference graph would draw other dropout masks than their training graph.
+        device: the device whose random generator the forwards use besides the CPU's.
+        retain: how many graphs to keep; at least one is kept and at most one for each micro-batch.
+        keep_grad_mode: run the whole first pass with autograd and drop the graphs. Compiled models need it: the masks
+            of dropout in their inference graph differ from those in their training graph.
+        buffers: tensors that a forward changes in place, such as the running statistics of batch norms. The window
+            leaves them as one forward of each micro-batch in order would.
 
     Attributes:
-        loss: the loss, detached.
+        order: the micro-batches in the order in which both passes encode them, as indices.
+        loss: the loss, detached, once `evaluate` has computed it.
     """
 
     def __init__(
         self,
-        encode: Callable[[Any, Any], Features],
+        encode: Callable[[Any], Features],
         micro_batches: Sequence[Any],
-        loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         *,
-        parameters: Callable[[], Sequence[Tensor]] = tuple,
         device: torch.device | None = None,
         retain: int = 1,
         keep_grad_mode: bool = False,
+        buffers: Iterable[Tensor] = (),
     ) -> None:
-        assert retain >= 1
-        self._encode, self._parameters = encode, parameters
-        self._micro_batches: list[Any] = list(micro_batches)
-        self._states: dict[int, RandomState] = {}
-        self._graphs: dict[int, Features] = {}
         count = len(micro_batches)
-        cached: list[Features] = []
-        for index, micro_batch in enumerate(micro_batches):
-            # After the first pass the second begins with the first micro-batch that has no graph.
-            following = index + 1 if index + 1 < count else retain
-            keep = index < retain
-            if not keep:
-                self._states[index] = RandomState(device)
-            with torch.set_grad_enabled(keep or keep_grad_mode):
-                features = encode(micro_batch, self._micro_batches[following] if following < count else None)
-            if keep:
-                self._graphs[index] = features
-                self._micro_batches[index] = None  # its last use
-            cached.append(tuple(f.detach() for f in features))
-            del features  # and with it a graph that is not kept
+        self._encode, self._device, self._keep_grad_mode = encode, device, keep_grad_mode
+        self._buffers = list(buffers)
+        self._micro_batches: list[Any] = list(micro_batches)
+        kept, others = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
+        self._kept, self._others = kept, others
+        self.order = [*others, *kept, *others]
+        # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
+        self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
+        self._graphs: dict[int, Features] = {}
+        self._features: Features = ()  # of the whole window, until `evaluate`
+        self._sizes: list[list[int]] = []  # rows of each micro-batch, for each feature
+        self._parameters: Callable[[], Sequence[Tensor]] = tuple
+        self._parameter_gradients: list[Tensor | None] = []
+        self._feature_gradients: list[list[Tensor | None]] = []
+        self.loss: Tensor
 
+    def encode(self) -> Features:
+        """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
+        count = len(self._micro_batches)
+        cached: list[Features] = [()] * count
+        unchanged = [buffer.clone() for buffer in self._buffers] if self._others else []
+        for index in self._others:
+            with torch.set_grad_enabled(self._keep_grad_mode):
+                # No name refers to the features themselves, and with them to a graph, while the next are computed.
+                cached[index] = tuple(f.detach() for f in self._forward(index))
+        with torch.no_grad():
+            for buffer, value in zip(self._buffers, unchanged, strict=bool(self._others)):
+                buffer.copy_(value)  # the second pass will change them again
+        for index in self._kept:
+            with torch.enable_grad():
+                self._graphs[index] = self._forward(index)
+            cached[index] = tuple(f.detach() for f in self._graphs[index])
+            self._micro_batches[index] = None  # its last use
         columns = list(zip(*cached, strict=True))
+        self._sizes = [[len(part) for part in column] for column in columns]
+        self._features = tuple(torch.cat(column) for column in columns)
+        return self._features
+
+    def evaluate(
+        self,
+        loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
+        parameters: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> Tensor:
+        """The loss of the whole window, detached; call it once, after `encode`.
+
+        Args:
+            loss: ``loss(features, parameters)`` maps the features of the whole window, each [all rows, ...], to a
+                scalar.
+            parameters: returns what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies;
+                their gradients are part of the last micro-batch's surrogate, because that is the one whose backward
+                DDP synchronises. Called again for that surrogate, since FSDP replaces the tensors in every forward.
+        """
         # Whether a feature requires a gradient (a frozen tower's does not) is known from a graph alone.
-        rows = [[len(part) for part in column] for column in columns]
         leaves = tuple(
-            torch.cat(column).requires_grad_(graph.requires_grad)
-            for column, graph in zip(columns, self._graphs[0], strict=True)
+            feature.requires_grad_(graph.requires_grad)
+            for feature, graph in zip(self._features, self._graphs[0], strict=True)
         )
-        del cached, columns  # the leaves are copies
+        self._features = ()
         copies = tuple(p.detach().clone().requires_grad_(p.requires_grad) for p in parameters())
         with torch.enable_grad():
             value = loss(leaves, copies)
         self.loss = value.detach()
         wanted = [t for t in (*leaves, *copies) if t.requires_grad]
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
+        self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
-        self._feature_gradients: list[list[Tensor | None]] = [[] for _ in micro_batches]
-        for leaf, sizes in zip(leaves, rows, strict=True):
+        self._feature_gradients = [[] for _ in self._micro_batches]
+        for leaf, sizes in zip(leaves, self._sizes, strict=True):
             gradient = gradients.get(id(leaf))
-            parts = gradient.split(sizes) if gradient is not None else [None] * count
+            parts = gradient.split(sizes) if gradient is not None else [None] * len(sizes)
             for of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
                 of_micro_batch.append(part)
+        return self.loss
 
     def surrogate(self, index: int) -> Tensor | None:
-        """A scalar whose gradient is micro-batch ``index``'s share of the loss's, or None if it has no share.
+        """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient, or None without one.
 
-        Encodes the micro-batch again, with its random state of the first pass, unless its graph was kept. To be asked
-        for in order, once for each index.
+        To be called once for each index, in order, after `evaluate`, and differentiated before the next call. Unless
+        the graph of the micro-batch was kept, it is encoded again with the random seed of the first pass.
         """
         if index in self._graphs:
             features = self._graphs.pop(index)
         else:
-            following = self._micro_batches[index + 1] if index + 1 < len(self._micro_batches) else None
-            with self._states.pop(index).replay(), torch.enable_grad():
-                features = self._encode(self._micro_batches[index], following)
+            with torch.enable_grad():
+                features = self._forward(index)
             self._micro_batches[index] = None  # its last use
         terms = list(zip(features, self._feature_gradients[index], strict=True))
         if index == len(self._micro_batches) - 1:
@@ -118,23 +155,60 @@ class CachedWindow:
         products = [(value * gradient).sum() for value, gradient in terms if gradient is not None]
         return torch.stack(products).sum() if products else None
 
+    def _forward(self, index: int) -> Features:
+        with seeded(self._seeds[index], self._device):
+            return self._encode(self._micro_batches[index])
 
-class RandomState:
-    """The state of torch's random generators now, of the CPU and of ``device`` if it has one of its own."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = None if device is None or device.type == "cpu" else device
-        self._cpu = torch.get_rng_state()
-        if self._device is not None:
-            self._accelerator = torch.get_device_module(self._device).get_rng_state(self._device)
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Within the context torch's random generators start from ``seed``; after it they continue where they were.
 
-    @contextlib.contextmanager
-    def replay(self) -> Iterator[None]:
-        """Within the context the generators run from this state; afterwards they go on where they were."""
+    These are the generators of the CPU and of ``device``.
+    """
+    devices, kind = ((), None) if device is None or device.type == "cpu" else ((device.index or 0,), device.type)
+    with torch.random.fork_rng(devices=devices, device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
+class GraphBudget:
+    """How many micro-batches of a window keep their autograd graph.
+
+    Args:
+        wanted: the number, or None for as many as fit into the memory of the GPU. That is measured in the second
+            window, because the optimizer's state appears at the end of the first; the windows before keep one graph.
+        device: the device that the model is on.
+
+    Attributes:
+        affordable: how many graphs fit, or None before that was measured.
+    """
+
+    def __init__(self, wanted: int | None, device: torch.device) -> None:
+        self._wanted, self._device = wanted, device
+        self._windows = 0
+        self.affordable: int | None = None
+
+    def graphs(self, most: int) -> int:
+        """The number for the window that begins now, from 1 to ``most``."""
+        wanted = self._wanted
+        if wanted is None and self.affordable is None and self._device.type == "cuda":
+            if self._windows == 2:
+                self.affordable = self._measure()
+            else:
+                torch.cuda.reset_peak_memory_stats(self._device)
+        self._windows += 1
+        if wanted is None:
+            wanted = self.affordable or 1
+        return max(1, min(wanted, most))
+
+    def _measure(self) -> int:
         device = self._device
-        devices, kind = ((), "cuda") if device is None else ((device.index or 0,), device.type)
-        with torch.random.fork_rng(devices=devices, device_type=kind):
-            torch.set_rng_state(self._cpu)
-            if device is not None:
-                torch.get_device_module(device).set_rng_state(self._accelerator, device)
-            yield
+        # The peak of a window above its resting state bounds one graph. A tenth stays free for fragmentation.
+        graph = max(1, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+        fits = torch.tensor(1 + int(0.9 * unused) // graph, device=device)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(fits, dist.ReduceOp.MIN)  # wrappers need the same number of forwards on every process
+        return int(fits)

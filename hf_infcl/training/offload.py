@@ -1,9 +1,11 @@
-"""Moving a window's inputs from host memory to the device, one micro-batch ahead of the computation."""
+"""Moving the inputs of a window from host memory to the device, one micro-batch ahead of the computation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,20 +25,18 @@ class Fetcher:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._arriving: dict[int, dict[str, Any]] = {}
 
-    def fetch(self, batch: Mapping[str, Any], following: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The batch on the device, ready for the current stream; ``following`` is sent on its way."""
-        arrived = self._arriving.pop(id(batch), None) or self._send(batch)
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            for value in arrived.values():
-                if isinstance(value, Tensor):
-                    value.record_stream(current)  # allocated on the other stream
-        if following is not None:
-            self._arriving = {id(following): self._send(following)}
-        return arrived
+    def fetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yields each batch on the device, ready for the current stream, after it has started to copy the next."""
+        # A batch that was yielded must not be referred to here, or it would stay on the device with the next two.
+        arriving: deque[dict[str, Any]] = deque()
+        for following in chain(batches, [None]):
+            if arriving:
+                self._wait_for(arriving[0])  # before the next copy is queued behind it
+            if following is not None:
+                arriving.append(self._send(following))
+            if len(arriving) == (1 if following is None else 2):
+                yield arriving.popleft()
 
     def _send(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -44,3 +44,12 @@ class Fetcher:
                 name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
                 for name, value in batch.items()
             }
+
+    def _wait_for(self, batch: dict[str, Any]) -> None:
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        for value in batch.values():
+            if isinstance(value, Tensor):
+                value.record_stream(current)  # it was allocated on the other stream

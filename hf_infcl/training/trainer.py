@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import (
@@ -46,9 +46,10 @@ from .arguments import InfCLTrainingArguments
 from .checkpoints import RECORD_NAME, Run, RunRecord, differences
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
 from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, rows_to_keep
-from .grad_cache import CachedWindow, Features
+from .grad_cache import CachedWindow, Features, GraphBudget
 from .offload import Fetcher
 from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
+from .wrappers import check_wrapper, fsdp_tower_methods, prepare_for_wrapper, stock_shapes, wrapper_of
 
 logger = logging.get_logger(__name__)
 
@@ -79,7 +80,8 @@ class InfCLTrainer(Trainer):
     Raises:
         ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
             know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; FSDP where only the temperature trains;
-            ``args`` of another class; ``compute_loss_func``; an `ImageTextDataset` without a processor or collator.
+            ``args`` of another class; ``compute_loss_func``, or a subclass with a ``compute_loss``; an
+            `ImageTextDataset` without a processor or collator; the sigmoid objective for a model without logit_bias.
     """
 
     args: InfCLTrainingArguments
@@ -109,44 +111,50 @@ class InfCLTrainer(Trainer):
             DualEncoder(model)  # raises for any other model, before something else does less clearly
         if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
             kwargs["processing_class"] = data_collator.processor  # so that it is saved beside the model
-        if data_collator is None and kwargs.get("processing_class") is not None:
-            config = getattr(model, "config", None)
-            data_collator = ContrastiveCollator.for_model(kwargs["processing_class"], config, uint8=True)
-        if data_collator is None and _needs_processor(kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
+        processor = kwargs.get("processing_class")
+        needs_processor = _needs_processor(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        if data_collator is None and processor is None and needs_processor:
             raise ValueError(
                 "Images and captions have to be prepared for the model: pass "
                 "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
             )
         if kwargs.get("compute_loss_func") is not None:
-            raise ValueError("InfCLTrainer computes the loss itself; it would never call compute_loss_func.")
+            raise ValueError(
+                "InfCLTrainer computes the loss itself and would never call compute_loss_func. Leave it out."
+            )
+        own_step = type(self).training_step is not InfCLTrainer.training_step
+        if type(self).compute_loss is not Trainer.compute_loss and not own_step:
+            raise ValueError(
+                f"InfCLTrainer computes the loss of a window itself and would never call {type(self).__name__}."
+                "compute_loss. Override training_step to change the training, or use transformers.Trainer."
+            )
         self._sampler: WindowSampler | None = None
         self._stream: IterableDataset | None = None
         self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
         self._worker_seeds = torch.Generator()
         self._resumed: RunRecord | None = None  # what the checkpoint says from which this training goes on
         super().__init__(model, args, data_collator, **kwargs)
-        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            raise ValueError(
-                "InfCLTrainer's gradients have not been verified under FSDP version 1; they might differ without a "
-                "word. Use version 2, the default of --fsdp."
-            )
-        if self.is_deepspeed_enabled and (stage := self.accelerator.state.deepspeed_plugin.zero_stage) not in (1, 2):
-            raise ValueError(
-                f"InfCLTrainer's gradients have been verified under DeepSpeed's ZeRO stages 1 and 2, not {stage}. "
-                "Use one of them, --fsdp to shard the parameters too, or no DeepSpeed config to shard nothing."
-            )
-        self._prepare_model(self.model)
+        if model is not None:  # or else `call_model_init` has prepared it
+            self._prepare_model(self.model)
+        if data_collator is None and processor is not None:
+            config = getattr(self.model, "config", None)  # not before: `model_init` has made a model by now
+            self.data_collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         # First, so that the user's callbacks see the clamped logit_scale.
         self.callback_handler.callbacks.insert(0, _LoopEvents(self))
-        self._fetcher = Fetcher(self.args.device) if self.args.offload_window else None
-        self._window: list[Any] = []
-        self._next_micro_batch = 0
-        self._cached: CachedWindow | None = None
         self._begin_training()
 
+    # Mutable state, by its lifetime: a training, a pass over the data, a window.
+
     def _begin_training(self) -> None:
+        vars(self).pop("dual_encoder", None)  # `model_init` may have made another model
+        self._wrapper = wrapper_of(self.model_wrapped, self.accelerator.distributed_type)
+        self._wrapper.begin_training(self.dual_encoder, self.args.ddp_broadcast_buffers)
+        modules = self.model_wrapped.modules()
+        self._compiled = is_compiled_module(self.model_wrapped) or any(m._compiled_call_impl for m in modules)
+        retain = self.args.retain_graphs
+        self._graph_budget = GraphBudget(None if retain == "auto" else int(retain), self.args.device)
+        self._fetcher = Fetcher(self.args.device) if self.args.offload_inputs else None
         self._windows_trained = 0
-        self._affordable_graphs: int | None = None
         # None as long as the data does not report it. What is known of the run so far counts on the main process.
         self._skipped = None if self._resumed is None else self._resumed.skipped_samples
         if self._skipped is not None and not self.is_world_process_zero():
@@ -155,11 +163,8 @@ class InfCLTrainer(Trainer):
         # The part of the training before an interruption counts as well.
         logged = (entry["train_seconds"] for entry in reversed(self.state.log_history) if "train_seconds" in entry)
         self._began = time.perf_counter() - next(logged, 0.0)
-        model: Any = _without_compiler(self.model_wrapped)
-        if isinstance(model, DistributedDataParallel) and self.args.ddp_broadcast_buffers is None:
-            # Buffers that never change need no exchange; a forward without one can fail and nobody is left in it.
-            model.broadcast_buffers = bool(self.dual_encoder.batch_norms())
         self._begin_epoch(0)
+        self._begin_window([])
 
     def _begin_epoch(self, epoch: int, windows: int = 0) -> None:
         """Begins a pass over the data, of which so many windows are trained already."""
@@ -173,44 +178,62 @@ class InfCLTrainer(Trainer):
             self._sampler.set_epoch(epoch)
         set_epoch(self._stream, epoch)
 
+    def _begin_window(self, batches: list[Any]) -> None:
+        self._window = batches
+        self._next_micro_batch = 0
+        self._cached: CachedWindow | None = None
+        self._arriving: Iterator[dict[str, Any]] | None = None  # the micro-batches on the device, with offload_inputs
+
     # ---- Model ----
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
-        self.__dict__.pop("dual_encoder", None)
         self._prepare_model(model)
         return model
 
+    def _hp_search_setup(self, trial: Any) -> None:
+        super()._hp_search_setup(trial)
+        self.args.check()  # the trial has changed them
+
     def _prepare_model(self, model: Any) -> None:
+        """Everything that has to happen to a model before it is wrapped and its optimizer is created."""
+        check_wrapper(self.accelerator)
         dual_encoder = DualEncoder(model)
         dual_encoder.freeze_unused()
         if self.args.freeze is not None:
             dual_encoder.freeze(self.args.freeze)
-        if self.is_fsdp_enabled:
-            temperature = set(dual_encoder.temperature_parameters)
-            if not any(p.requires_grad for p in model.parameters() if p not in temperature):
-                raise ValueError(
-                    "No embedding depends on a parameter that trains, and FSDP exchanges gradients after a backward "
-                    "through the model alone. Train a tower or a projection, or use DDP for logit_scale by itself."
-                )
-            dual_encoder.prepare_for_fsdp()
-        if self.is_deepspeed_enabled:
-            dual_encoder.make_temperature_a_vector()
+        prepare_for_wrapper(dual_encoder, self.accelerator.distributed_type)
+        scale, *bias = dual_encoder.temperature_parameters
+        if self.args.objective == "sigmoid" and not bias:
+            raise ValueError(
+                f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large "
+                "batch starts far from where it can train. Train a SiglipModel or Siglip2Model, keep "
+                "objective='softmax', or add SigLIP's start to the model before: model.logit_bias = "
+                "torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_(math.log(10)). What is "
+                "saved then holds a logit_bias that from_pretrained of this class leaves out."
+            )
+        trains = any(p.requires_grad for p in model.parameters())
+        if trains and not scale.requires_grad:
+            value = dual_encoder.scale_and_bias()[0].item()
+            logger.warning(
+                f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}: peft, for one, freezes "
+                "all parameters but the adapters. To train it, call "
+                f"model.{dual_encoder.temperature_name}.requires_grad_(True); peft does not save it with an adapter."
+            )
         half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
         in_fp32 = self.is_deepspeed_enabled or (self.is_fsdp_enabled and self.accelerator.mixed_precision != "no")
         if half and not in_fp32:  # for the optimizer
             logger.warning(
-                f"The model trains in {half.pop()}, where steps smaller than the weights' rounding are lost. Load it "
-                "with from_pretrained(..., dtype=torch.float32): bf16=True computes in bf16 all the same."
+                f"The parameters that train are in {half.pop()}, whose rounding swallows small steps. Load the model "
+                "with from_pretrained(..., dtype=torch.float32); bf16=True then still computes in bf16."
             )
         if dual_encoder.initialise_sigmoid():
-            logger.warning("logit_scale and logit_bias were both 0: set to SigLIP's start, ln 10 and -10.")
-        if self.args.global_batch_size > self.args.per_device_train_batch_size and (
-            names := dual_encoder.batch_norms()
-        ):
+            logger.warning("logit_scale and logit_bias were both 0; they now start as SigLIP's, at ln 10 and -10.")
+        one_micro_batch = self.args.global_batch_size == self.args.per_device_train_batch_size
+        if not one_micro_batch and (names := dual_encoder.batch_norms()):
             logger.warning(
-                f"{', '.join(names)} normalise over a micro-batch: the loss is that of the global batch, but these "
-                "layers' outputs depend on how it is split."
+                f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
+                "batch, but the outputs of these layers depend on the size of the micro-batch."
             )
 
     @cached_property
@@ -275,7 +298,7 @@ class InfCLTrainer(Trainer):
         return self.accelerator.prepare(loader) if is_training else stream_for_evaluation(loader, args.device)
 
     def get_train_dataloader(self) -> DataLoader:
-        """With ``offload_window``, one whose batches stay in host memory: they are fetched when their turn comes."""
+        """With ``offload_inputs``, one whose batches stay in host memory: they are fetched when their turn comes."""
         dataloader: Any = super().get_train_dataloader()
         self._dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
         self._stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
@@ -285,10 +308,10 @@ class InfCLTrainer(Trainer):
                 "all rows, and a resumed run would not find its place. Leave it out, and every process reads its own."
             )
         dataloader.base_dataloader.generator = self._worker_seeds
-        if self.args.offload_window:
+        if self.args.offload_inputs:
             if self._dispatcher is not None:
                 raise ValueError(
-                    "offload_window keeps batches in host memory, but this stream is read by the main process and sent "
+                    "offload_inputs keeps batches in host memory, but this stream is read by the main process and sent "
                     'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
                 )
             dataloader.device = None
@@ -396,7 +419,7 @@ class InfCLTrainer(Trainer):
         All processes agree here on having one, so an error in the data of any stops them all. No forward happens here:
         on resume Trainer restores the random state after this call.
         """
-        self._window, self._next_micro_batch = [], 0
+        self._begin_window([])
         if self._exhausted:
             return [], None
         try:
@@ -420,7 +443,7 @@ class InfCLTrainer(Trainer):
                 raise self._stream_too_short(seen)
             self._exhausted = True
             return [], None
-        self._window = window
+        self._begin_window(window)
         self._windows_of_epoch += 1
         return window, None
 
@@ -434,7 +457,10 @@ class InfCLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """One micro-batch of the window: the first runs the loss on everyone's features, each adds its gradient.
+        """The share of one micro-batch in the gradient of its window; with the first, also the first pass and the loss.
+
+        Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order.
+        ``inputs`` only says that the next one is due: the data is the window's.
 
         Returns:
             The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
@@ -447,24 +473,18 @@ class InfCLTrainer(Trainer):
         index = self._next_micro_batch
         self._next_micro_batch += 1
         last = index == len(self._window) - 1
-        # accelerate's no_sync, which Trainer has entered, does nothing for a launched group of one process.
-        ddp = _without_compiler(model)
-        is_ddp = isinstance(ddp, DistributedDataParallel)
-        if is_ddp and index == 0:
-            # A collective, once, after the first step. DDP itself does it in the next forward that it sees, where a
-            # process that fails on the way there would leave the others waiting.
-            ddp.reducer._rebuild_buckets()
-        with ddp.no_sync() if is_ddp and not last else nullcontext():
+        if index == 0:
+            self._wrapper.begin_window()
+        with self._wrapper.gradient_sync(last):
             if index == 0:
                 self._cached = self._first_pass(model)
             assert self._cached is not None
-            surrogate = self._cached.surrogate(index)
-            if surrogate is not None:
-                # DeepSpeed would divide by the accumulation steps otherwise.
-                options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
-                self.accelerator.backward(surrogate, **options)
+            with record_function("infcl: second pass"):
+                surrogate = self._cached.surrogate(index)
+                if surrogate is not None:
+                    self.accelerator.backward(surrogate, **self._wrapper.backward_options)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
-        inputs.pop("pixel_values", None)
+        self._window[index].pop("pixel_values", None)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -472,102 +492,73 @@ class InfCLTrainer(Trainer):
         if not last:
             return torch.zeros_like(loss)
         self._cached = None
-        if is_ddp and self._windows_trained == 0 and not (ddp.find_unused_parameters or ddp.static_graph):
-            _check_all_have_gradients(ddp.module)
+        if self._windows_trained == 0:
+            self._wrapper.check_gradients()
         self._windows_trained += 1
         return loss
 
     def _first_pass(self, model: nn.Module) -> CachedWindow:
-        ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
-        pair_ids = torch.cat(ids).to(self.args.device) if ids else None
+        """Encodes the window and evaluates its loss, on every process at once."""
         if skipped := [int(batch["skipped"].sum()) for batch in self._window if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
-        bf16 = self.accelerator.mixed_precision == "bf16"
-        compiled = is_compiled_module(model) or any(m._compiled_call_impl is not None for m in model.modules())
-        encoded = False
-        finite: Tensor | None = None
-
-        def encode(micro_batch: _MicroBatch, following: _MicroBatch | None) -> Features:
-            # A compiled model would compile again for every tower that is left out.
-            frozen_outputs = None if compiled else micro_batch.frozen_outputs
-            inputs = micro_batch.inputs
-            if self._fetcher is not None:
-                inputs = self._fetcher.fetch(inputs, following.inputs if following is not None else None)
-            embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
-            # DeepSpeed's fp16 has no autocast that returns fp32.
-            return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
-
-        def loss(features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-            nonlocal encoded, finite
-            encoded = True
-            finite = torch.stack([f.detach().isfinite().all() for f in features]).all()
-            # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
-            # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
-            images, texts = (f.bfloat16() if bf16 else f for f in features)
-            return contrastive_loss(
-                images,
-                texts,
-                *self.dual_encoder.scale_and_bias(parameters),
-                objective=self.contrastive_objective,
-                strategy=self.args.strategy,
-                backend=self.args.backend,
-                pair_ids=pair_ids,
-            )
-
-        retain = self._graphs_to_retain()
+        count = len(self._window)
+        window = CachedWindow(
+            partial(self._encode, model),
+            [_MicroBatch(batch) for batch in self._window],
+            device=self.args.device,
+            retain=self._graph_budget.graphs(max(1, count - 1) if self._wrapper.synchronises else count),
+            keep_grad_mode=self._compiled,
+            buffers=model.buffers(),
+        )
+        if self._fetcher is not None:
+            self._arriving = self._fetcher.fetch(self._window[i] for i in window.order)
         try:
-            window = CachedWindow(
-                encode,
-                [_MicroBatch(batch) for batch in self._window],
-                loss,
-                parameters=lambda: self.dual_encoder.temperature_parameters,
-                device=self.args.device,
-                retain=retain,
-                keep_grad_mode=compiled,
-            )
+            with record_function("infcl: first pass"):
+                features = window.encode()
         except Exception as error:
-            # The others come to agree on the loss's inputs next; under FSDP they are waiting within their forwards.
-            if not encoded and not self.is_fsdp_enabled:
+            # The other processes exchange the loss's inputs next. Under FSDP they are waiting within their forwards.
+            if not self.is_fsdp_enabled:
                 announce_failure(error)
             raise
-        if not window.loss.isfinite():  # the same on every process, before anything has been changed
-            assert finite is not None
-            ranks = [rank for rank, (own,) in enumerate(Processes().agree([finite.item()])) if not own]
+        finite = torch.stack([f.isfinite().all() for f in features]).all()
+        del features  # as large as the window
+        with record_function("infcl: loss"):
+            loss = window.evaluate(self._loss, lambda: self.dual_encoder.temperature_parameters)
+        if not loss.isfinite():  # the same on every process, before anything has been changed
+            ranks = [rank for rank, (ok,) in enumerate(Processes().agree([finite.item()])) if not ok]
             cause = f"logit_scale is {self.dual_encoder.scale_and_bias()[0].item():g}"
             if ranks:
                 cause = f"an image or the model gives embeddings that are not finite (those of ranks {ranks} are not)"
             raise ValueError(
-                f"The loss of the global batch after step {self.state.global_step} is {window.loss.item()}: {cause}. "
+                f"The loss of the global batch after step {self.state.global_step} is {loss.item()}: {cause}. "
                 "The weights are those of that step. Look at the data of this batch, lower the learning rate, or use "
                 "bf16 instead of fp16."
             )
         return window
 
-    def _graphs_to_retain(self) -> int:
-        """How many micro-batches keep their graph; the first one's costs no memory that the step would not need."""
-        steps = len(self._window)
-        # A wrapper synchronises the last backward, and prepares for that in the forward just before it.
-        most = steps if steps == 1 or self.accelerator.distributed_type == DistributedType.NO else steps - 1
-        if self.args.retain_graphs != "auto":
-            return max(1, min(int(self.args.retain_graphs), most))
-        if self._affordable_graphs is None and self.args.device.type == "cuda":
-            self._affordable_graphs = self._measure_graphs()
-        return max(1, min(self._affordable_graphs or 1, most))
+    def _encode(self, model: nn.Module, micro_batch: _MicroBatch) -> Features:
+        inputs = micro_batch.inputs if self._arriving is None else next(self._arriving)
+        # A compiled model would be compiled again for every tower that is left out.
+        frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
+        embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
+        # DeepSpeed's fp16 has no autocast that returns fp32.
+        return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
-    def _measure_graphs(self) -> int | None:
-        """How many graphs fit, from the memory of the second window; None until it has been trained."""
-        device = self.args.device
-        if self._windows_trained < 2:  # the optimizer's state appears at the end of the first
-            torch.cuda.reset_peak_memory_stats(device)
-            return None
-        graph = max(1, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
-        # One window's peak above its resting state bounds one graph; a tenth stays free for fragmentation.
-        fits = torch.tensor(1 + int(0.9 * unused) // graph, device=device)
-        if self.args.world_size > 1:
-            dist.all_reduce(fits, dist.ReduceOp.MIN)  # wrappers count forwards alike
-        return int(fits)
+    def _loss(self, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+        ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
+        # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
+        # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
+        bf16 = self.accelerator.mixed_precision == "bf16"
+        images, texts = (f.bfloat16() if bf16 else f for f in features)
+        return contrastive_loss(
+            images,
+            texts,
+            *self.dual_encoder.scale_and_bias(parameters),
+            objective=self.contrastive_objective,
+            strategy=self.args.strategy,
+            backend=self.args.backend,
+            pair_ids=torch.cat(ids).to(self.args.device) if ids else None,
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures of a contrastive run to the training logs.
@@ -611,7 +602,7 @@ class InfCLTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:
-            state_dict = self.dual_encoder.stock_shapes(state_dict)
+            state_dict = stock_shapes(self.dual_encoder, state_dict)
         super()._save(output_dir, state_dict)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -709,7 +700,7 @@ class InfCLTrainer(Trainer):
         batches: Any = dataloader
         if not isinstance(dataloader, DataLoaderDispatcher):
             batches = AnnouncingDataLoader(dataloader)
-        with self.dual_encoder.fsdp_methods() if self.is_fsdp_enabled else nullcontext():
+        with fsdp_tower_methods(self.dual_encoder):
             output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
             assert output.metrics is not None
             if isinstance(output.predictions, tuple):
@@ -790,45 +781,22 @@ class _LoopEvents(TrainerCallback):
         self._trainer._begin_training()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._window = []
+        self._trainer._begin_window([])
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         maximum = args.max_logit_scale
         if maximum is None and self._trainer.contrastive_objective == "softmax":
             maximum = 100.0
-        if maximum is None:
-            return
-        encoder = self._trainer.dual_encoder
-        encoder.clamp_logit_scale(maximum)
-        if self._trainer.is_deepspeed_enabled:
-            from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-
-            # The parameter will be overwritten with what the optimizer keeps.
-            if (kept := safe_get_full_fp32_param(encoder.temperature_parameters[0])) is not None:
-                encoder.clamp_logit_scale(maximum, kept)
-                safe_set_full_fp32_param(encoder.temperature_parameters[0], kept)
+        if maximum is not None:
+            self._trainer._wrapper.clamp_logit_scale(self._trainer.dual_encoder, maximum)
 
 
 @dataclass
 class _MicroBatch:
-    """A batch of the data loader, and what its frozen towers said in the first pass."""
+    """A batch of the data loader, and the outputs of its frozen towers in the first pass."""
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
-
-
-def _without_compiler(model: Any) -> Any:
-    return getattr(model, "_orig_mod", model)
-
-
-def _check_all_have_gradients(model: nn.Module) -> None:
-    """Raises a ValueError for parameters without a gradient: DDP waits for them and averages nothing until then."""
-    if unused := [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]:
-        names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
-        raise ValueError(
-            f"No embedding depends on {names}: DDP would wait for their gradients and not average the others. Freeze "
-            "what is not used (requires_grad_(False)), or pass ddp_find_unused_parameters=True."
-        )
 
 
 def _needs_processor(*datasets: Any) -> bool:

@@ -17,7 +17,7 @@ that window, the window's inputs, the logits) is a row with a note.
 
 Inputs come from a pool of a few micro-batches of random images, over and over, in pinned memory: no data loading is
 measured, and host memory does not hold a window of a million. On the device every micro-batch is a tensor of its own,
-except with offload_window, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype.
+except with offload_inputs, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl": {"retain_graphs": "1"},
     "hf_infcl retain all": {"retain_graphs": "all"},
     "hf_infcl retain auto": {"retain_graphs": "auto"},
-    "hf_infcl offload": {"retain_graphs": "1", "offload_window": True},
-    "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_window": True},
+    "hf_infcl offload": {"retain_graphs": "1", "offload_inputs": True},
+    "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_inputs": True},
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
 }
 LOSSES: dict[str, Any] = {
@@ -104,7 +104,7 @@ def measured(
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
         if options.get("retain_graphs") == "auto":
-            row["note"] = f"keeps {min(trainer._affordable_graphs or 1, accumulation)} graphs"
+            row["note"] = f"keeps {min(trainer._graph_budget.affordable or 1, accumulation)} graphs"
     del trainer
     gc.collect()  # trainers and models refer to each other
     if device.type == "cuda":
@@ -159,7 +159,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
             row |= measured(
                 *(args, training.PooledInfCLTrainer, pool, accumulation, device),
                 loss=loss,
-                offload_window=name == OFFLOAD,
+                offload_inputs=name == OFFLOAD,
             )
             row["note"] = f"inputs repeat from a pool of {len(pool)} micro-batches"
             yield row

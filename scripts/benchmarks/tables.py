@@ -102,7 +102,7 @@ def maximum(steps: list[Row]) -> str:
         budget = rows[0]["model"]
         resident = (largest(rows, name) for name in ("CLIP", "OpenCLIP local loss", "hf_infcl"))
         lines.append((f"{budget}, {hardware}", *resident))
-        lines.append((f"{budget}, offload_window, {hardware}", "–", "–", largest(rows, "hf_infcl offload")))
+        lines.append((f"{budget}, offload_inputs, {hardware}", "–", "–", largest(rows, "hf_infcl offload")))
     return markdown(("budget", "CLIP", "OpenCLIP", "Inf-CL / hf_infcl"), lines)
 
 

@@ -200,12 +200,12 @@ class OpenCLIPTrainer(PlainTrainer):
 
 
 class PooledInfCLTrainer(InfCLTrainer):
-    """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_window``."""
+    """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_inputs``."""
 
     pool: list[Batch]
 
     def get_train_dataloader(self) -> Any:
-        device = None if self.args.offload_window else self.args.device
+        device = None if self.args.offload_inputs else self.args.device
         return Loader(self.pool, self.args.max_steps * self.args.gradient_accumulation_steps, device)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import transformers as tf
 from torch.utils.data import Dataset, IterableDataset
 
 VOCABULARY, LENGTH, IMAGE = 64, 6, 16
-_TEXT = {
+TEXT = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -21,7 +21,7 @@ _TEXT = {
     "eos_token_id": VOCABULARY - 1,
     "pad_token_id": 1,
 }
-_VISION = {
+VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -34,8 +34,8 @@ _VISION = {
 def clip(dropout: float = 0.0, seed: int = 0) -> tf.CLIPModel:
     torch.manual_seed(seed)
     config = tf.CLIPConfig(
-        text_config={**_TEXT, "attention_dropout": dropout},
-        vision_config={**_VISION, "attention_dropout": dropout},
+        text_config={**TEXT, "attention_dropout": dropout},
+        vision_config={**VISION, "attention_dropout": dropout},
         projection_dim=12,
     )
     return tf.CLIPModel(config)
@@ -44,8 +44,8 @@ def clip(dropout: float = 0.0, seed: int = 0) -> tf.CLIPModel:
 def siglip(dropout: float = 0.0, seed: int = 0) -> tf.SiglipModel:
     torch.manual_seed(seed)
     config = tf.SiglipConfig(
-        text_config={**_TEXT, "attention_dropout": dropout, "projection_size": 16},
-        vision_config={**_VISION, "attention_dropout": dropout},
+        text_config={**TEXT, "attention_dropout": dropout, "projection_size": 16},
+        vision_config={**VISION, "attention_dropout": dropout},
     )
     return tf.SiglipModel(config)
 
@@ -88,3 +88,85 @@ class SizedStream(Stream):
 
     def __len__(self) -> int:
         return len(self.data)
+
+
+BERT = {**TEXT, "type_vocab_size": 2}
+
+
+def _siglip2() -> tf.Siglip2Model:
+    vision = {k: v for k, v in VISION.items() if k != "image_size"}
+    return tf.Siglip2Model(
+        tf.Siglip2Config(text_config={**TEXT, "projection_size": 16}, vision_config={**vision, "num_patches": 4})
+    )
+
+
+def _vision_text() -> tf.VisionTextDualEncoderModel:
+    config = tf.VisionTextDualEncoderConfig.from_vision_text_configs(
+        tf.CLIPVisionConfig(**VISION), tf.BertConfig(**BERT), projection_dim=12
+    )
+    return tf.VisionTextDualEncoderModel(config)
+
+
+def align() -> tf.AlignModel:
+    vision = {
+        "image_size": 32,
+        "width_coefficient": 0.1,
+        "depth_coefficient": 0.1,
+        "kernel_sizes": [3],
+        "in_channels": [32],
+        "out_channels": [16],
+        "strides": [1],
+        "num_block_repeats": [1],
+        "expand_ratios": [1],
+        "depthwise_padding": [],
+        "hidden_dim": 16,
+    }
+    return tf.AlignModel(tf.AlignConfig(text_config=BERT, vision_config=vision, projection_dim=8))
+
+
+def groupvit() -> tf.GroupViTModel:
+    vision = {**VISION, "depths": [1, 1], "num_group_tokens": [4, 0], "num_output_groups": [4, 2]}
+    config = tf.GroupViTConfig(text_config=TEXT, vision_config=vision)
+    config.projection_dim, config.projection_intermediate_dim = 12, 16
+    return tf.GroupViTModel(config)
+
+
+def vision_text_dinov2() -> tf.VisionTextDualEncoderModel:
+    config = tf.VisionTextDualEncoderConfig.from_vision_text_configs(
+        tf.Dinov2Config(**VISION), tf.BertConfig(**BERT), projection_dim=12
+    )
+    return tf.VisionTextDualEncoderModel(config)
+
+
+BUILD = {
+    "aimv2": lambda: tf.Aimv2Model(tf.Aimv2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)),
+    "align": align,
+    "altclip": lambda: tf.AltCLIPModel(
+        tf.AltCLIPConfig(text_config={**BERT, "project_dim": 16}, vision_config=VISION, projection_dim=12)
+    ),
+    "blip": lambda: tf.BlipModel(tf.BlipConfig(text_config=TEXT, vision_config=VISION, projection_dim=12)),
+    "chinese_clip": lambda: tf.ChineseCLIPModel(
+        tf.ChineseCLIPConfig(text_config=BERT, vision_config=VISION, projection_dim=12)
+    ),
+    "clip": clip,
+    "clipseg": lambda: tf.CLIPSegModel(tf.CLIPSegConfig(text_config=TEXT, vision_config=VISION, projection_dim=12)),
+    "groupvit": groupvit,
+    "metaclip_2": lambda: tf.MetaClip2Model(
+        tf.MetaClip2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)
+    ),
+    "owlvit": lambda: tf.OwlViTModel(tf.OwlViTConfig(text_config=TEXT, vision_config=VISION, projection_dim=12)),
+    "siglip": siglip,
+    "siglip2": _siglip2,
+    "vision-text-dual-encoder": _vision_text,
+}
+
+
+def batch_for(kind: str, rows: int = 5) -> dict[str, torch.Tensor]:
+    batch = Pairs(rows).batch()
+    if kind == "siglip2":  # patches instead of images
+        batch["pixel_values"] = torch.randn(rows, 4, 3 * 8 * 8)
+        batch["pixel_attention_mask"] = torch.ones(rows, 4, dtype=torch.long)
+        batch["spatial_shapes"] = torch.tensor([[2, 2]] * rows)
+    if kind == "align":
+        batch["pixel_values"] = torch.randn(rows, 3, 32, 32)
+    return batch

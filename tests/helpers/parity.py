@@ -51,13 +51,13 @@ class Draws:
         model.register_forward_hook(self._after, with_kwargs=True)
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        first = self.states.setdefault(_key(kwargs["input_ids"]), random_state(kwargs["input_ids"].device))
+        first = self.states.setdefault(key_of(kwargs["input_ids"]), random_state(kwargs["input_ids"].device))
         for seen, now in zip(first, random_state(kwargs["input_ids"].device), strict=True):
             assert torch.equal(seen, now), "the passes drew different dropout masks"
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
-        first = self._embeds.setdefault(_key(kwargs["input_ids"]), embeds)
+        first = self._embeds.setdefault(key_of(kwargs["input_ids"]), embeds)
         for seen, now in zip(first, embeds, strict=True):
             if now.is_cuda:  # attention may run another kernel with autograd than without; another mask shows anyway
                 same = torch.allclose(seen.float(), now.float(), atol=0.02 if torch.is_autocast_enabled() else 1e-5)
@@ -76,7 +76,7 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-def _key(input_ids: Tensor) -> bytes:
+def key_of(input_ids: Tensor) -> bytes:
     return input_ids.cpu().numpy().tobytes()
 
 
@@ -150,8 +150,8 @@ def truth(
     data = _data(variant)
     parts = [range(len(data))]
     if variant == "dropout":
-        rows = {_key(data.tokens[i : i + 1]): i for i in range(len(data))}
-        width = len(_key(data.tokens[:1]))
+        rows = {key_of(data.tokens[i : i + 1]): i for i in range(len(data))}
+        width = len(key_of(data.tokens[:1]))
         parts = [[rows[key[i : i + width]] for i in range(0, len(key), width)] for key in draws]
         assert sorted(functools.reduce(operator.iadd, parts, [])) == list(range(len(data))), (
             "the micro-batches are not a partition of the batch"
