@@ -190,6 +190,20 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 2, "--accumulation-steps", 2]
+    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    step.run(parser.parse_args([*map(str, words), "--warmup", "1", "--profile", str(tmp_path)]))
+    table = (tmp_path / "phases.md").read_text(encoding="utf-8")
+    times = {name.strip(): float(ms) for name, ms in re.findall(r"\| ([a-z ,]+) \| ([0-9.]+) \|", table)}
+    phases = ["data", "first pass", "loss", "second pass", "clipping", "optimizer", "scheduler, zeroing"]
+    assert [name for name in times if name in phases] == phases
+    assert sum(times[name] for name in phases) == pytest.approx(times["all, one after another"], abs=0.05)
+    trace = (tmp_path / "trace-rank0.json").read_text(encoding="utf-8")
+    assert all(f"infcl: {name}" in trace for name in phases[:4])
+
+
 def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
     training = script("benchmarks.training")
     pool = training.make_pool("tiny", 3, 4, torch.float32)

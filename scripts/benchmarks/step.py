@@ -1,12 +1,16 @@
 """Time and memory of a training step of a CLIP ViT-B/16: bf16 autocast, sdpa, fused AdamW, random weights.
 
     python scripts/benchmark.py step
+    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile
+    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --profile outputs/profile
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
 
 Without --global-batch-sizes: what InfCLTrainer costs over the plain Trainer with the same model, micro-batch and
 accumulation steps, which has a loss of each micro-batch by itself; and what OpenCLIP's --accum-freq costs, which has
-the loss of the whole batch as InfCLTrainer does. Times are quantiles of single steps after a warm-up; ``ratio`` is the
-rate of images relative to the plain Trainer's in the same run.
+the loss of the whole batch as InfCLTrainer does; where open_clip_torch is installed, also OpenCLIP's own model in its
+own training loop, with --accum-freq and without. --compile measures each once more under torch.compile. Times are
+quantiles of single steps after a warm-up; ``ratio`` is the rate of images relative to that of the plain Trainer, not
+compiled, in the same run.
 
 With them: a row per global batch and loss, as the first table of the Inf-CL paper: ``loss_gib``, what the loss
 allocates from its call to its gradients, and ``peak_gib`` of the whole step, on the GPU with the most; and the time of
@@ -14,6 +18,10 @@ a step. CLIP's, OpenCLIP's and DisCo's losses take the place of ours in InfCLTra
 --warmup 0 a single step is measured, after a window of two micro-batches has warmed up model and libraries and each
 loss has been called once at its full size; Adam's state exists before. What would not fit by computation (the peak of
 that window, the window's inputs, the logits) is a row with a note.
+
+With --profile FOLDER instead: the time of each phase of InfCLTrainer's step (data, first pass, loss, second pass,
+clipping, optimizer), measured with the device synchronised between them, as a table that is also written to FOLDER,
+with a trace of one step that is not synchronised.
 
 Inputs come from a pool of a few micro-batches of random images, over and over, in pinned memory: no data loading is
 measured, and host memory does not hold a window of a million. On the device every micro-batch is a tensor of its own,
@@ -24,7 +32,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +80,25 @@ def run(args: argparse.Namespace) -> None:
         "pixel_dtype": args.pixel_dtype,
         "micro_batch_size": args.micro_batch_size,
     }
-    measure = table if args.global_batch_sizes else overhead
-    for row in measure(args, pool, device):
-        common.append(args.output, COLUMNS, environment | row)
-    if common.rank() == 0:
-        plot(args.output)
+    if args.profile is not None:
+        profile(args, pool, device)
+    else:
+        measure = table if args.global_batch_sizes else overhead
+        for row in measure(args, pool, device):
+            common.append(args.output, COLUMNS, environment | row)
+        if common.rank() == 0:
+            plot(args.output)
     common.end_processes()
 
 
 def measured(
-    args: argparse.Namespace,
-    trainer_class: Any,
-    pool: list[Any],
-    accumulation: int,
-    device: torch.device,
-    **options: Any,
+    args: argparse.Namespace, accumulation: int, device: torch.device, train: Callable[..., tuple[Any, Any]]
 ) -> Row:
-    """Columns of one trainer's steps with a new model; a note where memory did not suffice."""
+    """Columns of the steps that ``train(steps, accumulation)`` takes; a note where memory did not suffice."""
     batch = accumulation * args.micro_batch_size * common.world_size()
     row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
     try:
-        clock, trainer = training.train(
-            *(trainer_class, training.build(args.model), pool, args.warmup + args.steps, accumulation), **options
-        )
+        clock, trainer = train(args.warmup + args.steps, accumulation)
     except torch.OutOfMemoryError:
         trainer = None
         row["note"] = "out of memory"
@@ -103,33 +109,94 @@ def measured(
         if device.type == "cuda":
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
-        if options.get("retain_graphs") == "auto":
+        if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.retain_graphs == "auto":
             row["note"] = f"keeps {min(trainer._graph_budget.affordable or 1, accumulation)} graphs"
     del trainer
+    torch.compiler.reset()  # compiled code and its memory belong to this row alone
     gc.collect()  # trainers and models refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return row
 
 
+def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **options: Any) -> Callable[..., Any]:
+    """The training of a new model by a trainer, for `measured`."""
+
+    def train(steps: int, accumulation: int) -> tuple[Any, Any]:
+        return training.train(trainer_class, training.build(args.model), pool, steps, accumulation, **options)
+
+    return train
+
+
 def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
     """Rows of the plain Trainer, ours with its options, and OpenCLIP's accumulation."""
     steps = args.accumulation_steps
-    trainers: dict[str, tuple[Any, dict[str, Any]]] = {PLAIN: (training.PlainTrainer, {})}
+    measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # the first to run finds a cool card
+    plain: float | None = None
+    for compiled in (False, True) if args.compile else (False,):
+        for name, train, accumulation in implementations(args, pool, device, compiled):
+            if args.implementations and name not in (PLAIN, *args.implementations):
+                continue
+            row = measured(args, accumulation, device, train)
+            plain = plain or row.get("images_per_s")
+            if plain and "images_per_s" in row:
+                row["ratio"] = round(row["images_per_s"] / plain, 3)
+            yield {"comparison": "overhead", "implementation": name + ", compiled" * compiled} | row
+
+
+def implementations(
+    args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool
+) -> Iterator[tuple[str, Callable[..., Any], int]]:
+    """Name, training and accumulation steps of all that is measured beside the plain Trainer, and of that first."""
+    steps = args.accumulation_steps
+    common_options: dict[str, Any] = {"torch_compile": True} if compiled else {}
+    yield PLAIN, trains(args, pool, training.PlainTrainer, **common_options), steps
     for name, options in OVERHEAD.items():
         retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
-        trainers[name] = training.PooledInfCLTrainer, {**options, "retain_graphs": retain}
-    trainers["OpenCLIP accumulation"] = training.OpenCLIPTrainer, {}
-    measured(args, training.PlainTrainer, pool, steps, device)  # the first to run would find a cool card
-    plain: float | None = None
-    for name, (trainer_class, options) in trainers.items():
-        if args.implementations and name not in (PLAIN, *args.implementations):
-            continue
-        row = measured(args, trainer_class, pool, steps, device, **options)
-        plain = plain or row.get("images_per_s")
-        if plain and "images_per_s" in row:
-            row["ratio"] = round(row["images_per_s"] / plain, 3)
-        yield {"comparison": "overhead", "implementation": name} | row
+        options = {**options, "retain_graphs": retain, **common_options}
+        yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
+    yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
+    if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
+        return
+
+    def own(count: int, accumulation: int) -> tuple[Any, Any]:
+        return training.train_open_clip(args.model, pool, count, accumulation, device, compiled=compiled)
+
+    yield "OpenCLIP's own model", own, 1
+    yield "OpenCLIP's own model, --accum-freq", own, steps
+
+
+def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> None:
+    """The phases of InfCLTrainer's steps as a table, and a trace."""
+    if args.implementations and len(args.implementations) > 1:
+        raise SystemExit("--profile takes one of --implementations.")
+    name = args.implementations[0] if args.implementations else OURS
+    options = {**OVERHEAD[name], **({"torch_compile": True} if args.compile else {})}
+    if options["retain_graphs"] == "all":
+        options["retain_graphs"] = str(args.accumulation_steps)
+    args.profile.mkdir(parents=True, exist_ok=True)
+    steps = args.warmup + args.steps
+    phases = training.Phases(device, skip=args.warmup)
+    ours = training.PooledInfCLTrainer
+    trains(args, pool, ours, phases=phases, **options)(steps, args.accumulation_steps)
+    trace = training.Trace(args.profile / f"trace-rank{common.rank()}.json", args.warmup)
+    clock, _ = trains(args, pool, ours, callbacks=[trace], **options)(steps + 2, args.accumulation_steps)
+    step_ms = common.quantiles(b - a for a, b in zip(clock.stamps, clock.stamps[1:], strict=False))["ms"]
+    times = phases.milliseconds()
+    total = sum(times.values())
+    lines = [
+        f"{name}{', compiled' * args.compile}: {args.model}, {args.accumulation_steps} micro-batches of "
+        f"{args.micro_batch_size} on {common.world_size()} processes, {common.environment(device)}",
+        "",
+        "| phase | ms per step | share |",
+        "|---|---|---|",
+        *(f"| {phase} | {ms:.2f} | {ms / total:.1%} |" for phase, ms in times.items()),
+        f"| all, one after another | {total:.2f} | 100.0% |",
+        f"| a step as it runs | {step_ms:.2f} | {step_ms / total:.1%} |",
+    ]
+    if common.rank() == 0:
+        (args.profile / "phases.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(*lines, sep="\n")
 
 
 def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
@@ -137,7 +204,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
     w = common.world_size()
     # Whatever is compiled, allocated or timed on first use; its peak is what a step takes besides window and loss.
     once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
-    small = measured(once, training.PooledInfCLTrainer, pool, 2, device)
+    small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer))
     free = common.free_bytes(device)
     window = sum(value.nbytes for value in pool[0].values())
     for batch in args.global_batch_sizes:
@@ -156,11 +223,8 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
                 yield row | {"batch_size": batch, "note": f"not tried: needs {gib:.0f} GiB (computed)"}
                 continue
             warm_up(loss, batch // w, args.model, device)
-            row |= measured(
-                *(args, training.PooledInfCLTrainer, pool, accumulation, device),
-                loss=loss,
-                offload_inputs=name == OFFLOAD,
-            )
+            ours = trains(args, pool, training.PooledInfCLTrainer, loss=loss, offload_inputs=name == OFFLOAD)
+            row |= measured(args, accumulation, device, ours)
             row["note"] = f"inputs repeat from a pool of {len(pool)} micro-batches"
             yield row
 
@@ -232,5 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps measured")
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--implementations", nargs="+", help="by name, default: all")
+    parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
+    parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

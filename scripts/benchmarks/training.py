@@ -1,13 +1,19 @@
-"""What the benchmark of a training step trains: a CLIP from a config, batches from a pool, trainers that take them."""
+"""What the benchmark of a training step trains: a CLIP from a config, batches from a pool, trainers that take them.
+
+And what it measures there: the time of each step, its peak memory, and the time of the phases of a step.
+"""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import copy
 import functools
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -155,6 +161,68 @@ class Clock(transformers.TrainerCallback):
         return measured
 
 
+class Phases(transformers.TrainerCallback):
+    """Measures the phases of a step one by one: the device is synchronised before and after each.
+
+    Their times therefore add up to a step without overlap, which is a little longer than a real one. InfCLTrainer names
+    its phases by `torch.profiler.record_function`, which `phase` replaces.
+    """
+
+    def __init__(self, device: torch.device, skip: int) -> None:
+        self._device, self._skip = device, skip
+        self._seconds: collections.Counter[str] = collections.Counter()
+        self._steps = 0
+        self._mark = 0.0
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self._mark = self._now()
+        self._add(name, self._mark - begin)
+
+    def _add(self, name: str, seconds: float) -> None:
+        if self._steps >= self._skip:
+            self._seconds[name.removeprefix("infcl: ")] += seconds
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self._mark = self._mark, self._now()
+        self._add("clipping", self._mark - before)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self._mark = self._mark, self._now()
+        self._add("optimizer", self._mark - before)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, self._mark = self._mark, self._now()
+        self._add("scheduler, zeroing", self._mark - before)
+        self._steps += 1
+
+    def milliseconds(self) -> dict[str, float]:
+        """Of each phase, per step."""
+        return {name: 1000 * seconds / (self._steps - self._skip) for name, seconds in self._seconds.items()}
+
+
+class Trace(transformers.TrainerCallback):
+    """Writes a trace of the step after ``step`` steps, at least one, for chrome://tracing or Perfetto."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path, self._step = path, max(1, step)
+        self._profiler = torch.profiler.profile()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            self._profiler.start()
+        elif state.global_step == self._step + 1:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self._path))
+
+
 class PlainTrainer(transformers.Trainer):
     """Trainer with batches from a pool. Its loss is the model's own, of each micro-batch."""
 
@@ -204,6 +272,10 @@ class PooledInfCLTrainer(InfCLTrainer):
 
     pool: list[Batch]
 
+    def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
+        with hf_infcl.training.trainer.record_function("infcl: data"):
+            return super().get_batch_samples(*args)
+
     def get_train_dataloader(self) -> Any:
         device = None if self.args.offload_inputs else self.args.device
         return Loader(self.pool, self.args.max_steps * self.args.gradient_accumulation_steps, device)
@@ -225,12 +297,19 @@ def train(
     pool: list[Batch],
     steps: int,
     accumulation: int,
+    *,
     loss: Any = None,
+    phases: Phases | None = None,
+    callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> tuple[Clock, Any]:
-    """Trains, with a loss given InfCLTrainer's window with that and its memory recorded; the clock and the trainer."""
+    """Trains; returns the clock and the trainer.
+
+    ``loss`` takes the place of `contrastive_loss` in InfCLTrainer, with its memory recorded; ``phases`` measures
+    InfCLTrainer's phases.
+    """
     on_gpu = torch.cuda.is_available()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
             output_dir=folder,
             per_device_train_batch_size=len(pool[0]["pixel_values"]),
@@ -248,13 +327,86 @@ def train(
             **options,
         )
         clock = Clock(args.device)
-        trainer = trainer_class(model=model, args=args, callbacks=[clock])
+        trainer = trainer_class(model=model, args=args, callbacks=[clock, *([phases] if phases else []), *callbacks])
         trainer.pool = pool
         trainer.remove_callback(transformers.PrinterCallback)
-        with (
-            mock.patch.object(hf_infcl.training.trainer, "contrastive_loss", clock.recorded(loss))
-            if loss
-            else nullcontext()
-        ):
-            trainer.train()
+        module = hf_infcl.training.trainer
+        if loss is not None:
+            stack.enter_context(mock.patch.object(module, "contrastive_loss", clock.recorded(loss)))
+        if phases is not None:
+            stack.enter_context(mock.patch.object(module, "record_function", phases.phase))
+        trainer.train()
         return clock, trainer
+
+
+def train_open_clip(
+    name: str, pool: list[Batch], steps: int, accumulation: int, device: torch.device, *, compiled: bool = False
+) -> tuple[Clock, None]:
+    """OpenCLIP's own model of the same size, with its own training loop, loss and --accum-freq.
+
+    Its package with the loop (open_clip_torch from 2.27 on) is optional. As in OpenCLIP's default the gradients are not
+    clipped. One accumulation step is its plain training, a loss and an optimizer step for each micro-batch.
+    """
+    import open_clip
+    from open_clip_train.train import train_one_epoch
+
+    sizes = MODELS[name]
+    vision, text = sizes["vision_config"], sizes["text_config"]
+    config = transformers.CLIPConfig(**sizes)
+    torch.manual_seed(0)
+    model: Any = open_clip.CLIP(
+        sizes["projection_dim"],
+        {
+            "layers": vision["num_hidden_layers"],
+            "width": vision["hidden_size"],
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+            "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
+            "patch_size": vision["patch_size"],
+            "image_size": vision["image_size"],
+        },
+        {
+            "layers": text["num_hidden_layers"],
+            "width": text["hidden_size"],
+            "heads": text["num_attention_heads"],
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": config.text_config.vocab_size,
+        },
+        output_dict=True,
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    if compiled:
+        model = torch.compile(model)
+    clock = Clock(device)
+    rows = len(pool[0]["pixel_values"])
+
+    class Batches(Loader):
+        num_batches, num_samples = steps * accumulation, steps * accumulation * rows
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                yield batch["pixel_values"], batch["input_ids"]
+
+    def at_each_micro_batch(step: int) -> None:  # called as the scheduler, before the forward
+        if len(clock.stamps) == step:
+            clock.on_step_end(None, None, None)
+
+    loader = Batches(pool, steps * accumulation, None)
+    data = {"train": SimpleNamespace(dataloader=loader, set_epoch=lambda epoch: None)}
+    args = SimpleNamespace(
+        device=str(device),
+        precision="amp_bf16" if device.type == "cuda" else "fp32",
+        distill=False,
+        accum_freq=accumulation,
+        skip_scheduler=False,
+        horovod=False,
+        grad_clip_norm=None,
+        log_every_n_steps=10**9,
+        batch_size=rows,
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        wandb=False,
+    )
+    train_one_epoch(model, data, open_clip.ClipLoss(), 0, optimizer, None, at_each_micro_batch, None, args)
+    clock.on_step_end(None, None, None)
+    return clock, None
