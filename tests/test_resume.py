@@ -123,7 +123,7 @@ def stopped(folder: Any, **options: Any) -> None:
     ("changes", "message"),
     [
         ({"gradient_accumulation_steps": 1}, r"global_batch_size was 8 and is 4.*resume_with_changes"),
-        ({"objective": "sigmoid"}, r"objective was 'softmax' and is 'sigmoid'"),
+        ({"objective": "softmax"}, r"objective was 'sigmoid' and is 'softmax'"),
         ({"model": models.siglip()}, r"model was 'CLIPModel with .* parameters' and is 'SiglipModel with "),
         ({"data": models.Pairs(39)}, r"data was 'Pairs, 40 rows, .* and is 'Pairs, 39 rows, "),
         ({"data_seed": 7}, r"data was 'Pairs, .* seed 42' and is 'Pairs, .* seed 7'"),
@@ -132,9 +132,10 @@ def stopped(folder: Any, **options: Any) -> None:
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_another_run_s_checkpoint_is_refused(tmp_path, changes, message):
-    stopped(tmp_path)
+    options = {**OPTIONS, "model": models.siglip() if "objective" in changes else models.clip()}
+    stopped(tmp_path, **options)
     with pytest.raises(ValueError, match=message):
-        trainer_for(tmp_path, **{**OPTIONS, **changes}).train(resume_from_checkpoint=True)
+        trainer_for(tmp_path, **{**options, **changes}).train(resume_from_checkpoint=True)
 
 
 def test_a_changed_global_batch_can_be_asked_for(tmp_path):
