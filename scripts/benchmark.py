@@ -21,6 +21,7 @@ BENCHMARKS = {
     "ring": "time of the loss across GPUs, and how communication overlaps computation",
     "memory": "memory of the loss across GPUs",
     "step": "time and memory of a training step of a CLIP ViT-B/16",
+    "data": "images per second and core, the cost of passing them on, and training from shards",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
 }
 

@@ -294,11 +294,11 @@ class TestCollatedImages:
 class TestAugmentation:
     def boxes(self, augmentation: str, height: int, width: int, count: int = 400) -> list[tuple[int, int]]:
         image = np.zeros((height, width, 3), np.uint8)
-        return [augment(image, augmentation, Random(seed))["image"].shape[:2] for seed in range(count)]
+        return [augment(image, augmentation, str(seed))["image"].shape[:2] for seed in range(count)]
 
     def test_none_leaves_the_image_alone(self):
         image = pattern(5, 7)
-        assert augment(image, "none", Random(0))["image"] is image
+        assert augment(image, "none", str(0))["image"] is image
 
     @pytest.mark.parametrize("size", [(300, 300), (375, 500), (500, 375)])
     def test_crops_have_nine_tenths_of_the_area_or_more(self, size):
@@ -314,7 +314,7 @@ class TestAugmentation:
         assert set(self.boxes("crop", 30, 3000, 20)) == {(30, 40)}
         assert set(self.boxes("crop", 3000, 30, 20)) == {(40, 30)}
         image = pattern(30, 3000)
-        assert np.array_equal(augment(image, "crop", Random(0))["image"], image[:, 1480:1520])
+        assert np.array_equal(augment(image, "crop", str(0))["image"], image[:, 1480:1520])
         assert set(self.boxes("crop", 1, 1, 3)) == {(1, 1)}
 
     def test_crops_lie_anywhere_and_half_are_reflected(self):
@@ -322,8 +322,8 @@ class TestAugmentation:
         views = np.lib.stride_tricks.sliding_window_view
         reflected, corners = 0, set()
         for seed in range(200):
-            crop = augment(image, "crop", Random(seed))["image"]
-            both = augment(image, "flip_crop", Random(seed))["image"]
+            crop = augment(image, "crop", str(seed))["image"]
+            both = augment(image, "flip_crop", str(seed))["image"]
             assert both.flags.c_contiguous
             reflected += np.array_equal(both, crop[:, ::-1])
             assert np.array_equal(both, crop) or np.array_equal(both, crop[:, ::-1])
@@ -408,6 +408,6 @@ def test_the_ratio_of_crops_is_drawn_evenly_in_its_logarithm():
     image = np.zeros((400, 400, 3), np.uint8)
     ratios = []
     for seed in range(600):
-        height, width = augment(image, "crop", Random(seed))["image"].shape[:2]
+        height, width = augment(image, "crop", str(seed))["image"].shape[:2]
         ratios.append(math.log(width / height))
     assert abs(np.mean(ratios)) < 0.01, "as often wide as high"

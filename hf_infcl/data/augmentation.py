@@ -29,23 +29,24 @@ def check_augmentation(augmentation: Augmentation) -> None:
         )
 
 
-def augment(image: np.ndarray, augmentation: Augmentation, random: Random) -> dict[str, Any]:
+def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:
     """Augment one image, uint8 [H, W, 3].
 
     ``"none"`` leaves the image as it is. ``"crop"`` takes a random crop of 0.9 to 1 of the area with an aspect ratio of
     3/4 to 4/3, all of which the collator resizes to the model's input. ``"flip_crop"`` also reflects half of the images
-    left to right. A function gets a `PIL.Image.Image` and ``random``, and returns an image.
+    left to right. A function gets a `PIL.Image.Image` and a generator made from the seed, and returns an image.
 
     Args:
-        random: drawn from in an order that depends on the image's size alone. Functions should draw from nothing else.
+        seed: belongs to this sample in this epoch. All that is drawn depends on it and on the image's size.
 
     Returns:
         The entries of an item: ``image`` and, if a preset has cropped it, ``cropped``, which is True.
     """
-    if callable(augmentation):
-        return {"image": augmentation(Image.fromarray(image), random)}
     if augmentation == "none":
         return {"image": image}
+    random = Random(seed)  # seeded with the SHA-512 of the text
+    if callable(augmentation):
+        return {"image": augmentation(Image.fromarray(image), random)}
     top, left, height, width = _random_box(image.shape[0], image.shape[1], random)
     image = image[top : top + height, left : left + width]
     if augmentation == "flip_crop" and random.random() < 0.5:

@@ -127,10 +127,10 @@ class ImageTextDataset(ImageDataset):
         captions = usable_captions(value[self._caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
-        if not self._all_captions:
+        if not self._all_captions and len(captions) > 1:
             captions = [self._random(row, "caption").choice(captions)]
         image = self._image(row, value[self._image_column])
-        item = augment(image, self._augmentation, self._random(row, "augmentation")) | {"caption": captions}
+        item = augment(image, self._augmentation, self._seed_of(row, "augmentation")) | {"caption": captions}
 
         if self._pair_id_column == self._caption_column:
             item["pair_id"] = caption_pair_id(captions[0])
@@ -144,7 +144,10 @@ class ImageTextDataset(ImageDataset):
         return item
 
     def _random(self, row: int, purpose: str) -> random.Random:
-        return random.Random(f"{self._seed} {self._epoch.item()} {row} {purpose}")  # hashed with SHA-512
+        return random.Random(self._seed_of(row, purpose))  # seeded with the SHA-512 of the text
+
+    def _seed_of(self, row: int, purpose: str) -> str:
+        return f"{self._seed} {self._epoch.item()} {row} {purpose}"
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:

@@ -191,8 +191,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise ValueError(f"it has no pair id in column {pair_id_column!r}")
         else:
             pair_id = as_pair_id(row[pair_id_column])
-        rng = random.Random(f"{self.seed} {passes} {sample} augmentation")
-        item = augment(decode_rgb(image, self._min_side), self._augmentation, rng)
+        seed = f"{self.seed} {passes} {sample} augmentation"
+        item = augment(decode_rgb(image, self._min_side), self._augmentation, seed)
         return item | {"caption": [caption], "pair_id": pair_id}
 
 

@@ -1,0 +1,406 @@
+"""Images on their way to the model: the cost of a worker, of the transfer, of reading shards, and training from shards.
+
+    python scripts/benchmark.py data
+    python scripts/benchmark.py data --parts train --images 20000 --workers 14
+
+The parts, of which all but the last need no GPU:
+
+``worker``: JPEGs of 500 × 375 become a batch of 224 × 224 in a DataLoader's worker. ``ms`` is the worker's CPU time for
+an image, its share of passing the batch on included; quantiles over rounds in which all implementations take turns, so
+that a busy machine is busy for all. ``per_second`` is 1000 / ms, the images of one core. OpenCLIP's transforms are its
+own if open_clip_torch can be imported, which needs a torchvision that fits torch; otherwise they are written out with
+PIL. "commit 70601dd" is this package's code of that commit, read from the repository's history, with each of
+transformers' image backends that can be imported.
+``queue``: batches of 256 images are passed from a worker to the main process and copied there once, as pinning does.
+``ms`` is the main process's CPU time for a batch.
+``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time for a sample.
+``train``: InfCLTrainer trains a ViT-B/16 from tar shards of such JPEGs, beside the same from a pool of micro-batches in
+host memory. ``per_second`` are images per second of wall time, over the steps after a warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset
+from hf_infcl.data import images as decoding
+
+from . import common
+from .common import RESULTS, Row
+
+COLUMNS = (
+    *("date", "commit", "device", "torch", "torchvision", "transformers", "pillow", "simplejpeg", "open_clip_torch"),
+    *("part", "implementation", "rounds", "ms", "ms_p10", "ms_p90", "per_second", "ratio", "ratio_to", "peak_gib"),
+    "note",
+)
+LANDED = "70601dd"
+OPEN_CLIP = "OpenCLIP, training"
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+
+
+def run(args: argparse.Namespace) -> None:
+    device = torch.device("cuda") if torch.cuda.is_available() and "train" in args.parts else torch.device("cpu")
+    packages = ("torchvision", "transformers", "pillow", "simplejpeg", "open_clip_torch")
+    environment = common.environment(device, *packages)
+    if device.type == "cpu":
+        environment["device"] = processor_name()
+    for part in args.parts:
+        for row in {"worker": worker, "queue": queue, "tar": tar, "train": train}[part](args):
+            common.append(args.output, COLUMNS, environment | {"part": part, "rounds": args.rounds} | row)
+    plot(args.output)
+
+
+def processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(": ")[2] for line in info.read_text().splitlines() if line.startswith("model name")]
+    return f"CPU ({names[0]})" if names else "CPU"
+
+
+def jpegs(count: int, seed: int = 0) -> list[bytes]:
+    """Pictures of 500 × 375 with smooth colours and some noise, about 54 kB each at quality 90."""
+    rng = np.random.default_rng(seed)
+    files = []
+    for _ in range(count):
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC)).astype(np.float32)
+        noisy = (smooth + rng.normal(0, 6.5, smooth.shape)).clip(0, 255).astype(np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noisy).save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
+    return files
+
+
+# ---- The cost of a worker ----
+
+
+class Timed:
+    """A collate function whose batches come with the CPU time that their worker has taken so far."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> tuple[Any, float]:
+        return self._collate(items), time.process_time()
+
+
+class Transformed(Dataset[torch.Tensor]):
+    """What OpenCLIP's loader does with a JPEG: PIL decodes it, a transform of the picture makes the tensor."""
+
+    def __init__(self, files: Sequence[bytes], transform: Callable[[Image.Image], torch.Tensor]) -> None:
+        self._files, self._transform = files, transform
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self._transform(Image.open(io.BytesIO(self._files[row])).convert("RGB"))
+
+
+def open_clip_transforms() -> tuple[dict[str, Callable[[Image.Image], torch.Tensor]], str]:
+    """OpenCLIP's transforms for training and evaluation, and where they come from."""
+    try:
+        from open_clip.transform import image_transform
+    except Exception as error:
+        note = f"written out with PIL, since open_clip cannot be imported: {type(error).__name__}"
+        return {OPEN_CLIP: _random_crop_with_pil, "OpenCLIP, evaluation": _center_crop_with_pil}, note
+    return {
+        OPEN_CLIP: image_transform(224, is_train=True),
+        "OpenCLIP, evaluation": image_transform(224, is_train=False),
+    }, "open_clip's own"
+
+
+def _random_crop_with_pil(picture: Image.Image) -> torch.Tensor:
+    from random import Random
+
+    from hf_infcl.data.augmentation import _random_box
+
+    top, left, height, width = _random_box(picture.height, picture.width, Random())
+    cropped = picture.crop((left, top, left + width, top + height))
+    return _to_tensor(cropped.resize((224, 224), Image.Resampling.BICUBIC))
+
+
+def _center_crop_with_pil(picture: Image.Image) -> torch.Tensor:
+    short = min(picture.size)
+    size = [int(224 * side / short) for side in picture.size]
+    left, top = (round((side - 224) / 2) for side in size)
+    return _to_tensor(picture.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224)))
+
+
+def _to_tensor(picture: Image.Image) -> torch.Tensor:
+    pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous().float().div(255)
+    return pixels.sub_(torch.tensor(MEAN)[:, None, None]).div_(torch.tensor(STD)[:, None, None])
+
+
+def landed() -> Any:
+    """The module of data of an earlier commit, or None without the repository's history."""
+    command = ["git", "-C", str(RESULTS), "show", f"{LANDED}:hf_infcl/data.py"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "landed_data.py")
+        path.write_bytes(done.stdout)
+        spec = importlib.util.spec_from_file_location("landed_data", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module
+
+
+def processor(image_processor: Any) -> Any:
+    """A CLIPProcessor whose tokenizer knows single letters: texts should cost next to nothing here."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", model_max_length=77)
+    return transformers.CLIPProcessor(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def worker(args: argparse.Namespace) -> Iterator[Row]:
+    import datasets
+    import transformers
+
+    files = jpegs(args.images)
+    rows = datasets.Dataset.from_dict({"image": files, "caption": ["a"] * len(files)})
+    backends = {"PIL backend": transformers.CLIPImageProcessorPil()}
+    if importlib.util.find_spec("torchvision") is not None:
+        backends["torchvision backend"] = transformers.CLIPImageProcessor()
+    ours = ContrastiveCollator(processor(backends["PIL backend"]), uint8=True)
+    transforms, note = open_clip_transforms()
+    ways: dict[str, tuple[Any, Any, str]] = {
+        name: (Transformed(files, transform), default_collate, note) for name, transform in transforms.items()
+    }
+    if (module := landed()) is not None:
+        for name, backend in backends.items():
+            collator = module.ContrastiveCollator(processor(backend))
+            ways[f"commit {LANDED}, {name}"] = module.ImageTextDataset(rows), collator, ""
+    for augmentation in ("none", "crop"):
+        dataset = ImageTextDataset(rows, augmentation=augmentation)
+        label = "center crop" if augmentation == "none" else "random crop"
+        ways[f"hf_infcl, {label}"] = dataset, ours, "decoded by PIL"
+        if decoding.simplejpeg is not None:
+            ways[f"hf_infcl[fast], {label}"] = dataset, ours, "decoded by simplejpeg"
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    fast = decoding.simplejpeg
+    for _ in range(args.rounds):
+        for name, (dataset, collate, note) in ways.items():
+            decoding.simplejpeg = None if note == "decoded by PIL" else fast  # the worker is a fork of this process
+            times[name].append(seconds_per_image(dataset, collate, args.batch))
+    decoding.simplejpeg = fast
+    reference = float(np.median(times[OPEN_CLIP]))
+    kilobytes = round(float(np.mean([len(file) for file in files])) / 1000)
+    for name, (_, _, note) in ways.items():
+        row = common.quantiles(times[name])
+        row |= {"per_second": round(1000 / row["ms"]), "ratio": round(1000 * reference / row["ms"], 3)}
+        row["note"] = f"{note}; {kilobytes} kB an image".removeprefix("; ")
+        yield {"implementation": name, "ratio_to": OPEN_CLIP} | row
+
+
+def seconds_per_image(dataset: Any, collate: Any, batch: int) -> float:
+    """CPU time of one worker for an image, from its first batch to its last."""
+    loader = DataLoader(dataset, batch, num_workers=1, collate_fn=Timed(collate), drop_last=True)
+    stamps = [stamp for _, stamp in loader]
+    return (stamps[-1] - stamps[0]) / (len(stamps) - 1) / batch
+
+
+# ---- The cost of passing batches on ----
+
+
+class Batches(Dataset[torch.Tensor]):
+    """Batches of 256 images, made in the worker."""
+
+    def __init__(self, dtype: torch.dtype, count: int) -> None:
+        self._dtype, self._count = dtype, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.full((256, 3, 224, 224), row, dtype=self._dtype)
+
+
+def queue(args: argparse.Namespace) -> Iterator[Row]:
+    dtypes = {"uint8": torch.uint8, "fp32": torch.float32}
+    times: dict[str, list[float]] = {name: [] for name in dtypes}
+    for _ in range(args.rounds):
+        for name, dtype in dtypes.items():
+            stamps = []
+            for batch in DataLoader(Batches(dtype, 9), batch_size=None, num_workers=1):
+                batch.clone()
+                stamps.append(time.process_time())
+            times[name].append((stamps[-1] - stamps[0]) / (len(stamps) - 1))
+    reference = float(np.median(times["fp32"]))
+    for name in dtypes:
+        row = common.quantiles(times[name])
+        row |= {"per_second": round(256_000 / row["ms"]), "ratio": round(row["ms"] / (1000 * reference), 3)}
+        yield {"implementation": name, "ratio_to": "time of fp32"} | row
+
+
+# ---- Reading shards ----
+
+
+def write_tars(folder: Path, files: Sequence[bytes], samples: int, shards: int) -> str:
+    """Shards of samples with .jpg, .txt and .json, whose images repeat; their name with a range."""
+    for shard in range(shards):
+        with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
+            for number in range(shard, samples, shards):
+                caption = f"caption {number}".encode()
+                parts = {"jpg": files[number % len(files)], "txt": caption, "json": json.dumps({"id": number}).encode()}
+                for extension, data in parts.items():
+                    member = tarfile.TarInfo(f"{number:08}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return f"{folder}/{{00000..{shards - 1:05}}}.tar"
+
+
+def tar(args: argparse.Namespace) -> Iterator[Row]:
+    from hf_infcl.data.readers import TarReader
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tars(Path(folder), jpegs(24), 4000, 1)
+        url = f"{folder}/00000.tar"
+        reader = TarReader("image", "caption", None, [url])
+        times: dict[str, list[float]] = {"hf_infcl": [], "tarfile": []}
+        for _ in range(args.rounds):
+            began = time.process_time()
+            count = sum(len(reader.row(sample)) > 0 for _, _, sample in reader.samples(url))
+            times["hf_infcl"].append((time.process_time() - began) / count)
+            began = time.process_time()
+            with tarfile.open(url) as archive:
+                count = sum(len(file.read()) > 0 for member in archive if (file := archive.extractfile(member)))
+            times["tarfile"].append((time.process_time() - began) / (count / 3))
+    for name, values in times.items():
+        row = common.quantiles(values)
+        ratio = float(np.median(times["tarfile"]) / np.median(values))
+        row |= {"per_second": round(1 / float(np.median(values))), "ratio": round(ratio, 3), "ratio_to": "tarfile"}
+        yield {"implementation": name} | row
+
+
+# ---- Training from shards ----
+
+
+def train(args: argparse.Namespace) -> Iterator[Row]:
+    """Rows of the pool and of the shards, in eager mode and compiled, the inputs on the device and in host memory."""
+    import transformers
+
+    from hf_infcl import InfCLTrainer
+    from hf_infcl.data.streams import ImageTextStream
+
+    from . import training
+
+    # Texts of full length, whatever their captions.
+    collator = ContrastiveCollator(processor(transformers.CLIPImageProcessorPil()), fixed_length=True, uint8=True)
+    size = training.MODELS[args.model]["vision_config"]["image_size"]
+    batch = args.micro_batch_size * args.accumulation_steps
+    with tempfile.TemporaryDirectory() as folder:
+        files = jpegs(256)
+        shards = write_tars(Path(folder), files, args.samples, args.shards)
+        items = [{"image": decoding.decode_rgb(file), "caption": ["a"]} for file in files]
+        micro_batches = [[items[(n + start) % 256] for n in range(args.micro_batch_size)] for start in range(8)]
+        pool = [collator(micro_batch) for micro_batch in micro_batches]
+        assert pool[0]["pixel_values"].shape[-1] == size
+        for compiled in (False, True):
+            reference = None
+            for name in ("pool", "tar shards", "pool, offload_inputs", "tar shards, offload_inputs"):
+                data: dict[str, Any] = {}
+                if name.startswith("tar"):
+                    data = {"train_dataset": ImageTextStream(shards, augmentation="crop")}
+                with tempfile.TemporaryDirectory() as output:
+                    arguments = training_arguments(args, output, compiled, "offload" in name)
+                    clock = training.Clock(arguments.device)
+                    kind = InfCLTrainer if data else training.PooledInfCLTrainer
+                    trainer = kind(training.build(args.model), arguments, collator, callbacks=[clock], **data)
+                    trainer.pool = [{k: v.pin_memory() if v.is_cpu else v for k, v in b.items()} for b in pool]
+                    trainer.remove_callback(transformers.PrinterCallback)
+                    trainer.train()
+                times = np.diff(clock.stamps)[args.warmup :]
+                row = common.quantiles(times.tolist())
+                row["per_second"] = round(batch * len(times) / float(times.sum()), 1)
+                reference = reference or row["per_second"]
+                row["ratio"] = round(row["per_second"] / reference, 3)
+                row["peak_gib"] = round(clock.peak / common.GIB, 3)
+                row["rounds"] = args.steps
+                row["note"] = (
+                    f"{args.model}, {args.accumulation_steps} × {args.micro_batch_size}, {args.workers} workers"
+                )
+                yield {"implementation": f"{name}{', compiled' if compiled else ''}", "ratio_to": "pool"} | row
+                del trainer
+
+
+def training_arguments(args: argparse.Namespace, output: str, compiled: bool, offload: bool) -> Any:
+    from hf_infcl import InfCLTrainingArguments
+
+    on_gpu = torch.cuda.is_available()
+    return InfCLTrainingArguments(
+        output_dir=output,
+        per_device_train_batch_size=args.micro_batch_size,
+        gradient_accumulation_steps=args.accumulation_steps,
+        max_steps=args.warmup + args.steps,
+        learning_rate=1e-6,
+        optim="adamw_torch_fused",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        torch_compile=compiled,
+        offload_inputs=offload,
+        dataloader_num_workers=args.workers,
+        dataloader_prefetch_factor=4 if args.workers else None,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def plot(table: Path) -> None:
+    """Images of a core by implementation, and the cost of passing on a batch."""
+    rows = common.newest(table, ("part", "implementation"), lambda row: row["part"] in ("worker", "queue", "tar"))
+    if not rows:
+        return
+    titles = {
+        "worker": "JPEG 500 × 375 to 224 × 224, images per second and core",
+        "queue": "batch of 256 from a worker, CPU ms of the main process",
+        "tar": "tar shard, samples per second and core",
+    }
+    parts = [part for part in titles if any(row["part"] == part for row in rows)]
+    figure, axes = common.subplots(len(parts), 1, (8.5, 2.4))
+    for (axis,), part in zip(axes, parts, strict=True):
+        group = [row for row in rows if row["part"] == part]
+        column = "ms" if part == "queue" else "per_second"
+        values = {row["implementation"]: float(row[column]) for row in group}
+        common.draw_bars(axis, values, {row["implementation"]: f"{float(row[column]):,.0f}" for row in group})
+        axis.set(title=titles[part])
+    common.save(figure, table.with_suffix(".png"), rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parts = ["worker", "queue", "tar", "train"]
+    parser.add_argument("--parts", nargs="+", default=parts[:3], choices=parts)
+    parser.add_argument("--rounds", type=int, default=7, help="in which all implementations take turns")
+    parser.add_argument("--images", type=int, default=256, help="of a round of the part worker")
+    parser.add_argument("--batch", type=int, default=32, help="of the part worker")
+    parser.add_argument("--model", default="vit-b-16", help="as benchmark.py step")
+    parser.add_argument("--micro-batch-size", type=int, default=256)
+    parser.add_argument("--accumulation-steps", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=14, help="of the part train")
+    parser.add_argument("--samples", type=int, default=20000, help="in the shards of the part train")
+    parser.add_argument("--shards", type=int, default=64, help="of the part train")
+    parser.add_argument("--warmup", type=int, default=4, help="steps")
+    parser.add_argument("--steps", type=int, default=16, help="measured after those")
+    parser.add_argument("--output", type=Path, default=RESULTS / "data.csv", help="appended to; plot beside it")
