@@ -288,7 +288,18 @@ def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
     assert "| vit-b-16, 2 × H200, bfloat16 images | – | – | ≥ 128k (2.50 GiB) |" in written
 
 
-@pytest.mark.parametrize("name", ["loss", "ring", "memory", "step"])
+def test_benchmark_data_measures_each_way_to_a_batch(script, tmp_path):
+    data, parser = script("benchmarks.data"), argparse.ArgumentParser()
+    data.add_arguments(parser)
+    words = ["--rounds", "1", "--images", "12", "--batch", "4", "--parts", "worker", "tar", "--output"]
+    data.run(parser.parse_args([*words, str(tmp_path / "data.csv")]))
+    rows = {row["implementation"]: row for row in rows_of(tmp_path / "data.csv")}
+    assert {"OpenCLIP, training", "hf_infcl, center crop", "hf_infcl, random crop", "tarfile"} <= rows.keys()
+    assert all(float(row["ms"]) > 0 for row in rows.values())
+    assert (tmp_path / "data.png").exists()
+
+
+@pytest.mark.parametrize("name", ["loss", "ring", "memory", "step", "data"])
 def test_plots_of_the_committed_rows_can_be_drawn_again(script, tmp_path, name):
     benchmark, table = script(f"benchmarks.{name}"), tmp_path / f"{name}.csv"
     table.write_bytes((SCRIPTS / f"benchmarks/results/{name}.csv").read_bytes())

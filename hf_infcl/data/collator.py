@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from .transforms import ImageTransform
 
@@ -141,7 +142,8 @@ class ContrastiveCollator:
         if self._transform is None or len(arrays) < len(items):
             images = [_as_picture(item["image"]) for item in items]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
-        pixels = torch.stack(
+        # In a DataLoader's worker default_collate stacks into shared memory, which spares a copy.
+        pixels: Tensor = default_collate(
             [
                 self._transform(array, cropped=item.get("cropped", False))
                 for array, item in zip(arrays, items, strict=True)

@@ -78,7 +78,7 @@ def jpegs(count: int, seed: int = 0) -> list[bytes]:
     for _ in range(count):
         coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8))
         smooth = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC)).astype(np.float32)
-        noisy = (smooth + rng.normal(0, 6.5, smooth.shape)).clip(0, 255).astype(np.uint8)
+        noisy = (smooth + rng.normal(0, 4.7, smooth.shape)).clip(0, 255).astype(np.uint8)
         file = io.BytesIO()
         Image.fromarray(noisy).save(file, "JPEG", quality=90)
         files.append(file.getvalue())
