@@ -111,17 +111,23 @@ class ContrastiveCollator:
             skipped [b]: if the items carry it.
             caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.
             labels [b]: for zero-shot items, which have no captions.
+            For items with `image_features` these, fp32 [b, H], and pixel_values [b, 0].
 
         Raises:
             ValueError: the items have no image, or a caption that is not in a list.
         """
-        if any("image" not in item for item in items):
+        if "image_features" in items[0]:
+            features = torch.stack([item["image_features"] for item in items])
+            # Models ask for pixels, though the tower that would see them does not run.
+            batch = {"image_features": features, "pixel_values": features.new_empty(len(items), 0)}
+        elif any("image" not in item for item in items):
             raise ValueError(
                 'Each item needs an "image", and a "caption" list or a "label", but the first has the keys '
                 f"{list(items[0])}. Wrap the rows: ImageTextDataset(dataset). For rows that are tensors already pass a "
                 "data_collator, such as torch.utils.data.default_collate."
             )
-        batch = self._images(items)
+        else:
+            batch = self._images(items)
         if "caption" in items[0]:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,27 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def image(self, row: int) -> np.ndarray:
+        """The image of a row, decoded."""
+        return self._image(row, self._rows[row][self._image_column])
+
+    def image_fingerprint(self) -> str:
+        """A text that changes with the rows, with their order and, as far as files tell by size and time, with images.
+
+        Raises:
+            OSError: a local file that a row names does not exist.
+        """
+        digest = hashlib.sha256(f"{self._rows._fingerprint} {self._image_column} {self._min_side}".encode())
+        images = self._rows.select_columns([self._image_column]).with_format("arrow")
+        for table in images.iter(1000):
+            column = table[self._image_column].combine_chunks()
+            paths = column.field("path").filter(column.field("bytes").is_null())
+            for path in paths.to_pylist():
+                if path is not None and "://" not in path:
+                    found = Path(path).stat()
+                    digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
 
     def _image(self, row: int, value: dict[str, Any] | None) -> np.ndarray:
         if value is None:

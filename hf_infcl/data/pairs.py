@@ -96,6 +96,7 @@ class ImageTextDataset(ImageDataset):
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
                 raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}.")
+        self._texts = self._rows.remove_columns(image_column)
         self._caption_column = caption_column
         self._pair_id_column = pair_id_column
         self._all_captions = all_captions
@@ -124,14 +125,21 @@ class ImageTextDataset(ImageDataset):
 
     def _sample(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
+        item = self._text(row, value)
+        image = self._image(row, value[self._image_column])
+        return augment(image, self._augmentation, self._seed_of(row, "augmentation")) | item
+
+    def without_image(self, row: int) -> dict[str, Any]:
+        """The item of a row without its image, which is not read."""
+        return self._text(row, self._texts[row])
+
+    def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
         captions = usable_captions(value[self._caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
         if not self._all_captions and len(captions) > 1:
             captions = [self._random(row, "caption").choice(captions)]
-        image = self._image(row, value[self._image_column])
-        item = augment(image, self._augmentation, self._seed_of(row, "augmentation")) | {"caption": captions}
-
+        item: dict[str, Any] = {"caption": captions}
         if self._pair_id_column == self._caption_column:
             item["pair_id"] = caption_pair_id(captions[0])
         elif self._pair_id_column:
@@ -142,6 +150,11 @@ class ImageTextDataset(ImageDataset):
         elif self._on_bad_sample == "skip":
             item["pair_id"] = row
         return item
+
+    @property
+    def changes_images(self) -> bool:
+        """Whether the image of an item may differ from epoch to epoch."""
+        return self._augmentation != "none" or self._on_bad_sample == "skip"
 
     def _random(self, row: int, purpose: str) -> random.Random:
         return random.Random(self._seed_of(row, purpose))  # seeded with the SHA-512 of the text

@@ -33,6 +33,9 @@ class InfCLTrainingArguments(TrainingArguments):
             with the softmax objective, as in CLIP, and no limit with the sigmoid objective.
         freeze: ``"image"`` or ``"text"`` freezes that tower and its projection (LiT, arXiv 2111.07991). A frozen tower
             runs once per window, in eval mode, and the loss computes no gradient for its embeddings.
+        cache_features: a folder for the outputs of a frozen image tower. They are computed once for the training set,
+            an `ImageTextDataset` without augmentation, and the training then runs the text tower alone. The folder may
+            serve many runs: the tower's weights, the processor and the data decide which features are read.
         retain_graphs: the number of micro-batches of a window whose autograd graph is kept, which saves their second
             forward. ``"auto"`` keeps as many as fit into GPU memory, measured in the second window. Each takes the
             activations of one micro-batch. One is needed anyway, so 0 means 1. The gradient does not depend on it.
@@ -62,6 +65,13 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     freeze: str | None = field(
         default=None, metadata={"help": f"Tower to freeze, with its projection: {' or '.join(TOWERS)}."}
+    )
+    cache_features: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the outputs of the frozen image tower (freeze=image), which are computed once and then "
+            "trained from. Without augmentation only."
+        },
     )
     retain_graphs: str = field(
         default="1",

@@ -143,14 +143,23 @@ class DualEncoder:
 
         ``forward`` is the model as wrapped for training: what goes around it misses autocast and DDP's gradient
         synchronisation. ``frozen_outputs`` remembers what the frozen towers say about this batch: empty at its first
-        pass, it spares them the second.
+        pass, it spares them the second. ``image_features`` [images, H] in the batch are the pooled output of the
+        frozen image tower, which then does not run at all.
         """
+        if (features := batch.get("image_features")) is not None:
+            frozen_outputs = {} if frozen_outputs is None else frozen_outputs
+            frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(_remembered(tower, frozen_outputs, name))
             outputs = forward(**_select(batch, IMAGE_INPUTS + TEXT_INPUTS), return_dict=True)
         return outputs.image_embeds, outputs.text_embeds
+
+    def image_features(self, batch: Mapping[str, Any]) -> Tensor:
+        """The pooled output [images, H] of the image tower, before the projection."""
+        tower = getattr(self.model, TOWERS["image"][0])
+        return tower(**_select(batch, IMAGE_INPUTS), return_dict=True).pooler_output
 
     def freeze(self, tower: str) -> None:
         """Stops the training of one tower and its projection, ``"image"`` or ``"text"`` (LiT, arXiv 2111.07991)."""

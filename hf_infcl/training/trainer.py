@@ -50,6 +50,7 @@ from .arguments import InfCLTrainingArguments
 from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
 from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, rows_to_keep
+from .feature_cache import CachedImages, cache_images, check_cacheable
 from .grad_cache import CachedWindow, Features, GraphBudget
 from .offload import Fetcher
 from .preemption import Preempted, Preemption
@@ -307,7 +308,11 @@ class InfCLTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """With ``offload_inputs``, one whose batches stay in host memory: they are fetched when their turn comes."""
+        pairs = self.train_dataset
+        if self.args.cache_features is not None:
+            self.train_dataset = self._with_cached_images(pairs, self.args.cache_features)
         dataloader: Any = super().get_train_dataloader()
+        self.train_dataset = pairs
         self._dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
         self._stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
         if self._dispatcher is not None and self._stream is None:
@@ -715,6 +720,29 @@ class InfCLTrainer(Trainer):
         if state_dict is not None:
             state_dict = stock_shapes(self.dual_encoder, state_dict)
         super()._save(output_dir, state_dict)
+
+    def _with_cached_images(self, pairs: Any, folder: str) -> CachedImages:
+        """The training set with features in place of images, which are computed now if the folder lacks them."""
+        tower: Any = self.dual_encoder.frozen_towers().get("image")
+        collator: Any = self.data_collator
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        check_cacheable(pairs, tower, collator, sharded=sharded, compiled=self.args.torch_compile)
+
+        def encode(batch: dict[str, Any]) -> Tensor:
+            with torch.no_grad(), self.accelerator.autocast():
+                return self.dual_encoder.image_features(self._prepare_inputs(batch))
+
+        return cache_images(
+            pairs,
+            folder,
+            tower.eval(),
+            encode,
+            collator,
+            dtype=self.accelerator.mixed_precision,
+            batch_size=self.args.per_device_train_batch_size,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Moves a batch to the device, and there normalises images that the data loader gave as uint8."""

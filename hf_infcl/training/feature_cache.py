@@ -1,0 +1,162 @@
+"""The outputs of a frozen image tower, computed once and trained from (LiT, arXiv 2111.07991).
+
+The features of a data set lie in a folder whose name is a fingerprint of all that they depend on: the tower's weights,
+the preparation of the images, the rows and their order, the dtype of the computation. Anything else has another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator, ImageTextDataset
+from ..processes import Processes, announce_failure
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.get_logger(__name__)
+
+ROWS_OF_SHARD = 4096
+
+
+class CachedImages(Dataset[dict[str, Any]]):
+    """The pairs of an `ImageTextDataset` with the features of a frozen tower in place of the images.
+
+    Item i is that of the data set without ``image``, and with
+        image_features: [H] fp32.
+
+    Args:
+        pairs: the data set whose captions and pair ids are used, and whose `set_epoch` is called along.
+        features: the bytes of the features, a row for each row of ``pairs``, as `cache_images` writes them.
+    """
+
+    def __init__(self, pairs: ImageTextDataset, features: datasets.Dataset) -> None:
+        self.dataset, self._features = pairs, features
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        features = torch.frombuffer(bytearray(self._features[row]["features"]), dtype=torch.float32)
+        return {"image_features": features, **self.dataset.without_image(row)}
+
+
+def cache_images(
+    pairs: ImageTextDataset,
+    folder: str,
+    tower: nn.Module,
+    encode: Callable[[dict[str, Any]], Tensor],
+    collator: ContrastiveCollator,
+    dtype: str,
+    **loading: Any,
+) -> CachedImages:
+    """Computes the features of all images that the folder does not hold yet; collective.
+
+    The processes share the shards, each of which appears when it is complete: a run that was interrupted goes on with
+    the next one.
+
+    Args:
+        pairs: the training set.
+        folder: for any number of data sets and models; of all processes.
+        tower: the frozen tower, whose weights count for the fingerprint.
+        encode: maps a batch of the collator to the tower's pooled output [b, H].
+        collator: prepares the images.
+        dtype: of the tower's computation, for the fingerprint.
+        **loading: options of the DataLoader.
+
+    Raises:
+        ValueError: an image that cannot be decoded. On the other processes RuntimeError.
+    """
+    import datasets
+
+    processes = Processes()
+    place = Path(folder, fingerprint(pairs, tower, collator, dtype))
+    count = -(-len(pairs) // ROWS_OF_SHARD)
+    shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        for number in range(processes.rank, count, processes.world_size):
+            if not shards[number].exists():
+                rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
+                logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
+                loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
+                _write(shards[number], [encode(batch) for batch in loader])
+    except Exception as error:
+        announce_failure(error)
+        raise
+    processes.agree([])  # all shards are there
+    parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
+    return CachedImages(pairs, datasets.concatenate_datasets(parts))
+
+
+def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, sharded: bool, compiled: bool) -> None:
+    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used."""
+    reason = ""
+    if tower is None:
+        reason = 'the image tower trains. Freeze it with freeze="image"'
+    elif not isinstance(pairs, ImageTextDataset):
+        reason = f"the training set is a {type(pairs).__name__}. Use an ImageTextDataset"
+    elif pairs.changes_images:
+        reason = (
+            "the images of a row may differ from epoch to epoch. Use ImageTextDataset with augmentation='none' and "
+            "on_bad_sample='raise'"
+        )
+    elif not isinstance(collator, ContrastiveCollator):
+        reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
+    elif sharded:
+        reason = "FSDP or DeepSpeed is on. Use plain processes, which hold the whole tower"
+    elif compiled:
+        reason = "torch_compile is on, which would compile again without the tower. Leave it off"
+    if reason:
+        raise ValueError(f"cache_features computes the image tower's outputs once, but {reason}.")
+
+
+def fingerprint(pairs: ImageTextDataset, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
+    """32 hexadecimal digits of all that the features of a data set depend on."""
+    digest = hashlib.sha256(f"1 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
+    digest.update(collator.processor.image_processor.to_json_string().encode())
+    digest.update(pairs.image_fingerprint().encode())
+    for name, value in tower.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+class _Images(Dataset[dict[str, Any]]):
+    """The images of some rows."""
+
+    def __init__(self, pairs: ImageTextDataset, rows: range) -> None:
+        self._pairs, self._rows = pairs, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": self._pairs.image(self._rows[index])}
+
+
+def _write(path: Path, batches: list[Tensor]) -> None:
+    """Writes a shard whole or not at all."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    rows = torch.cat(batches).float().cpu().numpy()
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    schema = datasets.Features(features=datasets.Value("binary"))
+    with ArrowWriter(path=str(partial), features=schema) as writer:
+        for row in rows:
+            writer.write({"features": row.tobytes()})
+        writer.finalize()
+    os.replace(partial, path)

@@ -1,0 +1,156 @@
+"""Features of a frozen image tower: training from them is training from the images, and they are never stale."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import models
+from helpers.pictures import picture
+from helpers.processors import clip_processor, siglip_processor
+from helpers.trainers import arguments, parameters
+
+from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl.training import feature_cache
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def rows(count: int = 20, first: int = 0) -> Dataset:
+    numbers = range(first, first + count)
+    captions = [[LETTERS[n % 26] + " " + LETTERS[n // 2], LETTERS[n % 7]] for n in numbers]
+    return Dataset.from_dict({"image": [picture(n, (20, 24)) for n in numbers], "caption": captions, "id": [*numbers]})
+
+
+class Run:
+    """A training with a frozen image tower that counts the images that the tower has seen."""
+
+    def __init__(self, folder: Path, kind: str = "clip", data: Any = None, **options: Any) -> None:
+        model, processor = (
+            (models.clip(), clip_processor()) if kind == "clip" else (models.siglip(), siglip_processor())
+        )
+        change = options.pop("change", None)
+        if change is not None:
+            change(model, processor)
+        self.seen: list[int] = []
+        # Within the tower, since the tower's own call also returns what is remembered.
+        model.vision_model.embeddings.register_forward_hook(lambda *call: self.seen.append(len(call[-1])))
+        data = ImageTextDataset(rows(), pair_id_column="id") if data is None else data
+        options = {"freeze": "image", "max_steps": 4, "cache_features": str(folder / "features"), **options}
+        self.trainer = InfCLTrainer(
+            model, arguments(folder / "run", **options), train_dataset=data, processing_class=processor
+        )
+
+    def train(self) -> torch.Tensor:
+        self.trainer.train()
+        return parameters(self.trainer)
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch):
+    monkeypatch.setattr(feature_cache, "ROWS_OF_SHARD", 8)
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_trains_as_from_the_images_and_computes_each_image_once(tmp_path, kind):
+    """Two epochs, whose captions differ. A second run computes nothing."""
+    from_images = Run(tmp_path, kind, cache_features=None).train()
+    first, second = Run(tmp_path, kind), Run(tmp_path, kind)
+    torch.testing.assert_close(first.train(), from_images, rtol=0, atol=1e-6)
+    assert torch.equal(second.train(), parameters(first.trainer))
+    assert (sum(first.seen), sum(second.seen)) == (20, 0)
+    assert (from_images - parameters(Run(tmp_path, kind).trainer)).norm() > 1e-3, "it has trained"
+
+
+def test_a_run_is_resumed_from_a_checkpoint(tmp_path):
+    whole = Run(tmp_path, save_strategy="steps", save_steps=2).train()
+    resumed = Run(tmp_path)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert torch.equal(parameters(resumed.trainer), whole)
+    assert resumed.seen == []
+
+
+def test_an_interrupted_run_goes_on_with_the_next_shard(tmp_path):
+    Run(tmp_path).trainer.get_train_dataloader()
+    (place,) = (tmp_path / "features").iterdir()
+    shards = sorted(place.glob("*.arrow"))
+    assert [shard.name for shard in shards] == [f"00000{n}-of-000003.arrow" for n in range(3)]
+    kept = shards[0].read_bytes()
+    shards[1].unlink()
+    (place / "000001-of-000003.77.partial").write_bytes(b"half")
+    again = Run(tmp_path)
+    again.trainer.get_train_dataloader()
+    assert sum(again.seen) == 8
+    assert shards[0].read_bytes() == kept
+
+
+@pytest.mark.parametrize("changed", ["weights", "processor", "rows", "order", "decoding"])
+def test_whatever_the_features_depend_on_gives_others(tmp_path, changed):
+    Run(tmp_path).trainer.get_train_dataloader()
+    options: dict[str, Any] = {}
+    if changed == "weights":
+        options["change"] = lambda model, _: model.vision_model.post_layernorm.bias.data.add_(1e-3)
+    elif changed == "processor":
+        options["change"] = lambda _, processor: setattr(processor.image_processor, "image_mean", (0.1, 0.2, 0.3))
+    elif changed == "decoding":
+        options["data"] = ImageTextDataset(rows(), pair_id_column="id", min_side=8)
+    else:
+        data = rows(first=1) if changed == "rows" else rows().select([*range(1, 20), 0])
+        options["data"] = ImageTextDataset(data, pair_id_column="id")
+    other = Run(tmp_path, **options)
+    other.trainer.get_train_dataloader()
+    assert sum(other.seen) == 20
+    assert len(list((tmp_path / "features").iterdir())) == 2
+
+
+def test_a_file_that_changed_gives_others(tmp_path):
+    for n in range(16):
+        picture(n, (20, 24)).save(tmp_path / f"{n}.png")
+    data = Dataset.from_dict({"image": [str(tmp_path / f"{n}.png") for n in range(16)], "caption": ["a"] * 16})
+    pairs = ImageTextDataset(data)
+    before = pairs.image_fingerprint()
+    assert ImageTextDataset(data).image_fingerprint() == before
+    picture(99, (24, 20)).save(tmp_path / "3.png")
+    assert pairs.image_fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": None}, "the image tower trains. Freeze it"),
+        ({"data": models.Pairs(20)}, "the training set is a Pairs"),
+        ({"data": "crop"}, "may differ from epoch to epoch"),
+        ({"data": "skip"}, "may differ from epoch to epoch"),
+        ({"torch_compile": True}, "torch_compile is on"),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
+    if options.get("data") == "crop":
+        options = {"data": ImageTextDataset(rows(), augmentation="crop")}
+    elif options.get("data") == "skip":
+        options = {"data": ImageTextDataset(rows(), on_bad_sample="skip")}
+    run = Run(tmp_path, **options)
+    with pytest.raises(ValueError, match=f"cache_features computes .*, but .*{message}"):
+        run.trainer.get_train_dataloader()
+
+
+def _cached_by(rank: int, world_size: int, folder: str, broken: bool) -> list[int]:
+    feature_cache.ROWS_OF_SHARD = 8
+    data = rows()
+    if broken:
+        data = data.map(lambda row: {"image": None} if row["id"] == 9 else {}, features=data.features)
+    run = Run(Path(folder), data=ImageTextDataset(data, pair_id_column="id"), per_device_train_batch_size=2)
+    run.trainer.train()
+    return run.seen
+
+
+def test_processes_share_the_shards(ranks, tmp_path):
+    seen = ranks.run(_cached_by, 2, str(tmp_path), False)
+    assert [sum(of_rank) for of_rank in seen] == [12, 8]
+    with pytest.raises(AssertionError, match=r"Row 9 of the dataset .* is bad"):
+        ranks.run(_cached_by, 2, str(tmp_path / "broken"), True)
+    shutil.rmtree(tmp_path / "broken", ignore_errors=True)
