@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -151,14 +152,15 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
 
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):
     out = tmp_path / "out"
-    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2)
+    auto = ("--resume_from_checkpoint", "auto")
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
     assert left_in(out).keys() == {
         *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json"),
     }
     before = left_in(out)
     line = mistake(capsys, *small)
     assert "checkpoint-2" in line
-    assert "--resume_from_checkpoint true" in line
+    assert "--resume_from_checkpoint auto" in line
     assert left_in(out) == before
 
     # Resumed when it is finished, nothing is trained, and what there is stays as it is.
@@ -166,7 +168,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "stay as they are" in capsys.readouterr().out
     assert left_in(out) == before
 
-    infcl(*small, "--max_steps", 3, "--resume_from_checkpoint", "true")
+    infcl(*small, "--max_steps", 3, *auto)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
     assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"
 
@@ -176,6 +178,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert left_in(out).keys() == {"README.md", "all_results.json", "trainer_state.json"}
     assert "eval_pairs_loss" not in json.loads((out / "all_results.json").read_text())
     assert "not evaluated" in (out / "README.md").read_text()
+    assert "holds an earlier run (all_results.json" in mistake(capsys, *small, *auto), "there is nothing to go on from"
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
@@ -208,6 +211,8 @@ def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tm
     calls = {"create_repo": lambda *_, **__: types.SimpleNamespace(repo_id="me/mine"), "upload_folder": upload}
     for name, call in calls.items():
         monkeypatch.setattr(HfApi, name, call)
+        # transformers up to 5.17 has the bound methods under these names.
+        monkeypatch.setattr(transformers.trainer, name, functools.partial(call, None), raising=False)
     words = ["--max_steps", 1, "--save_strategy", "no", "--push_to_hub", "--hub_model_id", "me/mine"]
     infcl(*small, *words, "--hub_token", token, "--eval_dataset", tmp_path / "pairs")
     assert "contrastive loss of the whole set" in pushed[-1]

@@ -58,6 +58,8 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.dual_encoder": (*TRAINER, *rooms("loss", "kernels", "training.trainer")),
     "hf_infcl.training.wrappers": ("transformers", *rooms("loss", "kernels", "data", "training.trainer")),
     "hf_infcl.training.arguments": ("transformers.AutoModel", *rooms("data", "training.trainer")),
+    "hf_infcl.training.data_wait": ("hf_infcl", *HUGGING_FACE),
+    "hf_infcl.training.stream_loader": ("transformers", *rooms("loss", "training.trainer")),
     "hf_infcl.training.windows": ("transformers", *rooms("loss", "training.trainer")),
     "hf_infcl.cli": rooms("reference", "kernels", "loss"),
     "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", "training", "publishing"),

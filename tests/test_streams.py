@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tarfile
 import types
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from helpers.servers import serving
 from helpers.shards import number_of, pair, png, write_parquet, write_tar, write_tars
 from torch.utils.data import DataLoader
 
@@ -595,12 +600,6 @@ def test_a_stream_shorter_than_a_global_batch(make, monkeypatch):
         Run(monkeypatch, make, batch_size=10, world_size=2, workers=2, steps=20).take(40)
 
 
-def test_the_length_is_that_of_an_epoch_if_one_is_given(folder):
-    assert len(ImageTextStream(str(folder), samples_per_epoch=100)) == 100
-    with pytest.raises(TypeError, match="without samples_per_epoch"):
-        len(ImageTextStream(str(folder)))
-
-
 # ---- Networks ----
 
 
@@ -658,3 +657,51 @@ def test_a_shard_that_disappears_is_named(remote, monkeypatch, no_waiting):
     fsspec.filesystem("memory").rm("/data/00007.tar")
     with pytest.raises(ValueError, match=r"The file 'memory:///data/00007.tar' cannot be opened: FileNotFoundError"):
         list(itertools.islice(stream, 390))
+
+
+def test_shards_of_a_web_server_whose_connections_break(folder, make, monkeypatch, no_waiting, caplog):
+    expected = Run(monkeypatch, make).take(100)
+    with serving(folder.parent) as (address, dropped):
+        run = Run(
+            monkeypatch,
+            lambda: ImageTextStream(
+                f"{address}/shards/{{00000..00012}}.tar", lanes=4, shuffle_buffer=30, open_shards=2, seed=3
+            ),
+        )
+        dropped += [False, True, True, False, True] * 4
+        assert run.take(100) == expected
+    assert "It is tried again" in caplog.text
+
+
+def test_repositories_of_the_hub(folder, make, monkeypatch, tmp_path):
+    """By id, with the split that the repository has, and by path; `huggingface_hub` and `datasets` against a double."""
+    expected = Run(monkeypatch, make).take(50)
+    (tmp_path / "data").mkdir()
+    folder.rename(tmp_path / "data" / "train")
+    write_tars(tmp_path / "data" / "test", [3])
+    with serving(tmp_path / "data") as (address, _):
+        code = """
+import itertools
+from helpers.shards import number_of
+from hf_infcl import ImageTextStream
+for source in ("me/data", "hf://datasets/me/data/train/*.tar", "hf://datasets/me/data/train"):
+    stream = ImageTextStream(source, lanes=4, shuffle_buffer=30, open_shards=2, seed=3)
+    assert stream.shards[0].url.startswith("hf://datasets/me/data"), stream.shards
+    print([number_of(item) for items, _ in itertools.islice(stream.batches(2), 50) for item in items])
+print(len(ImageTextStream("me/data", split="test").shards))
+for source in ("me/none", "hf://datasets/me/none"):
+    try:
+        ImageTextStream(source)
+    except ValueError as error:
+        print(repr(str(error)))
+"""
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    *sequences, test, first, second = done.stdout.splitlines() or [done.stderr]
+    assert sequences == [str(list(itertools.chain(*expected)))] * 3, done.stderr
+    assert test == "1"
+    assert "There are no shards at 'me/none', neither in a local folder nor on the Hub" in first
+    assert "No .tar or .parquet files were found at 'hf://datasets/me/none'." in second

@@ -54,11 +54,11 @@ def train(words: Sequence[str]) -> None:
         parser.error(str(error))
     model_options, lora, data, columns, evaluation, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        earlier = earlier_results(Path(args.output_dir)) if not args.resume_from_checkpoint else []
+        earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
             names = ", ".join(path.name for path in earlier)
             raise ValueError(
-                f"{args.output_dir} holds an earlier run ({names}). Go on with it by --resume_from_checkpoint true, "
+                f"{args.output_dir} holds an earlier run ({names}). Go on with it by --resume_from_checkpoint auto, "
                 "choose another --output_dir, or delete it by --overwrite_output_dir."
             )
         train_dataset = ImageTextDataset(
@@ -100,7 +100,7 @@ def train(words: Sequence[str]) -> None:
             print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
         for path in earlier:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    resume: Any = {"true": True}.get((args.resume_from_checkpoint or "").lower(), args.resume_from_checkpoint)
+    resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         trained = trainer.train(resume_from_checkpoint=resume)
     if trainer.steps_trained == 0:  # the trainer has said that the run was complete
@@ -175,10 +175,12 @@ def check_best_metric(namespace: argparse.Namespace, classes: int | None = None)
         raise ValueError(f"metric_for_best_model must be one of {', '.join(names)}, got {wanted!r}.")
 
 
-def earlier_results(folder: Path) -> list[Path]:
-    """The checkpoints and results that an earlier run left in the folder."""
-    patterns = (f"{PREFIX_CHECKPOINT_DIR}-*", *RESULTS)
-    return sorted(path for pattern in patterns for path in folder.glob(pattern))
+def earlier_results(folder: Path, resume: str | None) -> list[Path]:
+    """The checkpoints and results in the folder of an earlier run that this run does not go on with."""
+    checkpoints = list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    if resume and (checkpoints or resume != "auto"):
+        return []
+    return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
 
 
 def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:

@@ -73,6 +73,7 @@ class LaneSource:
         open: [piece, position] of those that were open then, in the order of their turns.
         taken: number of samples gone from the buffer.
         opened: number of pieces of the passes before.
+        reached: as ``next``, when the buffer was full.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class LaneSource:
     ) -> None:
         self._shards, self._pieces, self._order, self._lane, self._source = shards, pieces, order, lane, source
         self._start = cursor or {"pass": 0, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": 0}
-        self._taken = self._start["taken"]
+        self._taken, self._reached = self._start["taken"], 0
 
     def cursor(self) -> dict[str, Any]:
         """The place after the last sample given."""
-        return {**self._start, "taken": self._taken}
+        return {**self._start, "taken": self._taken, "reached": self._reached}
 
     def __iter__(self) -> Iterator[tuple[int, int, str, Any]]:
         """(number of passes before it, shard, key, raw sample) of each sample, without end."""
@@ -98,7 +99,7 @@ class LaneSource:
         turns = self._turns(self._start)
         buffer: list[Any] = list(itertools.islice(turns, size))
         while True:
-            start = self._start
+            start, self._reached = self._start, turns.next
             if len(buffer) == size:
                 following = {**start, "buffer": start["buffer"] + 1, **turns.position(), "taken": 0}
             else:  # the pass ends with this buffer
@@ -144,7 +145,7 @@ class _Turns:
         self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, following: int, reading: Sequence[Any]
     ) -> None:
         self.pieces = pieces
-        self._shards, self._most, self._next = shards, most, following
+        self._shards, self._most, self.next = shards, most, following
         self._open = deque((number, position, self._samples(number, position)) for number, position in reading)
 
     def _samples(self, number: int, position: int) -> Iterator[tuple[int, str, Any]]:
@@ -153,7 +154,7 @@ class _Turns:
 
     def position(self) -> dict[str, Any]:
         """The entries of a cursor with which the same samples follow."""
-        return {"next": self._next, "open": [[number, position] for number, position, _ in self._open]}
+        return {"next": self.next, "open": [[number, position] for number, position, _ in self._open]}
 
     def __iter__(self) -> Iterator[tuple[int, str, Any]]:
         return self
@@ -161,10 +162,10 @@ class _Turns:
     def __next__(self) -> tuple[int, str, Any]:
         """(shard, key, raw sample); where a shard is damaged from here on, the error stands for all that is left."""
         while True:
-            while len(self._open) < self._most and self._next < len(self.pieces):
-                start = self.pieces[self._next].start
-                self._open.append((self._next, start, self._samples(self._next, start)))
-                self._next += 1
+            while len(self._open) < self._most and self.next < len(self.pieces):
+                start = self.pieces[self.next].start
+                self._open.append((self.next, start, self._samples(self.next, start)))
+                self.next += 1
             if not self._open:
                 raise StopIteration
             number, _, samples = self._open.popleft()

@@ -84,7 +84,10 @@ def _matches(pattern: str) -> list[str]:
 
     if any(sign in pattern for sign in "*?["):
         file_system, path = fsspec.core.url_to_fs(pattern)
-        found = sorted(file_system.glob(path))
+        try:
+            found = sorted(file_system.glob(path))
+        except FileNotFoundError:  # the folder or the repository is not there; some protocols say so
+            found = []
         return [file_system.unstrip_protocol(url) for url in found] if "://" in pattern else found
     if "://" not in pattern and not os.path.isfile(pattern):
         raise ValueError(f"The shard {pattern!r} is not there.")
@@ -103,7 +106,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
         )
     try:
         files = datasets.load_dataset_builder(source, name).config.data_files or {}
-    except (FileNotFoundError, ConnectionError, HFValidationError, ValueError) as error:
+    except (OSError, HFValidationError, ValueError) as error:
         raise ValueError(
             f"There are no shards at {source!r}, neither in a local folder nor on the Hub: {error}"
         ) from error

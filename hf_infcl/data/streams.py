@@ -70,8 +70,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         open_shards: shards that a lane reads in turns.
         lanes: a multiple of every number of processes × workers that the run may ever have; by default the number
             that it starts with. More lanes hold more buffers.
-        samples_per_epoch: what counts as an epoch, since the length of a pass is not known. Without it the stream has
-            no length, and training needs ``max_steps``.
+        samples_per_epoch: what `InfCLTrainer` counts as an epoch, since the length of a pass is not known. Without it
+            training needs ``max_steps``.
         augmentation, min_side: as `ImageTextDataset`.
 
     Raises:
@@ -133,10 +133,13 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.groups = groups if weights is not None else [list(range(len(self.shards)))]
 
     def __len__(self) -> int:
-        """`samples_per_epoch`, with which Trainer counts epochs; iterating over the stream does not end there."""
+        """`samples_per_epoch`, without which Trainer refuses to count epochs. Iteration does not end there."""
         if self.samples_per_epoch is None:
             raise TypeError("A stream without samples_per_epoch has no length.")
         return self.samples_per_epoch
+
+    def __bool__(self) -> bool:
+        return True  # without a length as well
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The items one by one, under a DataLoader shared by its workers. To resume, use `batches`."""
@@ -287,7 +290,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return {
             "samples": sum(cursor["drawn"] for cursor in cursors) - skipped,
             "skipped": skipped,
-            "shards": sum(at["opened"] + at["next"] for cursor in cursors for at in cursor["sources"]),
+            "shards": sum(at["opened"] + at["reached"] for cursor in cursors for at in cursor["sources"]),
         }
 
     def _own_cursors(self) -> dict[int, dict[str, Any]]:

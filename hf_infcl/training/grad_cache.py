@@ -166,7 +166,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
     These are the generators of the CPU and of ``device``.
     """
-    devices, kind = ((), None) if device is None or device.type == "cpu" else ((device.index or 0,), device.type)
+    # Without a device of its own, any type that torch knows: before torch 2.13 it could not be None.
+    devices, kind = ((), "cuda") if device is None or device.type == "cpu" else ((device.index or 0,), device.type)
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(seed)
         yield

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +19,20 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     EvalLoopOutput,
-    SaveStrategy,
     TrainOutput,
+    get_last_checkpoint,
     has_length,
 )
 from transformers.utils import logging
 
-from ..data import ContrastiveCollator, ImageTextDataset, ZeroShotDataset
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..evaluation import (
     caption_ids,
     group_by_image,
@@ -47,13 +44,14 @@ from ..evaluation import (
 from ..loss import contrastive_loss, local_contrastive_loss
 from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
-from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
+from .checkpoints import RECORD_NAME, Run, RunRecord, differences
+from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
 from .evaluating import AnnouncingDataLoader, encode_share, failures_announced, gather_rows, rows_to_keep
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .grad_cache import CachedWindow, Features, GraphBudget
 from .offload import Fetcher
-from .preemption import Preempted, Preemption
+from .stream_loader import StreamLoader, read_states, write_states
 from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
 from .wrappers import check_wrapper, fsdp_tower_methods, prepare_for_wrapper, stock_shapes, wrapper_of
 
@@ -72,7 +70,7 @@ class InfCLTrainer(Trainer):
         model: a dual encoder of transformers (see `hf_infcl.dual_encoder`). What is frozen stays frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
-            An IterableDataset needs ``max_steps``.
+            An IterableDataset needs ``max_steps``, an `ImageTextStream` that or ``samples_per_epoch``.
         eval_dataset: `ImageTextDataset` (global contrastive loss and retrieval), `ZeroShotDataset` (classification), or
             a dict of them.
         data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
@@ -136,12 +134,11 @@ class InfCLTrainer(Trainer):
             )
         self._sampler: WindowSampler | None = None
         self._stream: IterableDataset | None = None
+        self._stream_loader: StreamLoader | None = None  # of an ImageTextStream
+        self._stream_states: list[dict[str, Any]] = []  # of the checkpoint to resume from
         self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
         self._worker_seeds = torch.Generator()
         self._resumed: RunRecord | None = None  # what the checkpoint says from which this training goes on
-        self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
-        self._saved_step = -1
-        self._preemption = Preemption()
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # or else `call_model_init` has prepared it
             self._prepare_model(self.model)
@@ -169,6 +166,7 @@ class InfCLTrainer(Trainer):
         if self._skipped is not None and not self.is_world_process_zero():
             self._skipped = 0
         self._last_log = time.perf_counter(), self.state.global_step
+        self._data_wait, self._has_warned_of_wait = DataWait(), False
         # The part of the training before an interruption counts as well.
         logged = (entry["train_seconds"] for entry in reversed(self.state.log_history) if "train_seconds" in entry)
         self._began = time.perf_counter() - next(logged, 0.0)
@@ -311,6 +309,15 @@ class InfCLTrainer(Trainer):
         pairs = self.train_dataset
         if self.args.cache_features is not None:
             self.train_dataset = self._with_cached_images(pairs, self.args.cache_features)
+        self._stream_loader = None
+        if isinstance(self.train_dataset, ImageTextStream):
+            self._stream = self.train_dataset
+            device = None if self.args.offload_inputs else self.args.device
+            states, self._stream_states = self._stream_states, []
+            self._stream_loader = StreamLoader(
+                self.train_dataset, self.data_collator, self.args, device=device, states=states
+            )
+            return self._stream_loader
         dataloader: Any = super().get_train_dataloader()
         self.train_dataset = pairs
         self._dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
@@ -348,48 +355,34 @@ class InfCLTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """As Trainer's, with checkpoints that are complete or do not count (see `hf_infcl.training.checkpoints`).
-
-        Of a run that is complete already nothing is trained, saved or evaluated. At SIGTERM or SIGUSR1 to any process
-        all of them end the step and save a checkpoint.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
-                ``"auto"`` for that as well, or to start anew where there is none.
-            trial: as Trainer's.
-            ignore_keys_for_eval: as Trainer's.
+        """As Trainer's. Of a run that is complete already nothing is trained, saved or evaluated.
 
         Raises:
-            ValueError: besides Trainer's reasons, the checkpoint is damaged, or is of a run with another global batch
-                size, objective, model or training set, and ``resume_with_changes`` is off; another run is training in
-                ``output_dir``, or nothing can be written to it.
-            Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
+            ValueError: besides Trainer's reasons, the checkpoint is of a run with another global batch size, objective,
+                model or training set, and ``resume_with_changes`` is off.
         """
-        self._trial = trial
-        with locked(str(self.args.output_dir)), Preemption() as self._preemption:
-            checkpoint = choose(str(self.args.output_dir), resume_from_checkpoint)
-            self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
-            if checkpoint is not None:
-                self._check_same_run(checkpoint)
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
-
-    def _check_same_run(self, checkpoint: str) -> None:
-        if self._resumed is None:
-            logger.warning(
-                f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are those "
-                "of this run."
-            )
-            return
-        if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
-            raise ValueError(
-                f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
-                "resume_with_changes=True to go on all the same."
-            )
-        if self._resumed.processes != self.args.world_size:
-            logger.warning(
-                f"{checkpoint} was written by {self._resumed.processes} processes, and this run has "
-                f"{self.args.world_size}. The global batches are the same, but dropout draws anew."
-            )
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+            if checkpoint is None:
+                raise ValueError(f"{self.args.output_dir} has no checkpoint to resume from.")
+        self._resumed = None
+        if checkpoint is not None:
+            self._resumed = RunRecord.read(checkpoint)
+            if self._resumed is None:
+                logger.warning(
+                    f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are "
+                    "those of this run."
+                )
+            elif (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
+                raise ValueError(
+                    f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
+                    "resume_with_changes=True to go on all the same."
+                )
+        self._stream_states = []
+        if checkpoint is not None and isinstance(self.train_dataset, ImageTextStream):
+            self._stream_states = read_states(checkpoint)
+        return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     def _run(self) -> Run:
         data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
@@ -446,35 +439,28 @@ class InfCLTrainer(Trainer):
     ) -> tuple[list, Tensor | int | None]:
         """Fetches a window, or nothing where a stream's rest does not fill one.
 
-        All processes agree here on having one, so that an error in the data of one stops them all, and a signal to one
-        ends the training on all. No forward happens here: on resume Trainer restores the random state after this call.
+        All processes agree here on having one, so an error in the data of any stops them all. No forward happens here:
+        on resume Trainer restores the random state after this call.
         """
         self._begin_window([])
         if self._exhausted:
             return [], None
-        window: list[Any] = []
-        rows = 0
         try:
-            window, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+            batches = epoch_iterator if self._stream_loader is None else self._stream_loader
+            with self._data_wait.waiting():
+                window, _ = super().get_batch_samples(batches, num_batches, device)
             for batch in window:
                 check_batch(batch)
             rows = sum(len(batch["pixel_values"]) for batch in window)
         except Exception as error:
+            # A dispatched stream is read by one process, and the others are waiting for its batch, not for its word.
             if self._dispatcher is None:
-                # The signal that asks a process to end may have ended the workers that load its data.
-                if not self._preemption.signal:
-                    announce_failure(error)
-                    raise
-            else:
-                # The main process reads the stream. The others wait in a broadcast, where they learn of no error.
-                if isinstance(error, TypeError) and self._dispatcher._stop_iteration and self.state.global_step == 0:
-                    # On every process alike: without a full micro-batch for each, accelerate has nothing to send.
-                    raise self._stream_too_short([0] * self.args.world_size) from error
-                raise
-        agreed = Processes().agree([rows, self._preemption.signal])
-        if signals := {int(number) for _, number in agreed if number}:
-            self._end_early(max(signals))
-        seen = [int(rows) for rows, _ in agreed]
+                announce_failure(error)
+            elif isinstance(error, TypeError) and self._dispatcher._stop_iteration and self.state.global_step == 0:
+                # On every process alike: without a full micro-batch for each, accelerate has nothing to send.
+                raise self._stream_too_short([0] * self.args.world_size) from error
+            raise
+        seen = [int(rows) for (rows,) in Processes().agree([rows])]
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
             # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
@@ -485,19 +471,6 @@ class InfCLTrainer(Trainer):
         self._begin_window(window)
         self._windows_of_epoch += 1
         return window, None
-
-    def _end_early(self, number: int) -> NoReturn:
-        """Saves what is trained, between two steps, on all processes alike."""
-        step = self.state.global_step
-        if self.steps_trained and self._saved_step != step:
-            self._save_checkpoint(self.model_wrapped, self._trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        saved = f"checkpoint-{step} is saved" if self._saved_step == step else "No checkpoint of it could be saved"
-        logger.warning(
-            f"{signal.Signals(number).name} has ended the training after step {step}. {saved}. "
-            'Resume with resume_from_checkpoint="auto".'
-        )
-        raise Preempted(128 + number)
 
     def _stream_too_short(self, seen: list[int]) -> ValueError:
         wanted = self.args.global_batch_size // self.args.world_size
@@ -618,7 +591,11 @@ class InfCLTrainer(Trainer):
         logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs; samples_per_second, the rate of
         pairs since the last log, the evaluations in between included; train_seconds, the duration of the training up to
         here, the parts before an interruption included; peak_memory of this GPU in bytes; skipped_samples since the
-        training began, if the data reports them.
+        training began, if the data reports them; data_wait, the share of the time since the last log, evaluations and
+        checkpoints apart, that the slowest process waited for data.
+
+        Of an `ImageTextStream` also stream_samples and stream_shards, trained and opened since the run began, and
+        loader_samples_per_second, which is what the workers can make.
         """
         if "loss" in logs:
             scale, bias = self.dual_encoder.scale_and_bias()
@@ -636,7 +613,34 @@ class InfCLTrainer(Trainer):
                 logs["peak_memory"] = torch.cuda.max_memory_allocated(self.args.device)
             if (skipped := self._skipped_samples()) is not None:
                 logs["skipped_samples"] = skipped
+            self._log_data(logs)
         super().log(logs, start_time)
+
+    def _log_data(self, logs: dict[str, float]) -> None:
+        """Adds how the data comes along, over all processes, and warns of a wait; collective."""
+        wait = self._data_wait
+        progress = None if self._stream_loader is None else self._stream_loader.progress()
+        numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
+        recent, overall, *sums = zip(*Processes().agree(numbers), strict=True)
+        if wait.windows > 0:
+            logs["data_wait"] = round(max(recent), 4)
+        if progress is not None:
+            totals = dict(zip(progress, map(sum, sums), strict=True))
+            logs["stream_samples"], logs["stream_shards"] = int(totals["samples"]), int(totals["shards"])
+            logs["loader_samples_per_second"] = round(totals["rate"], 1)
+        if wait.windows >= WAIT_WINDOWS and max(overall) > WAIT_SHARE and not self._has_warned_of_wait:
+            self._has_warned_of_wait = True
+            workers = self.args.dataloader_num_workers
+            logger.warning(
+                f"The training has waited for its data in {max(overall):.0%} of the time. Set dataloader_num_workers "
+                f"higher, which is {workers}, as far as there are CPU cores; decode JPEGs faster (pip install "
+                '"hf_infcl[fast]"); or store smaller images.'
+            )
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._data_wait.stop()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._data_wait.start()
 
     def _skipped_samples(self) -> int | None:
         """Of all processes since the run began; collective. None if the data does not report them."""
@@ -645,76 +649,17 @@ class InfCLTrainer(Trainer):
         return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As Trainer's, but complete or not at all.
-
-        What keeps a process from writing, such as a full disk, is logged on all of them, and the training goes on to
-        the next save. Under FSDP and DeepSpeed it ends the training, since there the writing is collective.
-        """
-        record = RunRecord(
-            self._run(),
-            self._epoch,
-            self._windows_of_epoch,
-            self._skipped_samples(),
-            processes=self.args.world_size,
-            only_model=self.args.save_only_model,
-        )
-        checkpoint = Checkpoint(super()._get_output_dir(trial), self.state.global_step)
-        best_before = self.state.best_model_checkpoint
-        for acts, work in (
-            (self.args.should_save, partial(checkpoint.begin, record)),
-            (True, partial(self._write_checkpoint, checkpoint, model, trial)),
-            (self.args.local_process_index == 0, checkpoint.flush),
-            (self.args.should_save, checkpoint.complete),
-        ):
-            failure = ""
-            try:
-                if acts:
-                    work()
-            except (OSError, RuntimeError, SafetensorError) as error:
-                if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-            if failures := [text for text in Processes().gather_text(failure) if text]:
-                free = shutil.disk_usage(str(self.args.output_dir)).free
-                logger.error(
-                    f"{checkpoint.folder} could not be written, and the training goes on without it "
-                    f"({free / 2**20:,.0f} MiB are free there). {' '.join(failures)}"
-                )
-                self.state.best_model_checkpoint = best_before
-                if self.args.should_save:
-                    checkpoint.abandon()
-                return
-        self._saved_step = self.state.global_step
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint.folder))
+        record = RunRecord(self._run(), self._epoch, self._windows_of_epoch, self._skipped_samples())
+        states = []
+        if self._stream_loader is not None:
+            states = Processes().gather_text(json.dumps(self._stream_loader.state()))
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            keep = [checkpoint.folder, *([] if best is None else [Path(best)])]
-            rotate(checkpoint.folder.parent, self.args.save_total_limit, keep)
-
-    def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
-        best_step = self.state.best_global_step
-        # Trainer would wait for the other processes, and look for the best checkpoint beside the one in the making.
-        self.state.best_global_step = None
-        self._partial_dir = str(checkpoint.partial_dir)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._partial_dir = None
-            self.state.best_global_step = best_step
-        if best_step and self.args.save_strategy != SaveStrategy.NO:
-            best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
-            if best == checkpoint.folder or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-            if self.args.should_save:
-                self.state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._partial_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._partial_dir is None:  # or else it is uploaded when it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
+            folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            folder.mkdir(parents=True, exist_ok=True)
+            record.write(folder)
+            if states:
+                write_states(folder, states)
+        super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:
@@ -921,6 +866,8 @@ class _LoopEvents(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._begin_window([])
+        if self._trainer._stream_loader is not None:
+            self._trainer._stream_loader.close()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         maximum = args.max_logit_scale
@@ -943,7 +890,7 @@ def _needs_processor(*datasets: Any) -> bool:
     pending = list(datasets)
     while pending:
         dataset = pending.pop()
-        if isinstance(dataset, (ImageTextDataset, ZeroShotDataset)):
+        if isinstance(dataset, (ImageTextDataset, ImageTextStream, ZeroShotDataset)):
             return True
         if isinstance(dataset, Mapping):
             pending += dataset.values()

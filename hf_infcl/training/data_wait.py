@@ -1,0 +1,50 @@
+"""How much of a training's time goes into waiting for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Of the time since the training began, measured over so many windows, before a warning.
+WAIT_SHARE, WAIT_WINDOWS = 0.1, 20
+
+
+class DataWait:
+    """The seconds that a process trains and, among them, waits for data; the first window, which starts it all, apart.
+
+    Evaluations and checkpoints are no training: the clock stands still from `stop` to `start`.
+    """
+
+    def __init__(self) -> None:
+        self.windows = -1
+        self._trained = self._waited = 0.0
+        self._logged = 0.0, 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """To be called after each window."""
+        self.windows += 1
+        if self.windows == 0:
+            self._trained = self._waited = 0.0
+        else:
+            self._trained += time.perf_counter() - self._started
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
+    def share(self) -> float:
+        """Since the training began."""
+        return self._waited / self._trained if self._trained else 0.0
+
+    def share_since_last(self) -> float:
+        """Since the last call of this method."""
+        trained, waited = self._trained - self._logged[0], self._waited - self._logged[1]
+        self._logged = self._trained, self._waited
+        return waited / trained if trained > 0 else 0.0

@@ -1,0 +1,141 @@
+"""The batches of an `ImageTextStream` on their way into a training, and the place that the training has reached."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
+
+from ..data import ImageTextStream
+from .arguments import InfCLTrainingArguments
+
+STATE_NAME = "stream_state.json"
+
+
+class StreamLoader(DataLoader[Any]):
+    """The training loader of a stream. Its length is that of an epoch, but its iterator lasts for the whole training.
+
+    So workers read ahead over the ends of epochs, and what was consumed is known at any moment. Trainer makes a new
+    iterator for each epoch, and skips batches when it resumes: both have no meaning here, and are passed by.
+
+    Args:
+        stream: the training set.
+        collate: the data collator.
+        args: of the training.
+        device: to which batches are moved; None leaves them in host memory.
+        states: `state` of every process of the checkpoint to resume from.
+
+    Raises:
+        ValueError: as `hf_infcl.data.streams.StreamBatches`; or an epoch is shorter than a global batch.
+    """
+
+    def __init__(
+        self,
+        stream: ImageTextStream,
+        collate: Callable[[list[dict[str, Any]]], Any],
+        args: InfCLTrainingArguments,
+        *,
+        device: torch.device | None,
+        states: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        workers = args.dataloader_num_workers
+        super().__init__(stream, batch_size=args.per_device_train_batch_size, num_workers=workers)
+        self._windows: int | None = None
+        if stream.samples_per_epoch is not None:
+            self._windows = stream.samples_per_epoch // args.global_batch_size
+            if self._windows == 0:
+                raise ValueError(
+                    f"An epoch of {stream.samples_per_epoch} samples is shorter than one global batch of "
+                    f"{args.global_batch_size} pairs. Raise samples_per_epoch or lower the batch."
+                )
+        self._args, self._device = args, device
+        self._batches = stream.batches(
+            args.per_device_train_batch_size,
+            collate,
+            rank=args.process_index,
+            world_size=args.world_size,
+            num_workers=workers,
+            accumulation_steps=args.gradient_accumulation_steps,
+            states=states,
+        )
+        self._lasting: Iterator[Any] | None = None
+        self._seconds = self._made = 0.0
+
+    def __len__(self) -> int:
+        """The micro-batches of one process in an epoch, of full windows only."""
+        if self._windows is None:  # the error by which Trainer knows data without a length
+            raise TypeError("A stream without samples_per_epoch has no length.")
+        return self._windows * self._args.gradient_accumulation_steps
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self._lasting is None:
+            args = self._args
+            self._lasting = iter(
+                DataLoader(
+                    self._batches,
+                    batch_size=None,
+                    num_workers=args.dataloader_num_workers,
+                    pin_memory=args.dataloader_pin_memory,
+                    multiprocessing_context=args.dataloader_multiprocessing_context
+                    if args.dataloader_num_workers
+                    else None,
+                    prefetch_factor=args.dataloader_prefetch_factor,
+                    # Its own, since torch draws a seed for workers from it: dropout's would depend on resumes.
+                    generator=torch.Generator(),
+                )
+            )
+        batch, tag = next(self._lasting)
+        self._batches.consume(tag)
+        self._seconds, self._made = self._seconds + tag["seconds"], self._made + 1
+        if self._device is None:
+            return batch
+        return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)
+
+    def close(self) -> None:
+        """Ends the workers. The next batch, if any, comes from new ones."""
+        self._lasting = None
+
+    def state(self) -> dict[str, Any]:
+        """This process's part of a checkpoint; see `StreamBatches.state`."""
+        return self._batches.state()
+
+    def progress(self) -> dict[str, float]:
+        """Of this process: what was consumed since the run began, and the samples per second that its workers can make.
+
+        The rate is that since the last call, from the seconds that the workers spent on each batch.
+        """
+        workers = max(1, self._args.dataloader_num_workers)
+        made = self._made * self._args.per_device_train_batch_size * workers
+        rate = made / self._seconds if self._seconds else 0.0
+        self._seconds = self._made = 0.0
+        return {**self._batches.counts(), "rate": rate}
+
+
+def write_states(checkpoint: str | Path, states: Sequence[str]) -> None:
+    """Writes the states of all processes, as JSON, into a checkpoint."""
+    Path(checkpoint, STATE_NAME).write_text(f"[{', '.join(states)}]\n", encoding="utf-8")
+
+
+def read_states(checkpoint: str | Path) -> list[dict[str, Any]]:
+    """The states of all processes in a checkpoint.
+
+    Raises:
+        ValueError: the file is missing or damaged; the message names it.
+    """
+    path = Path(checkpoint, STATE_NAME)
+    try:
+        states: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}, which holds the place in the stream, cannot be read: {error}. Resume from another checkpoint of "
+            "a training on a stream."
+        ) from error
+    return states

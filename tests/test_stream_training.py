@@ -1,0 +1,334 @@
+"""Training on a stream: processes share it, logs say how it goes, and any interruption leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import models
+from helpers.numerics import relative_error
+from helpers.shards import number_of, pair, write_parquet, write_tar, write_tars
+from helpers.trainers import StopAt, parameters, trainer_for
+from transformers import TrainerCallback
+
+from hf_infcl import ImageTextStream
+from hf_infcl.training import data_wait, trainer
+from hf_infcl.training.data_wait import DataWait
+
+PAIRS = models.Pairs(1000)
+
+
+def collate(items):
+    """The number in an item's image says which pair of the model's inputs it is."""
+    batch = PAIRS.batch([number_of(item) for item in items])
+    for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped")):
+        if key in items[0]:
+            batch[name] = torch.tensor([item[key] for item in items])
+    return batch
+
+
+def stream_of(folder, **options):
+    return ImageTextStream(str(folder), **{"shuffle_buffer": 10, "open_shards": 2, "lanes": 4, **options})
+
+
+class Windows(TrainerCallback):
+    """Notes the numbers of the pairs of each window of this process, one line per step in a file."""
+
+    def __init__(self, file):
+        self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
+
+    def on_step_end(self, args, state, control, **kwargs):
+        tokens = [batch["input_ids"] for batch in self.trainer._window]
+        rows = [int((PAIRS.tokens == row).all(1).nonzero()[0]) for row in torch.cat(tokens)]
+        print(json.dumps([state.global_step, rows]), file=self._file, flush=True)
+
+
+def train(folder, output, steps, name, resume=None, **options):
+    """A trainer of a model with dropout after its training on the shards in a folder."""
+    windows = Windows(Path(output, name))
+    given = {"max_steps": steps, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
+    made = trainer_for(
+        output,
+        models.clip(dropout=0.3, seed=5 if resume else 0),
+        options.pop("stream", None) or stream_of(folder),
+        data_collator=collate,
+        callbacks=[windows, *options.pop("callbacks", [])],
+        **{**given, **options},
+    )
+    windows.trainer = made
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def windows_of(*files):
+    """By step, the pairs of all processes; of a step that was trained again, the last."""
+    steps = {}
+    for file in files:
+        own = dict(map(json.loads, Path(file).read_text(encoding="utf-8").splitlines()))
+        for step, rows in own.items():
+            steps.setdefault(step, []).extend(rows)
+    return steps
+
+
+# ---- Processes ----
+
+
+def rank_shares(rank, world_size, folder, output):
+    made = train(folder, output, 8, f"{rank}-of-{world_size}")
+    history = made.state.log_history
+    assert [entry["stream_samples"] for entry in history if "loss" in entry] == [
+        8 * world_size * n for n in range(1, 9)
+    ]
+    (last,) = [entry for entry in history if entry["step"] == 8 and "loss" in entry]
+    assert 4 <= last["stream_shards"] <= 13
+    assert last["loader_samples_per_second"] > 0
+    assert 0 < last["data_wait"] < 1
+    return parameters(made)
+
+
+def test_processes_have_different_pairs_and_the_same_weights(ranks, tmp_path):
+    """Nothing is dispatched or sharded once more by accelerate: the windows are those of one process, split."""
+    write_tars(tmp_path / "shards", [20] * 13)
+    (alone,) = ranks.run(rank_shares, 1, str(tmp_path / "shards"), str(tmp_path))
+    first, second = ranks.run(rank_shares, 2, str(tmp_path / "shards"), str(tmp_path))
+    assert torch.equal(first, second)
+    both = windows_of(tmp_path / "0-of-2", tmp_path / "1-of-2")
+    seen = [row for step in sorted(both) for row in both[step]]
+    assert len(seen) == len(set(seen)) == 128
+    one = [row for _, rows in sorted(windows_of(tmp_path / "0-of-1").items()) for row in rows]
+    assert sorted(one) == sorted(seen[:64])
+    assert relative_error(alone, first) > 0.01  # another global batch
+
+
+# ---- Going on ----
+
+
+def rank_resumes(rank, world_size, folder, output, workers=0):
+    for stop, options in (
+        (3, {"dataloader_num_workers": workers}),
+        (6, {"offload_inputs": True}),
+        (
+            5,
+            {
+                "stream": stream_of(folder, samples_per_epoch=35),
+                "max_steps": -1,
+                "num_train_epochs": 9 / 4 * world_size,
+            },
+        ),
+    ):
+        stop_options = {**options, "save_steps": stop}
+        whole = train(folder, output, 9, f"whole-{rank}", save_strategy="no", **options)
+        train(folder, output, 9, f"parts-{rank}", callbacks=[StopAt(stop)], **stop_options)
+        torch.manual_seed(rank + 7)
+        resumed = train(folder, output, 9, f"parts-{rank}", f"{output}/checkpoint-{stop}", **stop_options)
+        assert resumed.state.global_step == whole.state.global_step == 9
+        assert resumed.state.epoch == whole.state.epoch
+        assert torch.equal(parameters(whole), parameters(resumed))
+        assert windows_of(f"{output}/whole-{rank}") == windows_of(f"{output}/parts-{rank}")
+        for entry, other in zip(whole.state.log_history, resumed.state.log_history, strict=True):
+            assert entry.get("stream_samples") == other.get("stream_samples")
+    return parameters(whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resume_is_bit_identical(ranks, tmp_path, world_size):
+    """In several passes, and with epochs; with dropout."""
+    write_tars(tmp_path / "shards", [6] * 8)
+    ranks.run(rank_resumes, world_size, str(tmp_path / "shards"), str(tmp_path), timeout=300)
+
+
+def test_resume_is_bit_identical_with_workers(tmp_path):
+    write_tars(tmp_path / "shards", [6] * 8)
+    rank_resumes(0, 1, str(tmp_path / "shards"), str(tmp_path), workers=2)
+
+
+def rank_stops(rank, world_size, folder, output):
+    train(folder, output, 10, f"two-{rank}", callbacks=[StopAt(6)])
+
+
+def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
+    write_tars(tmp_path / "shards", [15] * 8)
+    output = str(tmp_path)
+    ranks.run(rank_stops, 2, str(tmp_path / "shards"), output)
+    both = windows_of(tmp_path / "two-0", tmp_path / "two-1")
+    options = {"gradient_accumulation_steps": 4, "dataloader_num_workers": 4}
+    train(tmp_path / "shards", output, 10, "one", f"{output}/checkpoint-6", **options)
+    alone = windows_of(tmp_path / "one")
+    assert sorted(alone) == [7, 8, 9, 10]
+    train(tmp_path / "shards", output, 10, "whole", **options)
+    whole = windows_of(tmp_path / "whole")
+    assert {step: sorted(rows) for step, rows in (both | alone).items()} == {s: sorted(r) for s, r in whole.items()}
+    with pytest.raises(ValueError, match=r"4 lanes, which 1 processes with 3 .* dataloader_num_workers to one of"):
+        train(
+            tmp_path / "shards", output, 10, "no", f"{output}/checkpoint-6", **{**options, "dataloader_num_workers": 3}
+        )
+
+
+def serve(rank, port, folder, output):
+    """One of two processes of a training, as a launcher starts it; it resumes from the newest whole checkpoint."""
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in launched.items()})
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    parts = ("trainer_state.json", "stream_state.json", "rng_state_0.pth", "rng_state_1.pth", "optimizer.pt")
+    whole = [f for f in Path(output).glob("checkpoint-*") if all((f / part).is_file() for part in parts)]
+    newest = max(whole, key=lambda f: int(f.name.partition("-")[2]), default=None)
+    options = {"dataloader_num_workers": 2, "save_steps": 1}
+    made = train(folder, output, 12, f"windows-{rank}", newest and str(newest), **options)
+    torch.save(parameters(made), f"{output}/weights-{rank}.pt")
+    made.accelerator.end_training()
+
+
+def test_three_hard_kills_leave_no_trace(tmp_path, monkeypatch):
+    """2 processes × 2 workers over more than two passes: the same windows in the same order, and the same weights."""
+    write_tars(tmp_path / "shards", [9] * 8)
+    # A server imports the packages once, and the processes of all launches are its forks.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.trainers", "test_stream_training"])
+    draw = random.Random(3)
+
+    def launch(output, kill_after=None):
+        output.mkdir(exist_ok=True)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        places = str(tmp_path / "shards"), str(output)
+        processes = [context.Process(target=serve, args=(rank, store.port, *places)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+        while kill_after is not None and all(process.is_alive() for process in processes):
+            done = (output / "windows-0").read_text().splitlines() if (output / "windows-0").is_file() else []
+            if done and json.loads(done[-1])[0] >= kill_after:
+                time.sleep(draw.uniform(0, 0.3))  # at any moment of the next steps
+                for process in processes:
+                    process.kill()
+            time.sleep(0.01)
+        for process in processes:
+            process.join(120)
+            process.kill()  # if it hangs
+        return [process.exitcode for process in processes]
+
+    assert launch(tmp_path / "whole") == [0, 0]
+    for kill_after in (2, 5, 9):
+        assert launch(tmp_path / "parts", kill_after) == [-9, -9]
+    assert launch(tmp_path / "parts") == [0, 0]
+    for rank in (0, 1):
+        assert windows_of(tmp_path / "parts" / f"windows-{rank}") == windows_of(tmp_path / "whole" / f"windows-{rank}")
+        one, other = (torch.load(tmp_path / name / f"weights-{rank}.pt") for name in ("whole", "parts"))
+        assert torch.equal(one, other)
+    trained = windows_of(*(tmp_path / "whole" / f"windows-{rank}" for rank in (0, 1)))
+    assert sorted(trained) == list(range(1, 13))
+    assert {number: len(steps) for number, steps in trained.items()} == dict.fromkeys(range(1, 13), 16)
+    counted = Counter(row for rows in trained.values() for row in rows)
+    assert sorted(counted) == list(range(72))
+    assert 2 <= min(counted.values()) <= max(counted.values()) <= 4  # in 2.7 passes
+
+
+def test_a_checkpoint_without_a_place_or_of_other_shards_is_refused(tmp_path):
+    write_tars(tmp_path / "shards", [15] * 8)
+    output = str(tmp_path)
+    train(tmp_path / "shards", output, 3, "one")
+    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "damaged")
+    (tmp_path / "damaged" / "stream_state.json").write_text("[{")
+    with pytest.raises(
+        ValueError, match=r"damaged/stream_state.json, which holds the place in the stream, cannot be read"
+    ):
+        train(tmp_path / "shards", output, 6, "two", str(tmp_path / "damaged"))
+    (tmp_path / "shards" / "00002.tar").unlink()
+    with pytest.raises(ValueError, match=r"sources was .*8.* and is .*7"):
+        train(tmp_path / "shards", output, 6, "two", str(tmp_path / "checkpoint-3"))
+
+
+# ---- Epochs ----
+
+
+def test_epochs_are_of_samples_per_epoch(tmp_path):
+    write_parquet(tmp_path / "a.parquet", range(200))
+    stream = stream_of(tmp_path / "a.parquet", samples_per_epoch=30)
+    made = train(tmp_path, str(tmp_path), -1, "log", stream=stream, num_train_epochs=4, save_strategy="epoch")
+    assert made.state.global_step == 12
+    assert made.state.epoch == 4
+    with pytest.raises(ValueError, match="max_steps has to be specified"):
+        train(tmp_path, str(tmp_path), -1, "log", stream=stream_of(tmp_path / "a.parquet"))
+    assert sorted(f.name for f in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (12, 3, 6, 9)]
+    with pytest.raises(ValueError, match="An epoch of 7 samples is shorter than one global batch of 8 pairs"):
+        train(tmp_path, str(tmp_path), -1, "log", stream=stream_of(tmp_path / "a.parquet", samples_per_epoch=7))
+
+
+# ---- Errors ----
+
+
+def rank_fails(rank, world_size, folder, output, skip, words):
+    stream = stream_of(folder, on_bad_sample="skip" if skip else "raise", lanes=2)
+    if skip:
+        made = train(folder, output, 6, f"{rank}", stream=stream)
+        assert {e["skipped_samples"] for e in made.state.log_history if e.get("step") == 6 and "loss" in e} == {1}
+        return
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        train(folder, output, 6, f"{rank}", stream=stream)
+
+
+@pytest.mark.parametrize("kind", ["bad sample", "truncated", "short"])
+def test_an_error_in_the_shards_of_one_process_stops_all_with_its_name(ranks, tmp_path, kind):
+    sizes = [6, 5] if kind == "short" else [50, 49]
+    write_tars(tmp_path / "shards", sizes)
+    if kind == "bad sample":
+        files = [member for number in range(200, 250) for member in pair(number)]
+        write_tar(tmp_path / "shards" / "00001.tar", [*files[:30], ("bad.png", b"no image"), *files[30:]])
+        words = r"Sample 'bad' of the shard '.*00001.tar' is bad: it has no caption"
+    elif kind == "truncated":
+        shard = tmp_path / "shards" / "00001.tar"
+        shard.write_bytes(shard.read_bytes()[:70_000])
+        words = r"The shard '.*00001.tar' is truncated: byte \d+ .* on_bad_sample=\"skip\""
+    else:
+        words = r"The stream is shorter than one global batch of 16 pairs: lane \d of 2 .*0000\d.tar"
+    ranks.run(rank_fails, 2, str(tmp_path / "shards"), str(tmp_path), False, words)
+    if kind != "short":
+        ranks.run(rank_fails, 2, str(tmp_path / "shards"), str(tmp_path), True, "")
+
+
+# ---- Waiting ----
+
+
+def test_data_wait_is_the_share_of_training_and_leaves_the_rest_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(data_wait.time, "perf_counter", lambda: now[0])
+
+    def window(wait, work, wait_for):
+        with wait_for.waiting():
+            now[0] += wait
+        now[0] += work
+        wait_for.stop()
+        now[0] += 1000  # an evaluation
+        wait_for.start()
+
+    wait = DataWait()
+    window(500, 500, wait)  # workers start
+    assert (wait.windows, wait.share(), wait.share_since_last()) == (0, 0, 0)
+    window(1, 3, wait)
+    assert wait.share_since_last() == wait.share() == 0.25
+    window(0, 4, wait)
+    assert (wait.windows, wait.share_since_last(), wait.share()) == (2, 0, 0.125)
+
+
+def test_a_training_that_waits_for_its_data_says_what_helps(tmp_path, monkeypatch):
+    write_tars(tmp_path / "shards", [50] * 4)
+    monkeypatch.setattr(trainer, "WAIT_SHARE", 0.0)
+    monkeypatch.setattr(trainer, "WAIT_WINDOWS", 3)
+    said = []
+    monkeypatch.setattr(trainer.logger, "warning", said.append)
+    train(tmp_path / "shards", str(tmp_path), 8, "log")
+    (warning,) = [message for message in said if "waited for its data" in message]
+    assert "dataloader_num_workers higher, which is 0" in warning
+    assert 'pip install "hf_infcl[fast]"' in warning
