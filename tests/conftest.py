@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 
 import hypothesis
-from helpers.demo import SCRIPTS, run
+from helpers.demo import SCRIPTS
 from helpers.processes import FreshRanks, Ranks
 
 # pytest --hypothesis-profile=long
@@ -27,7 +29,9 @@ hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with digits/ and clip-init/ as make_digits.py writes them; tests only read it."""
     folder = tmp_path_factory.mktemp("demo")
-    run(SCRIPTS / "make_digits.py", "--output_dir", folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_digits.py", "--output_dir", str(folder)])
+        runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
     return folder
 
 

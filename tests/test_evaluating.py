@@ -309,7 +309,7 @@ def rank_failure(rank: int, world_size: int, folder: str, place: str) -> list[st
 
 @pytest.mark.parametrize("place", ["data", "model", "prompts"])
 def test_a_failure_of_one_process_stops_all_with_its_reason(ranks, tmp_path, place):
-    healthy, failed, other = ranks.run(rank_failure, 3, str(tmp_path), place, timeout=50)
+    healthy, failed, other = ranks.run(rank_failure, 3, str(tmp_path), place)
     assert failed == ["MemoryError: no room"] * 2
     for error in healthy + other:
         assert error.startswith("OtherRankFailedError: All ranks stop")

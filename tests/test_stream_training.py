@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import shutil
 import sys
 import time
 from collections import Counter
@@ -176,17 +175,14 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
 
 
 def serve(rank, port, folder, output):
-    """One of two processes of a training, as a launcher starts it; it resumes from the newest whole checkpoint."""
+    """One of two processes of a training, as a launcher starts it, which goes on where the last one was killed."""
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in launched.items()})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    parts = ("trainer_state.json", "stream_state.json", "rng_state_0.pth", "rng_state_1.pth", "optimizer.pt")
-    whole = [f for f in Path(output).glob("checkpoint-*") if all((f / part).is_file() for part in parts)]
-    newest = max(whole, key=lambda f: int(f.name.partition("-")[2]), default=None)
     options = {"dataloader_num_workers": 2, "save_steps": 1}
-    made = train(folder, output, 12, f"windows-{rank}", newest and str(newest), **options)
+    made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
     made.accelerator.end_training()
 
@@ -239,15 +235,12 @@ def test_a_checkpoint_without_a_place_or_of_other_shards_is_refused(tmp_path):
     write_tars(tmp_path / "shards", [15] * 8)
     output = str(tmp_path)
     train(tmp_path / "shards", output, 3, "one")
-    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "damaged")
-    (tmp_path / "damaged" / "stream_state.json").write_text("[{")
-    with pytest.raises(
-        ValueError, match=r"damaged/stream_state.json, which holds the place in the stream, cannot be read"
-    ):
-        train(tmp_path / "shards", output, 6, "two", str(tmp_path / "damaged"))
     (tmp_path / "shards" / "00002.tar").unlink()
     with pytest.raises(ValueError, match=r"sources was .*8.* and is .*7"):
         train(tmp_path / "shards", output, 6, "two", str(tmp_path / "checkpoint-3"))
+    trainer_for(f"{output}/rows", save_strategy="steps", save_steps=2).train()
+    with pytest.raises(ValueError, match="checkpoint-2 holds no place in a stream"):
+        train(tmp_path / "shards", output, 6, "two", f"{output}/rows/checkpoint-2")
 
 
 # ---- Epochs ----

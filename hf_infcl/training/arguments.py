@@ -142,6 +142,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ),
             ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
             ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
+            ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
             ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
         ):
             if (value := getattr(self, name)) != default:

@@ -1,13 +1,38 @@
-"""What a checkpoint says about its run, so that only the same run goes on from it, and from the very place."""
+"""Checkpoints that are complete or do not count, and that say which run they are of.
+
+A checkpoint is written into a folder ``_partial-checkpoint-N``. Once all processes have written and flushed their part,
+a manifest of all files is added, and the folder is renamed to ``checkpoint-N``. A process or a machine that stops at
+any moment therefore leaves either a whole checkpoint or one that nobody resumes from, and files that are damaged later
+are found by their checksums.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..processes import Processes
 
 RECORD_NAME = "infcl_run.json"
+MANIFEST_NAME = "infcl_manifest.json"
+# Names that begin with an underscore are not uploaded by Trainer's pushes, nor taken for checkpoints.
+LOCK_NAME = "_run.lock"
+_PARTIAL, _REPLACED = "_partial-", "_replaced-"
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,12 +64,18 @@ class RunRecord:
         epoch: passes over the data that were completed.
         windows: windows trained in the present one.
         skipped_samples: bad samples that the data has passed over; None if the data does not count them.
+        processes: how many wrote the checkpoint, each with its random state.
+        only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
+        stream: what each process has consumed of an `ImageTextStream`; None for other data.
     """
 
     run: Run
     epoch: int
     windows: int
     skipped_samples: int | None = None
+    processes: int = 1
+    only_model: bool = False
+    stream: list[dict[str, Any]] | None = None
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -72,3 +103,222 @@ def differences(before: Run, now: Run) -> Iterator[str]:
     for (name, old), new in zip(asdict(before).items(), asdict(now).values(), strict=True):
         if old != new:
             yield f"{name} was {old!r} and is {new!r}"
+
+
+class Checkpoint:
+    """A checkpoint in the making. `begin`, `flush` and `complete` are called in this order, with the writing after the
+    first; every process has to be done with one before any process calls the next.
+
+    Args:
+        output_dir: where the checkpoints of the run are.
+        step: optimizer steps that are trained.
+
+    Attributes:
+        folder: its place when it is complete.
+        partial_dir: what stands for ``output_dir`` while it is written.
+        partial: its place while it is written, in ``partial_dir``.
+    """
+
+    def __init__(self, output_dir: str | Path, step: int) -> None:
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        self.folder = Path(output_dir, name)
+        self.partial_dir = Path(output_dir, _PARTIAL + name)
+        self.partial = self.partial_dir / name
+
+    def begin(self, record: RunRecord) -> None:
+        """Makes the folder to write into, with the record; removes what earlier saves have left half-written."""
+        for left in self.folder.parent.glob(f"{_PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
+            logger.warning(f"{left} was left by a save that did not end. It is removed.")
+            shutil.rmtree(left)
+        self.partial.mkdir(parents=True)
+        record.write(self.partial)
+
+    def flush(self) -> None:
+        """Everything that was written reaches the disk, so that not even a power failure can take it back."""
+        for path in (*self.partial_dir.rglob("*"), self.partial_dir):
+            _flush(path)
+
+    def complete(self) -> None:
+        """Adds the manifest and gives the checkpoint its name; one of the same name is replaced."""
+        files = {
+            str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
+        }
+        with ThreadPoolExecutor() as pool:
+            described = dict(zip(files, pool.map(_describe, files.values()), strict=True))
+        manifest = self.partial / MANIFEST_NAME
+        manifest.write_text(json.dumps({"written": time.time_ns(), "files": described}, indent=2), encoding="utf-8")
+        _flush(manifest)
+        _flush(self.partial)
+        replaced = self.folder.with_name(_REPLACED + self.folder.name)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.folder.exists():
+            self.folder.rename(replaced)
+        self.partial.rename(self.folder)
+        _flush(self.folder.parent)
+        self.abandon()
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Removes what is left of the writing."""
+        shutil.rmtree(self.partial_dir, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _describe(path: Path) -> dict[str, int]:
+    checksum, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum, size = zlib.crc32(block, checksum), size + len(block)
+    return {"bytes": size, "crc32": checksum}
+
+
+def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
+    """What is wrong with a checkpoint, as a sentence that names the file; None if it is as it was written.
+
+    Args:
+        checkpoint: its folder.
+        checksums: also read all files through. Without, only their presence and their sizes are looked at.
+    """
+    manifest = Path(checkpoint, MANIFEST_NAME)
+    if not manifest.is_file():
+        return f"{manifest} is missing: the checkpoint was not written to its end, or by another trainer."
+    try:
+        files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        for name, described in files.items():
+            path = Path(checkpoint, name)
+            if not path.is_file():
+                return f"{path} is missing."
+            if (size := path.stat().st_size) != described["bytes"]:
+                return f"{path} has {size} bytes, and had {described['bytes']} when it was written."
+        if checksums:
+            with ThreadPoolExecutor() as pool:
+                found = pool.map(_describe, (Path(checkpoint, name) for name in files))
+            for (name, described), now in zip(files.items(), found, strict=True):
+                if now != described:
+                    return f"{Path(checkpoint, name)} has changed since it was written: its checksum is another."
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return f"{manifest} is damaged ({error})."
+    record = RunRecord.read(checkpoint)
+    if record is not None and record.only_model:
+        return f"{checkpoint} was saved with save_only_model: it has no optimizer, from which training could go on."
+    return None
+
+
+def _folders(output_dir: str | Path) -> list[Path]:
+    """Those named as checkpoints, the last written first; those without a manifest come last."""
+
+    def written(folder: Path) -> tuple[int, int]:
+        try:
+            time_ns = int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
+        except (OSError, ValueError, TypeError, KeyError):
+            time_ns = 0
+        return time_ns, int(folder.name.rpartition("-")[2])
+
+    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((f for f in found if f.is_dir() and f.name.rpartition("-")[2].isdecimal()), key=written, reverse=True)
+
+
+def newest_complete(output_dir: str | Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that was written last among those without damage, and what is wrong with those written later."""
+    passed_over: list[str] = []
+    for folder in _folders(output_dir):
+        if (reason := damage(folder)) is None:
+            return folder, passed_over
+        passed_over.append(reason)
+    return None, passed_over
+
+
+def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
+    """Removes the oldest complete checkpoints but for the ``limit`` newest ones and those to ``keep``.
+
+    Folders that are no complete checkpoints are neither counted nor removed.
+    """
+    if limit is None or limit <= 0:
+        return
+    complete = [folder for folder in _folders(output_dir) if damage(folder, checksums=False) is None]
+    kept = [folder for folder in complete if folder in keep]
+    others = [folder for folder in complete if folder not in keep]
+    for folder in others[max(0, limit - len(kept)) :]:
+        logger.info(f"{folder} is removed: save_total_limit is {limit}.")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def choose(output_dir: str, wanted: str | bool | None) -> str | None:
+    """The checkpoint to go on from, looked for and checked by the main process for all.
+
+    Args:
+        output_dir: where the checkpoints of the run are.
+        wanted: a checkpoint's folder, which must be without damage; True for the newest complete one; ``"auto"`` for
+            that as well, but None where there is no checkpoint yet; None or False to start anew.
+
+    Returns:
+        Its folder, or None to start anew.
+
+    Raises:
+        ValueError: on every process: the checkpoint is damaged, or there is none.
+    """
+    if not wanted:
+        return None
+    processes = Processes()
+    chosen, problem = "", ""
+    if processes.rank == 0:
+        if isinstance(wanted, str) and wanted != "auto":
+            chosen = wanted
+            if not Path(wanted).is_dir():
+                problem = f"There is no checkpoint {wanted}."
+            elif Path(wanted, MANIFEST_NAME).exists() or Path(wanted, RECORD_NAME).exists():
+                if (reason := damage(wanted)) is not None:
+                    problem = f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
+            else:
+                logger.warning(f"{wanted} has no {MANIFEST_NAME}, so nobody checks that it is whole.")
+        else:
+            folder, passed_over = newest_complete(output_dir)
+            for reason in passed_over:
+                logger.warning(f"A checkpoint is passed over: {reason}")
+            chosen = str(folder or "")
+            if folder is None and passed_over:
+                problem = (
+                    f"No checkpoint in {output_dir} is complete: {' '.join(passed_over)} Remove them to start anew, or "
+                    "name one to resume from it."
+                )
+            elif folder is None and wanted != "auto":
+                problem = f"{output_dir} has no checkpoint to resume from."
+    chosen, problem = (processes.gather_text(text)[0] for text in (chosen, problem))
+    if problem:
+        raise ValueError(problem)
+    return chosen or None
+
+
+@contextmanager
+def locked(output_dir: str | Path) -> Iterator[None]:
+    """Keeps other runs from training in the same folder; the lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: on every process: another run holds the lock, or the folder cannot be written to.
+    """
+    processes = Processes()
+    lock, problem = FileLock(Path(output_dir, LOCK_NAME), timeout=0), ""
+    if processes.rank == 0:
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except Timeout:
+            problem = (
+                f"Another run is training in {output_dir}. Choose another output_dir, or end that run first; processes "
+                "without a launcher may be left of one that was killed."
+            )
+        except OSError as error:
+            problem = f"Nothing can be written to output_dir {output_dir}: {error}."
+    try:
+        if problem := processes.gather_text(problem)[0]:
+            raise ValueError(problem)
+        yield
+    finally:
+        lock.release()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +12,11 @@ from torch.utils.data import DataLoader
 from ..data import ImageTextStream
 from .arguments import InfCLTrainingArguments
 
-STATE_NAME = "stream_state.json"
-
 
 class StreamLoader(DataLoader[Any]):
     """The training loader of a stream. Its length is that of an epoch, but its iterator lasts for the whole training.
 
-    So workers read ahead over the ends of epochs, and what was consumed is known at any moment. Trainer makes a new
+    So workers read ahead over the ends of epochs. Trainer makes a new
     iterator for each epoch, and skips batches when it resumes: both have no meaning here, and are passed by.
 
     Args:
@@ -64,6 +60,7 @@ class StreamLoader(DataLoader[Any]):
             states=states,
         )
         self._lasting: Iterator[Any] | None = None
+        self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
         self._seconds = self._made = 0.0
 
     def __len__(self) -> int:
@@ -93,15 +90,21 @@ class StreamLoader(DataLoader[Any]):
                 )
             )
         batch, tag = next(self._lasting)
-        self._batches.consume(tag)
+        self._fetched.append(tag)
         self._seconds, self._made = self._seconds + tag["seconds"], self._made + 1
         if self._device is None:
             return batch
         return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)
 
+    def consume(self) -> None:
+        """Records that the batches given since the last call are trained on, which a checkpoint then holds."""
+        for tag in self._fetched:
+            self._batches.consume(tag)
+        self._fetched = []
+
     def close(self) -> None:
-        """Ends the workers. The next batch, if any, comes from new ones."""
-        self._lasting = None
+        """Ends the workers. The next batch, if any, comes from new ones, after what was consumed."""
+        self._lasting, self._fetched = None, []
 
     def state(self) -> dict[str, Any]:
         """This process's part of a checkpoint; see `StreamBatches.state`."""
@@ -117,25 +120,3 @@ class StreamLoader(DataLoader[Any]):
         rate = made / self._seconds if self._seconds else 0.0
         self._seconds = self._made = 0.0
         return {**self._batches.counts(), "rate": rate}
-
-
-def write_states(checkpoint: str | Path, states: Sequence[str]) -> None:
-    """Writes the states of all processes, as JSON, into a checkpoint."""
-    Path(checkpoint, STATE_NAME).write_text(f"[{', '.join(states)}]\n", encoding="utf-8")
-
-
-def read_states(checkpoint: str | Path) -> list[dict[str, Any]]:
-    """The states of all processes in a checkpoint.
-
-    Raises:
-        ValueError: the file is missing or damaged; the message names it.
-    """
-    path = Path(checkpoint, STATE_NAME)
-    try:
-        states: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}, which holds the place in the stream, cannot be read: {error}. Resume from another checkpoint of "
-            "a training on a stream."
-        ) from error
-    return states

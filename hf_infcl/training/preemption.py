@@ -1,0 +1,58 @@
+"""Signals that ask a training to end: it saves a checkpoint first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has sent to all processes already
+
+
+class Preempted(SystemExit):
+    """Training has ended before its last step, because it was asked to.
+
+    As the exit code of a process it is 128 and the number of the signal: 143 for SIGTERM, 138 for SIGUSR1.
+    """
+
+
+class Preemption:
+    """While the context is open, the first signal is noted and the second, 3 seconds later or more, ends the process.
+
+    A process whose launcher has gone counts as one that got SIGTERM: nobody would ever end or restart it. Signals are
+    noted by a program's main thread alone; elsewhere they do what they do otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._noted, self._since = 0, 0.0
+        self._before: dict[int, Any] = {}
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    def __enter__(self) -> Preemption:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def signal(self) -> int:
+        """The number of the signal that was noted, or 0."""
+        if not self._noted and self._launcher not in (None, os.getppid()):
+            return signal.SIGTERM
+        return self._noted
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self._noted:
+            self._noted, self._since = number, time.monotonic()
+        elif time.monotonic() - self._since > _ECHO:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

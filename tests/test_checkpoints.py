@@ -1,0 +1,398 @@
+"""Checkpoints that are complete or do not count: killed, starved, damaged, and asked to end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.trainers import StopAt, parameters, trainer_for
+from transformers import TrainerCallback
+
+from hf_infcl.training.checkpoints import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    Checkpoint,
+    Run,
+    RunRecord,
+    damage,
+    locked,
+    newest_complete,
+    rotate,
+)
+from hf_infcl.training.preemption import Preempted, Preemption
+
+# Two windows an epoch; dropout shows every random state that is not the saved one.
+OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
+
+
+def trainer(folder: Any, seed: int = 0, **options: Any) -> Any:
+    return trainer_for(folder, models.clip(dropout=0.3, seed=seed), models.Pairs(20), **{**OPTIONS, **options})
+
+
+def trained(folder: Any, **options: Any) -> torch.Tensor:
+    whole = trainer(folder, **options)
+    whole.train()
+    return parameters(whole)
+
+
+def written(folder: Path, step: int, content: str = "content") -> Path:
+    """A checkpoint of one file, besides its record."""
+    checkpoint = Checkpoint(folder, step)
+    checkpoint.begin(RECORD)
+    (checkpoint.partial / "part").mkdir()
+    (checkpoint.partial / "part" / "file").write_text(content)
+    checkpoint.flush()
+    checkpoint.complete()
+    return checkpoint.folder
+
+
+# ---- What is complete ----
+
+
+def test_a_checkpoint_has_its_name_once_it_is_complete(tmp_path):
+    checkpoint = Checkpoint(tmp_path, 3)
+    checkpoint.begin(RECORD)
+    (checkpoint.partial / "file").write_text("content")
+    assert newest_complete(tmp_path) == (None, [])
+    checkpoint.flush()
+    checkpoint.complete()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert damage(tmp_path / "checkpoint-3") is None
+    assert RunRecord.read(tmp_path / "checkpoint-3") == RECORD
+
+
+def test_another_of_the_same_step_replaces_it(tmp_path):
+    written(tmp_path, 3, "old")
+    assert (written(tmp_path, 3, "new") / "part" / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_what_a_save_has_left_is_removed_with_a_word(tmp_path, caplog):
+    left = Checkpoint(tmp_path, 2)
+    left.begin(RECORD)
+    written(tmp_path, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert "_partial-checkpoint-2 was left by a save that did not end" in caplog.text
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {"missing": os.unlink, "has ": cut, "has changed": change_a_byte, "has  ": lambda path: path.write_bytes(b"")}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_found_and_named(tmp_path, how):
+    checkpoint = written(tmp_path, 1)
+    DAMAGE[how](checkpoint / "part" / "file")
+    assert f"checkpoint-1/part/file {how.strip() if how != 'missing' else 'is missing'}" in str(damage(checkpoint))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"files": 3}', '{"files": {"part/file": 7}}'])
+def test_a_damaged_manifest_is_named(tmp_path, content):
+    checkpoint = written(tmp_path, 1)
+    (checkpoint / MANIFEST_NAME).write_text(content)
+    assert f"checkpoint-1/{MANIFEST_NAME} is damaged" in str(damage(checkpoint))
+
+
+def test_rotation_counts_complete_checkpoints_alone(tmp_path):
+    folders = [written(tmp_path, step) for step in (1, 2, 3, 4)]
+    (folders[2] / MANIFEST_NAME).unlink()
+    foreign = tmp_path / "checkpoint-9"
+    foreign.mkdir()
+    rotate(tmp_path, 2, [folders[3]])
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+        "checkpoint-9",
+    }
+    rotate(tmp_path, 1, [folders[3], folders[1]])
+    assert folders[1].is_dir(), "the best one stays"
+    newest, passed_over = newest_complete(tmp_path)
+    assert newest == folders[3]
+    assert not passed_over
+
+
+# ---- Training with them ----
+
+
+def test_a_checkpoint_holds_what_trainer_s_does(tmp_path):
+    trained(tmp_path, save_total_limit=1)
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    expected = (
+        "config.json model.safetensors optimizer.pt scheduler.pt rng_state.pth trainer_state.json training_args.bin"
+    )
+    assert names == {*expected.split(), "infcl_run.json", MANIFEST_NAME}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", LOCK_NAME}
+
+
+def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
+    best = trainer(
+        tmp_path,
+        eval_dataset=models.Pairs(9),
+        eval_strategy="steps",
+        eval_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # the first
+    )
+    best.train()
+    assert best.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
+    assert state["best_global_step"] == 2
+    saved = models.tf.CLIPModel.from_pretrained(tmp_path / "checkpoint-2")
+    assert torch.equal(torch.nn.utils.parameters_to_vector(saved.parameters()), parameters(best))
+
+
+def test_a_push_finds_the_complete_checkpoint(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self: None)
+    monkeypatch.setattr(
+        "transformers.Trainer._push_from_checkpoint", lambda self, folder: pushed.append(damage(folder))
+    )
+    trainer(tmp_path, push_to_hub=True, hub_model_id="some/model").train()
+    assert pushed == [None, None]
+
+
+def test_auto_starts_or_goes_on(tmp_path, caplog):
+    expected = trained(tmp_path / "whole")
+    folder = tmp_path / "parts"
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+        trainer(folder).train(resume_from_checkpoint=True)
+    trainer(folder, callbacks=[StopAt(2)]).train(resume_from_checkpoint="auto")
+    resumed = trainer(folder, seed=5)
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.steps_trained == 2
+    assert torch.equal(parameters(resumed), expected)
+    change_a_byte(folder / "checkpoint-4" / "optimizer.pt")
+    resumed = trainer(folder, seed=5)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_trained == 2
+    assert torch.equal(parameters(resumed), expected)
+    assert "A checkpoint is passed over" in caplog.text
+    assert "checkpoint-4/optimizer.pt has changed since it was written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("model.safetensors", cut),
+        ("model.safetensors", change_a_byte),
+        ("optimizer.pt", os.unlink),
+        ("scheduler.pt", os.unlink),
+        ("rng_state.pth", os.unlink),
+        ("trainer_state.json", cut),
+        ("infcl_run.json", change_a_byte),
+        (MANIFEST_NAME, os.unlink),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, name, how):
+    trainer(tmp_path, callbacks=[StopAt(2)]).train()
+    how(tmp_path / "checkpoint-2" / name)
+    for wanted in (str(tmp_path / "checkpoint-2"), True, "auto"):
+        with pytest.raises(ValueError, match=rf"(cannot be resumed from|is complete): .*checkpoint-2/{name} .*"):
+            trainer(tmp_path).train(resume_from_checkpoint=wanted)
+
+
+def test_a_model_alone_is_nothing_to_go_on_from(tmp_path):
+    trainer(tmp_path, callbacks=[StopAt(2)], save_only_model=True).train()
+    with pytest.raises(ValueError, match="save_only_model: it has no optimizer"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    with locked(tmp_path), pytest.raises(ValueError, match=r"Another run is training in .* Choose another output_dir"):
+        trainer(tmp_path).train()
+    trainer(tmp_path).train()
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
+    run = trainer(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file of this name")
+    with pytest.raises(ValueError, match="Nothing can be written to output_dir"):
+        run.train()
+
+
+# ---- A disk that is full ----
+
+
+def let_files_grow_to(limit: int) -> None:
+    """Writing beyond so many bytes of a file is an OSError, in Python, torch and safetensors alike."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def starve(run: Any, limit: int, step: int) -> None:
+    write = run._write_checkpoint
+
+    def write_little(*args: Any) -> None:
+        let_files_grow_to(limit if run.state.global_step == step else resource.RLIM_INFINITY)
+        try:
+            write(*args)
+        finally:
+            let_files_grow_to(resource.RLIM_INFINITY)
+
+    run._write_checkpoint = write_little
+
+
+@pytest.mark.parametrize("limit", [100, 20_000, 60_000], ids=["record", "model", "optimizer"])
+def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
+    run = trainer(tmp_path, max_steps=6, save_total_limit=2)
+    starve(run, limit, step=4)
+    run.train()
+    assert run.state.global_step == 6
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6", LOCK_NAME}
+    assert "checkpoint-4 could not be written, and the training goes on without it" in caplog.text
+
+
+def rank_full_disk(rank: int, world_size: int, folder: str) -> list[str]:
+    run = trainer(folder)
+    if rank == 1:
+        starve(run, 100, step=4)
+    run.train()
+    assert run.state.global_step == 4
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_rank_that_cannot_write_costs_all_this_checkpoint(ranks, tmp_path):
+    assert ranks.run(rank_full_disk, 2, str(tmp_path)) == [[LOCK_NAME, "checkpoint-2"]] * 2
+
+
+# ---- Killed ----
+
+
+def count_calls(work: Callable[[], None], kill_at: int | None = None) -> int:
+    """How many functions of the interpreter a piece of work calls; kills this process at one of them if asked to."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        if event == "c_call":
+            calls += 1
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def killed_while_saving(folder: Path, kill_at: int) -> None:
+    """Goes on from step 2, and is killed while the checkpoint after step 4 is written."""
+    run = trainer(folder, seed=5, save_total_limit=1)
+    save = run._save_checkpoint
+    run._save_checkpoint = lambda *args: count_calls(lambda: save(*args), kill_at)
+    run.train(resume_from_checkpoint="auto")
+
+
+KILLS = 24
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive the forks that this test makes")
+def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
+    options = {"save_total_limit": 1}
+    whole = trainer(tmp_path / "whole", **options)
+    save, calls = whole._save_checkpoint, []
+    whole._save_checkpoint = lambda *args: calls.append(count_calls(lambda: save(*args)))
+    whole.train()
+    trainer(tmp_path / "start", callbacks=[StopAt(2)], **options).train()
+    found = []
+    for number in range(KILLS):
+        folder = tmp_path / f"killed-{number}"
+        shutil.copytree(tmp_path / "start", folder)
+        moment = (2 * number + 1) * calls[1] // (2 * KILLS)
+        process = multiprocessing.get_context("fork").Process(target=killed_while_saving, args=(folder, moment))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        newest, _ = newest_complete(folder)
+        assert newest is not None, f"killed at call {moment} of {calls[1]}"
+        found.append(newest.name)
+        resumed = trainer(folder, seed=6, **options)
+        resumed.train(resume_from_checkpoint="auto")
+        assert torch.equal(parameters(resumed), parameters(whole)), moment
+    assert found == sorted(found), "once it is complete it stays"
+    assert set(found) == {"checkpoint-2", "checkpoint-4"}
+
+
+# ---- Asked to end ----
+
+
+class Ask(TrainerCallback):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def rank_asked(rank: int, world_size: int, folder: str, number: int) -> None:
+    options = {"save_steps": 100}
+    expected = trained(f"{folder}/whole", **options)
+    handler = signal.getsignal(number)
+    with pytest.raises(Preempted) as ended:
+        trainer(f"{folder}/parts", callbacks=[Ask(number, 3)] if rank == world_size - 1 else [], **options).train()
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == handler
+    assert newest_complete(f"{folder}/parts") == (Path(folder, "parts", "checkpoint-3"), [])
+    resumed = trainer(f"{folder}/parts", seed=5, **options)
+    resumed.train(resume_from_checkpoint="auto")
+    assert torch.equal(parameters(resumed), expected)
+
+
+@pytest.mark.parametrize(("world_size", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number):
+    ranks.run(rank_asked, world_size, str(tmp_path), int(number))
+
+
+def signalled_twice() -> None:
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # what a launcher passes on
+        assert preemption.signal == signal.SIGTERM
+        preemption._since -= 60
+        os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(1)
+
+
+def test_a_second_signal_ends_at_once():
+    process = multiprocessing.get_context("fork").Process(target=signalled_twice)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+
+
+def test_a_launcher_that_has_gone_counts_as_a_signal(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    preemption = Preemption()
+    assert preemption.signal == 0
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert preemption.signal == signal.SIGTERM
