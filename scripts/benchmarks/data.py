@@ -305,9 +305,11 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
 
     from . import training
 
+    side = training.MODELS[args.model]["vision_config"]["image_size"]
+    length = training.MODELS[args.model]["text_config"]["max_position_embeddings"]
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     # Texts of full length, whatever their captions.
-    collator = ContrastiveCollator(processor(transformers.CLIPImageProcessorPil()), fixed_length=True, uint8=True)
-    size = training.MODELS[args.model]["vision_config"]["image_size"]
+    collator = ContrastiveCollator(processor(images), max_length=length, fixed_length=True, uint8=True)
     batch = args.micro_batch_size * args.accumulation_steps
     with tempfile.TemporaryDirectory() as folder:
         files = jpegs(256)
@@ -315,19 +317,20 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
         items = [{"image": decoding.decode_rgb(file), "caption": ["a"]} for file in files]
         micro_batches = [[items[(n + start) % 256] for n in range(args.micro_batch_size)] for start in range(8)]
         pool = [collator(micro_batch) for micro_batch in micro_batches]
-        assert pool[0]["pixel_values"].shape[-1] == size
-        for compiled in (False, True):
+        if torch.cuda.is_available():
+            pool = [{name: value.pin_memory() for name, value in batch.items()} for batch in pool]
+        for mode in args.modes:
             reference = None
             for name in ("pool", "tar shards", "pool, offload_inputs", "tar shards, offload_inputs"):
                 data: dict[str, Any] = {}
                 if name.startswith("tar"):
                     data = {"train_dataset": ImageTextStream(shards, augmentation="crop")}
                 with tempfile.TemporaryDirectory() as output:
-                    arguments = training_arguments(args, output, compiled, "offload" in name)
+                    arguments = training_arguments(args, output, mode == "compiled", "offload" in name)
                     clock = training.Clock(arguments.device)
                     kind = InfCLTrainer if data else training.PooledInfCLTrainer
                     trainer = kind(training.build(args.model), arguments, collator, callbacks=[clock], **data)
-                    trainer.pool = [{k: v.pin_memory() if v.is_cpu else v for k, v in b.items()} for b in pool]
+                    trainer.pool = pool
                     trainer.remove_callback(transformers.PrinterCallback)
                     trainer.train()
                 times = np.diff(clock.stamps)[args.warmup :]
@@ -340,7 +343,7 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
                 row["note"] = (
                     f"{args.model}, {args.accumulation_steps} × {args.micro_batch_size}, {args.workers} workers"
                 )
-                yield {"implementation": f"{name}{', compiled' if compiled else ''}", "ratio_to": "pool"} | row
+                yield {"implementation": f"{name}, {mode}", "ratio_to": f"pool, {mode}"} | row
                 del trainer
 
 
@@ -401,6 +404,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=14, help="of the part train")
     parser.add_argument("--samples", type=int, default=20000, help="in the shards of the part train")
     parser.add_argument("--shards", type=int, default=64, help="of the part train")
+    parser.add_argument("--modes", nargs="+", default=["eager", "compiled"], choices=["eager", "compiled"])
     parser.add_argument("--warmup", type=int, default=4, help="steps")
     parser.add_argument("--steps", type=int, default=16, help="measured after those")
     parser.add_argument("--output", type=Path, default=RESULTS / "data.csv", help="appended to; plot beside it")
