@@ -301,6 +301,7 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"ddp_static_graph": True, "gradient_accumulation_steps": 2}, "ddp_static_graph=True .*steps=2"),
         ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential', got 'group_by_length'"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches=False"),
     ],
 )
 def test_arguments_that_contradict_exact_windows(tmp_path, options, message):

@@ -109,6 +109,12 @@ class InfCLTrainingArguments(TrainingArguments):
                 "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "
                 "processes. Leave it off."
             )
+        if not getattr(self.accelerator_config, "even_batches", True):
+            raise ValueError(
+                "accelerator_config's even_batches=False would give the processes unequal numbers of batches in "
+                "evaluations, where they wait for each other. Leave it at True: rows that only fill a batch are not "
+                "counted."
+            )
         if self.ddp_find_unused_parameters is None:
             # Every parameter that trains takes part in every window; searching for others costs time and copies.
             self.ddp_find_unused_parameters = False

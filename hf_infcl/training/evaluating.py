@@ -1,16 +1,36 @@
-"""How several processes evaluate together: rows gathered in unequal numbers, and errors that reach every process."""
+"""The evaluation of a dual encoder by several processes: embeddings gathered, then metrics of the whole set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
+from ..data import ContrastiveCollator, ZeroShotDataset
+from ..evaluation import (
+    caption_ids,
+    group_by_image,
+    image_of_captions,
+    retrieval_metrics,
+    zero_shot_classifier,
+    zero_shot_metrics,
+)
+from ..loss import local_contrastive_loss
 from ..processes import Processes, announce_failure
+from .arguments import InfCLTrainingArguments
+from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
+from .wrappers import fsdp_tower_methods
+
+logger = logging.get_logger(__name__)
 
 
 def gather_rows(tensors: Any) -> Any:
@@ -92,3 +112,161 @@ class AnnouncingDataLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._dataloader, name)
+
+
+class EvaluatingTrainer(Trainer):
+    """The part of `InfCLTrainer` that evaluates: exact metrics of the whole set, on every process alike."""
+
+    args: InfCLTrainingArguments
+
+    @cached_property
+    def dual_encoder(self) -> DualEncoder:
+        """The unwrapped model as two towers and a temperature."""
+        return DualEncoder(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def contrastive_objective(self) -> str:
+        """``"softmax"`` or ``"sigmoid"``: the argument, or what the model was made for."""
+        return self.args.objective or self.dual_encoder.objective
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, Any, Any]:
+        """Embeddings and labels of this rank's rows: of images and their captions, or of images with a class each."""
+        if self.is_fsdp_enabled:
+            Processes().agree([])  # once more, because the forward itself communicates
+        with self._failures_announced():
+            predictions, labels = self._embed(inputs)
+        Processes().agree([])  # no process has failed, neither here nor in its data
+        return None, predictions, labels
+
+    def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
+        """What `compute_metrics` gets, for one batch; without the rows that accelerate repeated to fill it."""
+        batch = self._prepare_inputs(inputs)
+        classified = "labels" in batch
+        if "pixel_values" not in batch or not (classified or "input_ids" in batch):
+            raise ValueError(
+                "A batch of an evaluation must have pixel_values and input_ids, for image-text pairs, or pixel_values "
+                f"and labels, for a ZeroShotDataset, got keys {list(batch)}."
+            )
+        with torch.no_grad(), self.accelerator.autocast():
+            images = self.dual_encoder.encode_images(batch).float()
+            texts = None if classified else self.dual_encoder.encode_texts(batch).float()
+        rows = rows_to_keep(len(images), self.args.process_index)
+        kept: dict[str, Any] = dict.fromkeys(IMAGE_INPUTS, slice(rows))
+        predictions: Any
+        labels: Any
+        if texts is None:
+            predictions, labels = images[:rows], batch["labels"][:rows]
+        else:
+            order, counts = group_by_image(batch.get("caption_image"), len(texts), len(images))
+            counts = counts[:rows]
+            order = order[: int(counts.sum())].to(texts.device)
+            mask = batch.get("attention_mask")
+            ids = caption_ids(batch["input_ids"][order], None if mask is None else mask[order])
+            kept |= dict.fromkeys(TEXT_INPUTS, order)
+            predictions, labels = (images[:rows], texts[order]), (counts.to(images.device), ids)
+            if "pair_ids" in batch:
+                labels += (batch["pair_ids"][:rows],)
+        if "inputs" in self.args.include_for_metrics:  # Trainer gathers this one of the inputs after us
+            name: str = getattr(self.model, "main_input_name", "input_ids")
+            if name not in batch:
+                raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
+            inputs[name] = batch[name][kept[name]]
+        return predictions, labels
+
+    def _failures_announced(self) -> AbstractContextManager[None]:
+        """For work that needs no other process; under FSDP a forward does, and the others may be waiting within it."""
+        return nullcontext() if self.is_fsdp_enabled else failures_announced()
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Trainer's loop over embeddings, then the exact metrics of the whole set, the same on every process.
+
+        Pairs: ``loss``, the contrastive loss of the whole set as one batch (of each image with its first caption), and
+        retrieval recalls over all captions. A `ZeroShotDataset`: accuracies.
+        """
+        self.gather_function = gather_rows
+        # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
+        batches: Any = dataloader
+        if not isinstance(dataloader, DataLoaderDispatcher):
+            batches = AnnouncingDataLoader(dataloader)
+        with fsdp_tower_methods(self.dual_encoder):
+            output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
+            assert output.metrics is not None
+            if isinstance(output.predictions, tuple):
+                metrics = self._pair_metrics(output)
+            elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
+                metrics = self._zero_shot_metrics(dataset, output)
+            else:
+                raise ValueError(
+                    "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset "
+                    f"itself, not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
+                )
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def _zero_shot_metrics(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
+        def encode(prompts: list[str]) -> Tensor:
+            batch = self._prepare_inputs(tokenize(prompts))
+            with torch.no_grad(), self.accelerator.autocast():
+                return self.dual_encoder.encode_texts(batch).float()
+
+        tokenize = self._prompt_tokenizer()
+        prompts = dataset.prompts()
+        with self._failures_announced():
+            share = encode_share(prompts, encode, self.args.per_device_eval_batch_size)
+        texts = gather_rows(share)[: len(prompts)]
+        classifier = zero_shot_classifier(texts, num_templates=len(dataset.templates))
+        images, labels = self._on_device(output.predictions), self._on_device(output.label_ids)
+        return zero_shot_metrics(images, classifier, labels)
+
+    def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
+        if callable(tokenize := getattr(self.data_collator, "tokenize", None)):
+            return tokenize
+        processor: Any = self.processing_class
+        if hasattr(processor, "tokenizer"):
+            return ContrastiveCollator.for_model(processor, self.dual_encoder.model.config).tokenize
+        raise ValueError(
+            "Zero-shot evaluation tokenizes class prompts, and neither the data collator, a "
+            f"{type(self.data_collator).__name__} without a method tokenize(texts), nor the processing_class, a "
+            f"{type(self.processing_class).__name__}, can. Pass processing_class=AutoProcessor.from_pretrained(...), "
+            "beside a data_collator if there is one."
+        )
+
+    def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:
+        predictions: Any = output.predictions
+        labels: Any = output.label_ids
+        images, texts = map(self._on_device, predictions)
+        counts, ids, *pair_ids = map(self._on_device, labels)
+        with torch.no_grad():
+            scale, bias = self.dual_encoder.scale_and_bias()
+            loss = local_contrastive_loss(
+                images,
+                texts[counts.cumsum(0) - counts],  # the first caption of each image
+                scale,
+                bias,
+                objective=self.contrastive_objective,
+                backend=self.args.backend,
+                pair_ids=pair_ids[0] if pair_ids else None,
+            )
+        recalls = retrieval_metrics(images, texts, image_of_captions(counts), caption_ids=ids)
+        if ceilings := {name: f"{value:.4g}" for name, value in recalls.items() if name.endswith("_ceiling")}:
+            logger.warning_once(
+                "Some captions of the evaluation set belong to several images, whose recalls therefore cannot reach 1. "
+                f"The highest that a model can reach: {ceilings}."
+            )
+        return {"loss": loss.item(), **recalls}
+
+    def _on_device(self, array: Any) -> Tensor:
+        return torch.as_tensor(array, device=self.args.device)
