@@ -1,0 +1,62 @@
+"""The commands and the Python of the README are such that the package understands them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hf_infcl import InfCLTrainingArguments
+from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
+
+ROOT = Path(__file__).parents[1]
+GUIDES = [ROOT / "README.md", ROOT / "hf_infcl" / "data" / "README.md"]
+OPTIONS = {
+    "train": (ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
+    "evaluate": (ModelOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
+}
+
+
+def blocks(language: str) -> list[str]:
+    return [
+        block
+        for guide in GUIDES
+        for block in re.findall(rf"```{language}\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.DOTALL)
+    ]
+
+
+def commands() -> list[str]:
+    lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("infcl ")]
+
+
+def test_there_are_commands_of_both_kinds():
+    assert {shlex.split(command)[1] for command in commands()} >= OPTIONS.keys()
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_option_of_a_command_is_known(line):
+    _, command, *words = shlex.split(line)
+    namespace, given = Parser(command, "", *OPTIONS[command]).read(words)
+    assert {word[2:] for word in words if word.startswith("--")} <= given
+    assert namespace.output_dir
+
+
+def test_every_option_that_is_named_exists():
+    named = set(re.findall(r"--[a-z0-9_]+", GUIDES[0].read_text(encoding="utf-8")))
+    known = {option for command in OPTIONS for option in Parser(command, "", *OPTIONS[command])._option_string_actions}
+    assert named - known - {"--nproc_per_node", "--config_file"} == set()
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_can_be_parsed(block):
+    ast.parse(block)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_somewhere(guide):
+    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", guide.read_text(encoding="utf-8"))
+    assert [link for link in links if not (guide.parent / link).exists()] == []
