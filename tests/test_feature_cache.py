@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from helpers import models
 from helpers.pictures import picture
 from helpers.processors import clip_processor, siglip_processor
@@ -138,19 +138,24 @@ def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
         run.trainer.get_train_dataloader()
 
 
-def _cached_by(rank: int, world_size: int, folder: str, broken: bool) -> list[int]:
+def _cached_by(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
+    """The images that a process has encoded, and the error of a second data set, whose second shard has a bad row."""
     feature_cache.ROWS_OF_SHARD = 8
-    data = rows()
-    if broken:
-        data = data.map(lambda row: {"image": None} if row["id"] == 9 else {}, features=data.features)
-    run = Run(Path(folder), data=ImageTextDataset(data, pair_id_column="id"), per_device_train_batch_size=2)
+    run = Run(Path(folder), per_device_train_batch_size=2)
     run.trainer.train()
-    return run.seen
+    images = {"image": [None if n == 9 else picture(n) for n in range(20)], "caption": ["a"] * 20}
+    features = Features(image=datasets.Image(), caption=Value("string"))
+    bad = ImageTextDataset(Dataset.from_dict(images, features=features))
+    try:
+        Run(Path(folder), data=bad, per_device_train_batch_size=2).trainer.get_train_dataloader()
+    except (RuntimeError, ValueError) as error:
+        return run.seen, f"{type(error).__name__}: {error}"
+    return run.seen, ""
 
 
-def test_processes_share_the_shards(ranks, tmp_path):
-    seen = ranks.run(_cached_by, 2, str(tmp_path), False)
-    assert [sum(of_rank) for of_rank in seen] == [12, 8]
-    with pytest.raises(AssertionError, match=r"Row 9 of the dataset .* is bad"):
-        ranks.run(_cached_by, 2, str(tmp_path / "broken"), True)
-    shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+def test_processes_share_the_shards_and_a_failure(ranks, tmp_path):
+    (first, first_error), (second, second_error) = ranks.run(_cached_by, 2, str(tmp_path))
+    assert (sum(first), sum(second)) == (12, 8)
+    assert second_error.startswith("BadSampleError: Row 9 of the dataset")
+    assert first_error.startswith("OtherRankFailedError: ")
+    assert "rank 1: BadSampleError: Row 9 of the dataset" in first_error

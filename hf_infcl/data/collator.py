@@ -23,20 +23,20 @@ _NO_LIMIT = 10**6
 class ContrastiveCollator:
     """Turns items of `ImageTextDataset` or `ZeroShotDataset` into the tensors of a batch.
 
-    Images are resized and cropped as uint8 and then normalised, with the sizes, the filter, the mean and the standard
-    deviation of the processor; the result equals that of transformers' torchvision backend (see `ImageTransform`). An
-    image processor that does anything else runs itself, of which a warning tells.
+    Images are resized and cropped in uint8 and then normalised, with the sizes, the filter, the mean and the standard
+    deviation of the processor. The result equals that of transformers' torchvision backend (see `ImageTransform`). An
+    image processor that does anything else prepares the images itself, and a warning says so.
 
-    Captions are truncated, and padded to the longest of the batch; but to a fixed length for a model that reads its
-    padding like text. SigLIP does: it was trained without an attention mask, and pools the last position whatever it
-    holds. By default processors named Siglip* and tokenizers that give no attention mask are taken for such.
+    Captions are truncated, and padded to the longest caption of the batch. SigLIP needs a fixed length instead: it was
+    trained without an attention mask and pools the last position, so it reads its padding like text. Processors named
+    Siglip* and tokenizers that give no attention mask are treated like that by default.
 
     Args:
         processor: has an `image_processor` and a `tokenizer`, as `CLIPProcessor`, `SiglipProcessor` and the like do.
         max_length: tokens per caption, including special ones; by default the tokenizer's `model_max_length`.
-        fixed_length: pad every caption to `max_length`; by default as said above.
-        uint8: leave ``pixel_values`` in uint8, a quarter of the memory and of the transfers, for `normalise` on the
-            device. `InfCLTrainer` does that; a model called without it would silently see wrong values.
+        fixed_length: pad every caption to `max_length`. By default that depends on the processor, as said above.
+        uint8: give ``pixel_values`` in uint8, which takes a quarter of the memory. They have to go through `normalise`
+            on the device before the model sees them, as `InfCLTrainer` does.
 
     Raises:
         ValueError: the processor lacks a part, or no maximum length is known.
@@ -95,7 +95,7 @@ class ContrastiveCollator:
 
     @property
     def image_backend(self) -> str:
-        """What resizes the images, which decides about single grey levels: the name of a backend, for reports."""
+        """The name of the code that resizes images, for reports: backends differ by single grey levels."""
         if self._transform is not None:
             return "hf_infcl, equal to transformers' torchvision backend"
         image_processor = self.processor.image_processor
@@ -111,7 +111,7 @@ class ContrastiveCollator:
             skipped [b]: if the items carry it.
             caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.
             labels [b]: for zero-shot items, which have no captions.
-            For items with `image_features` these, fp32 [b, H], and pixel_values [b, 0].
+            Items with `image_features` give image_features [b, H] fp32, and pixel_values [b, 0] without content.
 
         Raises:
             ValueError: the items have no image, or a caption that is not in a list.
@@ -158,7 +158,7 @@ class ContrastiveCollator:
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 
     def normalise(self, pixel_values: Tensor) -> Tensor:
-        """What the model takes, from a batch's ``pixel_values``: uint8 becomes fp32, on the device where it is."""
+        """Normalise a batch's ``pixel_values`` on the device where they are: uint8 becomes fp32, others stay."""
         if pixel_values.dtype != torch.uint8 or self._transform is None:
             return pixel_values
         return self._transform.normalise(pixel_values)

@@ -64,7 +64,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._image(row, self._rows[row][self._image_column])
 
     def image_fingerprint(self) -> str:
-        """A text that changes with the rows, with their order and, as far as files tell by size and time, with images.
+        """A text that depends on the rows, their order and the images, on image files by their sizes and times.
 
         Raises:
             OSError: a local file that a row names does not exist.
@@ -147,6 +147,7 @@ def _read(value: Mapping[str, Any]) -> bytes:
 
 
 def is_value(feature: Any, *dtypes: str) -> bool:
+    """Whether a feature of `datasets` is a plain value of one of the dtypes."""
     import datasets
 
     return isinstance(feature, datasets.Value) and feature.dtype in dtypes
@@ -157,5 +158,5 @@ def is_string(feature: Any) -> bool:
 
 
 def is_integer(feature: Any) -> bool:
-    """Including ClassLabel."""
+    """Whether a feature holds integers, as a ClassLabel also does."""
     return getattr(feature, "dtype", "").startswith(("int", "uint"))

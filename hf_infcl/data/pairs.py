@@ -40,10 +40,10 @@ class ImageTextDataset(ImageDataset):
         image_column: images; or paths (strings) or encoded images (binary).
         caption_column: strings, or lists of strings of which one is drawn anew each epoch.
         pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers, or
-            strings such as urls; or it is the caption column: then rows whose captions read the same (by
-            `caption_pair_id`, of the first caption) are not.
+            strings such as urls; or it is the caption column itself, where captions that read the same count as
+            equal (see `caption_pair_id`; of several captions the item's first).
         all_captions: give all captions of a row, for evaluation.
-        seed: of the captions drawn, of augmentation and of the rows that replace bad ones.
+        seed: for the captions drawn, the augmentation and the rows that replace bad ones.
         on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
             place. The window may hold that row already, so items then always carry a pair id (the row number unless
             `pair_id_column` is given), and a repeated row is not its own negative.

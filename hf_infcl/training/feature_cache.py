@@ -1,7 +1,7 @@
 """The outputs of a frozen image tower, computed once and trained from (LiT, arXiv 2111.07991).
 
-The features of a data set lie in a folder whose name is a fingerprint of all that they depend on: the tower's weights,
-the preparation of the images, the rows and their order, the dtype of the computation. Anything else has another folder.
+The features of a data set lie in a folder that is named by a fingerprint of the tower's weights, the preparation of the
+images, the rows and their order, and the dtype of the computation. If any of them changes, so does the folder.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def cache_images(
     dtype: str,
     **loading: Any,
 ) -> CachedImages:
-    """Computes the features of all images that the folder does not hold yet; collective.
+    """Computes the features of the images that the folder does not hold yet. Collective: every process calls it.
 
-    The processes share the shards, each of which appears when it is complete: a run that was interrupted goes on with
+    The processes share the shards. A shard appears when it is complete, so a run that was interrupted continues with
     the next one.
 
     Args:
         pairs: the training set.
-        folder: for any number of data sets and models; of all processes.
+        folder: one that all processes see, for any number of data sets and models.
         tower: the frozen tower, whose weights count for the fingerprint.
         encode: maps a batch of the collator to the tower's pooled output [b, H].
         collator: prepares the images.
@@ -77,7 +77,7 @@ def cache_images(
         **loading: options of the DataLoader.
 
     Raises:
-        ValueError: an image that cannot be decoded. On the other processes RuntimeError.
+        ValueError: an image cannot be decoded. The other processes raise an OtherRankFailedError.
     """
     import datasets
 
