@@ -56,13 +56,13 @@ logger = logging.get_logger(__name__)
 class InfCLTrainer(EvaluatingTrainer):
     """A `transformers.Trainer` whose every optimizer step minimises the loss of one global contrastive batch.
 
-    The batch is ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. Every parameter's
-    gradient, logit_scale's and logit_bias's too, equals that of one process holding the whole batch, whatever the
-    split. See `hf_infcl.contrastive_loss` for the loss and `hf_infcl.grad_cache` for how a window of micro-batches
-    needs the activations of one.
+    The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
+    the gradient of every parameter, logit_scale and logit_bias included, equals that of one process that holds the
+    whole batch. See `hf_infcl.contrastive_loss` for the loss, and `hf_infcl.training.grad_cache` for how a window of
+    micro-batches needs the activations of one.
 
     Args:
-        model: a dual encoder of transformers (see `hf_infcl.dual_encoder`). What is frozen stays frozen.
+        model: a dual encoder of transformers (see `hf_infcl.training.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
             An IterableDataset needs ``max_steps``, an `ImageTextStream` that or ``samples_per_epoch``.
@@ -77,10 +77,11 @@ class InfCLTrainer(EvaluatingTrainer):
             `ZeroShotDataset` predictions are ``image_embeds`` and label_ids the labels [N].
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
-            know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; FSDP where only the temperature trains;
-            ``args`` of another class; ``compute_loss_func``, or a subclass with a ``compute_loss``; an
-            `ImageTextDataset` without a processor or collator; the sigmoid objective for a model without logit_bias.
+        ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` are of another class;
+            several GPUs are visible without a launcher, or ``args`` do not know of the other processes; FSDP1, or a
+            stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
+            sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass has a
+            ``compute_loss``; a data set of images has neither a processor nor a collator.
     """
 
     args: InfCLTrainingArguments
@@ -518,11 +519,11 @@ class InfCLTrainer(EvaluatingTrainer):
         ``inputs`` only says that the next one is due: the data is the window's.
 
         Returns:
-            The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
+            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values.
         """
         model.train()
         for frozen in self.dual_encoder.frozen_parts():
-            frozen.eval()  # what does not train has no use for dropout, and then need not run twice
+            frozen.eval()  # without dropout a frozen tower gives the same output in both passes, and runs in one
         if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             prepare()
         index = self._next_micro_batch
