@@ -50,7 +50,7 @@ torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture),
 
 from hf_infcl.kernels import triton_backend as backend  # noqa: E402
 
-backend.HOPPER_PAYS = 0  # of these small blocks, too
+backend.HOPPER_PAYS = 0  # for these small blocks as well
 x = torch.zeros(6000, 512, dtype=torch.bfloat16)
 scale, vector = torch.tensor(1.0), torch.zeros(6000)
 backend.positive_logits(x, x, scale)

@@ -60,4 +60,5 @@ def test_a_window_saves_the_activations_of_one_micro_batch(tmp_path, compiled):
     assert one > 10_000
     for offload in (False, True):
         assert peak(tmp_path, 3, offload_inputs=offload, **options) <= 1.05 * one
-    assert 1.7 * one <= peak(tmp_path, 3, retain_graphs="2", **options) <= 2.1 * one
+    if not compiled:  # compiled, it is the same and takes long
+        assert 1.7 * one <= peak(tmp_path, 3, retain_graphs="2", **options) <= 2.1 * one

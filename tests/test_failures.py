@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from helpers import models
 from helpers.trainers import trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl.training.checkpoints import newest_complete
 
 ROOT = Path(__file__).parent.parent
 HANG = 120
@@ -34,18 +38,24 @@ FAILURES = {
     "not finite": "(those of ranks [1] are not)",
     "killed": "Signal 9 (SIGKILL) received",
 }
+# Signals to the launcher. It passes the first on; of the second, which it cannot handle, it dies.
+ASKED = ("SIGTERM", "SIGKILL")
 
 
-def launch(kind: str, backend: str) -> tuple[int, str]:
-    """Trains with two processes; the launcher's exit code and output, once all of them are gone."""
+def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    launcher = subprocess.Popen(
-        [*command, __file__, kind, backend],
+    return subprocess.Popen(
+        [*command, __file__, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def launch(kind: str, backend: str) -> tuple[int, str]:
+    """Trains with two processes; the launcher's exit code and output, once all of them are gone."""
+    launcher = start(kind, backend)
     try:
         output, _ = launcher.communicate(timeout=HANG)
     finally:
@@ -64,6 +74,34 @@ def test_a_failing_process_ends_all(kind, backend):
     assert code != 0, output
     assert "trained to the end" not in output
     assert FAILURES[kind].lower() in output.lower(), output
+
+
+@pytest.mark.parametrize("number", ASKED)
+def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number):
+    launcher = start("asked " + number, "gloo", str(tmp_path))
+    processes: list[int] = []
+    output = ""
+    try:
+        for line in launcher.stdout:
+            output += line
+            if line.startswith("trains in process"):
+                processes.append(int(line.split()[-1]))
+            if len(processes) == 2:
+                break
+        assert len(processes) == 2, output
+        launcher.send_signal(signal.Signals[number])
+        output, _ = launcher.communicate(timeout=HANG)  # to the end of the last process
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert launcher.returncode != 0
+    assert "SIGTERM has ended the training after step" in output
+    newest, passed_over = newest_complete(tmp_path)
+    assert newest is not None, output
+    assert not passed_over
 
 
 def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int, use_cpu: bool) -> str:
@@ -110,6 +148,12 @@ def exhaust_memory(model: torch.nn.Module, forward: int) -> None:
 # ---- The training that fails ----
 
 
+class SayWhenTraining(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            print("trains in process", os.getpid(), flush=True)
+
+
 class Collator:
     def __init__(self, kind: str) -> None:
         self.kind, self.calls = kind, 0
@@ -127,12 +171,15 @@ class Collator:
 
 
 @record
-def main(kind: str, backend: str) -> None:
+def main(kind: str, backend: str, folder: str = "") -> None:
     print("training in process", os.getpid(), flush=True)
     own = kind if os.environ["RANK"] == "1" else "none"
     model = models.clip()
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
-    trainer = trainer_for(tempfile.gettempdir(), model, max_steps=4, **options)
+    if kind.startswith("asked"):  # a training without an end
+        options |= {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 100_000}
+        options["callbacks"] = [SayWhenTraining()]
+    trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})
     exhaust_memory(model, {"first pass": 5, "second pass": 6}.get(own, 0))
 
     def in_backward(gradient: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.utils import DistributedType
 from helpers import models
 from helpers.parity import MODELS, VARIANTS, Gradients, check
@@ -130,3 +131,31 @@ def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl", always_ring=True)
+
+
+def peak_gib(folder: str, micro_batches: int, **options: Any) -> float:
+    """What three steps of a model with large activations take at most, the model and its optimizer included."""
+    torch.manual_seed(0)
+    layers = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = transformers.CLIPConfig(
+        text_config={**models.TEXT, **layers}, vision_config={**models.VISION, **layers, "image_size": 64}
+    )
+    data = models.Pairs(256 * 4 * 3)
+    data.images = torch.nn.functional.interpolate(data.images, 64)
+    options |= {"per_device_train_batch_size": 256, "gradient_accumulation_steps": micro_batches, "max_steps": 3}
+    trainer = trainer_for(folder, transformers.CLIPModel(config), data, use_cpu=False, bf16=True, **options)
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_window_takes_the_memory_of_one_micro_batch(tmp_path, compiled, offload):
+    options = {"torch_compile": compiled, "offload_inputs": offload}
+    one = peak_gib(tmp_path, 1, **options)
+    both = peak_gib(tmp_path, 4, retain_graphs="2", **options)
+    assert both > 1.4 * one, "activations are too small beside the rest: the test says nothing"
+    assert peak_gib(tmp_path, 4, **options) <= 1.1 * one

@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
 
+The algorithm and its formulas are explained there; here is how a Hopper processor is kept busy with it.
+
 Persistent, warp-specialised and ping-pong, as CUTLASS calls such kernels: one producer warp loads boxes of features by
 TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the tensor
 cores, the other makes coefficients of its product and stores them.
@@ -18,11 +20,15 @@ Barriers, of which each phase takes one arrival:
 - turns[0], turns[1]: the first, the second warpgroup may issue its products. One arrival for each of its tiles, from
   the other warpgroup or, in the rest of a first run, from the first itself.
 
-Phases are known by their parity alone, so nobody may be two behind. A turn is therefore passed only after all boxes of
-the tile have been waited for: whoever gets it knows that every earlier use of each stage has been full.
+Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
+all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has
+been full.
 
-A run has the number of its plain program, because the plain sigmoid kernel, launched next, reads the cautions by it.
+A run has the number of its program in the plain kernels, whose launch takes up what is left over here: both add to the
+same sums, and for the sigmoid it finds by that number which runs have overflowed.
 """
+
+import functools
 
 import torch
 from triton.experimental import gluon
@@ -36,34 +42,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_kernels import LIMIT, LOG2E, _exp, _inside, _log1p, _place, _thread_sums
+from .triton_kernels import LIMIT, LOG2E, REACH, _exp, _inside, _log1p, _place, _thread_sums, _whole_sum
 
 # The first names are those of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-STAGES = gl.constexpr(6)  # of the buffer, 32 KiB each
-# Per thread: a third of a processor's are 168 for each thread of three warpgroups, as which the producer's warp counts.
+STAGES = gl.constexpr(6)  # of the buffer, 32 KiB each: with 32 KiB on their way out, what shared memory holds
+# A processor has 168 registers for each thread of three warpgroups, as one of which the producer's single warp counts.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
 
 
-def described(matrix):
-    """A host's descriptor for Gluon, which asks for the layout in shared memory."""
-    element = gl.bfloat16 if matrix.base.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(matrix.block_shape, element)
-    return TensorDescriptor(matrix.base, matrix.shape, matrix.strides, matrix.block_shape, layout)
+@functools.lru_cache
+def _shared_layout(dtype, rows, columns):
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
+def described(matrix, rows, columns):
+    """A descriptor of boxes [rows, columns] of a matrix. Gluon's also tells the layout of a box in shared memory."""
+    layout = _shared_layout(matrix.dtype, rows, columns)
+    return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], layout)
 
 
 @gluon.constexpr_function
 def _layout(columns):
-    """Of a product with so many columns in the registers of a warpgroup."""
+    """The layout of a product with so many columns in the registers of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
-    """Of a pair of runs: column block, first row tile, and the tiles of the first and of the second run."""
+    """A pair's column block, its first row tile, and the number of row tiles of its first and of its second run."""
     block, first = _place(pair, tiles, blocks, 2 * run, GROUP)
     left = tiles - first
     return block, first, gl.minimum(left, run), gl.maximum(gl.minimum(left - run, run), 0)
@@ -80,7 +91,7 @@ def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
 def _produce(
     x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Fills the buffer."""
+    """The producer: fills the buffer."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
@@ -94,7 +105,7 @@ def _produce(
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
                 mbarrier.expect(ready, (BM + BN) * BK * 2)
-                # The column block's again for every tile: kept, they left room for too short a buffer.
+                # The texts' boxes are loaded again for every tile: kept, they would leave room for few stages.
                 _copy_in(y, [block * BN, k * BK], ready, y_buffer.index(stage))
                 _copy_in(x, [(first + tile) * BM, k * BK], ready, x_buffer.index(stage))
                 step += 1
@@ -105,7 +116,10 @@ def _product(
     x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before,
     SECOND: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """Tile t of this warpgroup's run. Before come the tiles of earlier pairs, all of them and this warpgroup's own."""
+    """[BM, BN] fp32: the product for tile t of this warpgroup's run.
+
+    tiles_before and own_tiles_before count the tiles of earlier pairs: all of them, and this warpgroup's.
+    """
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
     step = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * STEPS
@@ -119,7 +133,7 @@ def _product(
         acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the one just issued have ended: the stage before is free
         mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
         step += 1
-    # While the last one still runs, so that the tensor cores do not wait for the other warpgroup.
+    # Pass the turn while the last one still runs, so that the tensor cores do not wait for the other warpgroup.
     following = 0
     if not SECOND:
         following = gl.where(t < second_length, 1, 0)
@@ -159,9 +173,10 @@ def _product_less_one(u):
         if BN > 8:
             a, b = _halves(u)
         else:
-            a, b = gl.split(gl.reshape(u, (BM, 4, 2)))
+            a, b = gl.split(gl.reshape(u, (BM, 4, 2)))  # [rows, 4 (lane), 2 (register)]
         result = _product_less_one(gl.fma(a, b, a + b))
     else:
+        # [slab and warp, 2 (register), 8 (lane), 4 (lane)]
         a, b = gl.split(gl.permute(gl.reshape(u, (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
         result = gl.fma(a, b, a + b)
     return result
@@ -185,7 +200,7 @@ def _quotients(tile, u, GAIN: gl.constexpr):
 
 @gluon.jit
 def _store(g, tile, staging, row, column):
-    """Stores a tile by way of shared memory. The copy out goes on after the return: whoever is next waits for it."""
+    """Stores a tile by way of shared memory. The copy out goes on after the return; the next store waits for it."""
     tma.store_wait(0)
     staging.store(tile.to(g.dtype))
     fence_async_shared()
@@ -193,51 +208,41 @@ def _store(g, tile, staging, row, column):
 
 
 @gluon.jit
-def _sigmoid_half(
-    acc, g, staging, s, b, row, column, m, n, diagonal, BOLD: gl.constexpr, GAIN: gl.constexpr,
-):  # fmt: skip
-    """`triton_kernels._store_sigmoid` of half a tile, for which the registers suffice."""
-    BM: gl.constexpr = acc.shape[0]
-    BN: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
-    z = acc * s + b
-    if BOLD:
-        u = gl.exp2(z)
-        c, product = _quotients(u, u, GAIN)
-        loss = gl.where(product < LIMIT, _log1p(product), float("inf"))
-    else:
-        rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        positive = (rows + diagonal)[:, None] == columns[None, :]
-        z = gl.where(positive, -z, z)
-        z = gl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
-        u = gl.exp2(gl.abs(z) * -1.0)
-        c, product = _quotients(gl.where(z > 0, 1.0, u), u, GAIN)
-        c = gl.where(positive, -c, c)
-        sums = _thread_sums(gl.maximum(z, 0.0), BM, BN) / LOG2E
-        loss = gl.convert_layout(_log1p(product), sums.type.layout, assert_trivial=True) + sums
-    _store(g, c, staging, row, column)
-    total = _thread_sums(c, BM, BN)
-    return gl.convert_layout(loss, total.type.layout, assert_trivial=True), total
+def _no_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros in the layout of the `_thread_sums` of a product of this shape."""
+    return _thread_sums(gl.zeros((ROWS, COLUMNS), gl.float32, _layout(COLUMNS)), ROWS, COLUMNS)
 
 
 @gluon.jit
-def _sigmoid_tile(acc, g, staging, s, b, row, column, m, n, diagonal, BOLD: gl.constexpr, GAIN: gl.constexpr):
+def _sigmoid_cells(acc, s, b, GAIN: gl.constexpr):
+    """`triton_kernels._sigmoid_cells`, if FAST."""
+    BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
+    u = gl.exp2(acc * s + b)
+    c, product = _quotients(u, u, GAIN)
+    return c, product, _thread_sums(c, BM, BN), _thread_sums(c * acc, BM, BN)
+
+
+@gluon.jit
+def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
+    """`triton_kernels._sigmoid_tile` of half a tile, the width of a box on its way out."""
     left, right = _halves(acc)
-    loss, total = _sigmoid_half(left, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
-    column += BN // 2
-    more_loss, more_total = _sigmoid_half(right, g, staging, s, b, row, column, m, n, diagonal, BOLD, GAIN)
-    return loss + more_loss, total + more_total
+    c, product, of_bias, of_scale = _sigmoid_cells(left, s, b, GAIN)
+    more_c, more_product, more_of_bias, more_of_scale = _sigmoid_cells(right, s, b, GAIN)
+    _store(g, _joined(c, more_c), staging, row, column)
+    product = gl.fma(product, more_product, product + more_product)
+    loss = gl.where(product < LIMIT, _log1p(product), float("inf"))
+    of_bias += more_of_bias
+    return gl.convert_layout(loss, of_bias.type.layout, assert_trivial=True), of_bias, of_scale + more_of_scale
 
 
 @gluon.jit
 def _sigmoid(
-    g, x_buffer, y_buffer, staging, full, empty, turns, losses, totals, cautions, scale, bias,
+    g, x_buffer, y_buffer, staging, full, empty, turns, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
     m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, with the first or the second run of each pair."""
+    """A consumer, which takes the first or the second run of each pair."""
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
     s = gl.load(scale) * LOG2E
@@ -252,66 +257,85 @@ def _sigmoid(
             length = second_length
         column = block * BN
         number = _number(block, first, tiles, blocks, run, GROUP)
-        bold = gl.load(cautions + number, mask=length > 0, other=1.0) == 0
-        zeros = _thread_sums(gl.zeros((BM, BN // 2), gl.float32, _layout(BN // 2)), BM, BN // 2)
-        loss = zeros
-        total = zeros
+        fitting = gl.load(overflowed + number, mask=length > 0, other=1.0) == 0
+        loss = _no_sums(BM, BN // 4)
+        of_bias = loss
+        of_scale = loss
         for t in range(length):
             row = (first + t) * BM
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
-            if bold:  # a run with a caution multiplies all the same, for its boxes are in the buffer
-                if _inside(row, column, m, n, diagonal, BM, BN):
-                    more_loss, more_total = _sigmoid_tile(
-                        acc, g, staging, s, b, row, column, m, n, diagonal, True, GAIN
-                    )
-                else:
-                    more_loss, more_total = _sigmoid_tile(
-                        acc, g, staging, s, b, row, column, m, n, diagonal, False, GAIN
-                    )
+            # The others are multiplied all the same, since their boxes are in the buffer.
+            if fitting & _inside(row, column, m, n, diagonal, BM, BN):
+                left, right = _halves(acc)
+                more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
                 loss += more_loss
-                total += more_total
+                of_bias += more_of_bias
+                of_scale += more_of_scale
+                more_loss, more_of_bias, more_of_scale = _sigmoid_half(
+                    right, g, staging, s, b, row, column + BN // 2, GAIN
+                )
+                loss += more_loss
+                of_bias += more_of_bias
+                of_scale += more_of_scale
         tiles_before += together
         own_tiles_before += length
-        sum_loss = gl.sum(gl.sum(gl.sum(loss, 2), 1), 0)
-        sum_total = gl.sum(gl.sum(gl.sum(total, 2), 1), 0) * 2.0**-GAIN
-        if bold:
-            if sum_loss < float("inf"):  # and not NaN
-                gl.store(losses + number, gl.load(losses + number) + sum_loss)
-                gl.store(totals + number, gl.load(totals + number) + sum_total)
+        whole_loss = _whole_sum(loss)
+        whole_of_bias = _whole_sum(of_bias) * 2.0**-GAIN
+        whole_of_scale = _whole_sum(of_scale) * 2.0**-GAIN
+        if fitting:
+            if whole_loss < float("inf"):  # and not NaN
+                gl.store(loss_sums + number, gl.load(loss_sums + number) + whole_loss)
+                gl.store(bias_sums + number, gl.load(bias_sums + number) + whole_of_bias)
+                gl.store(scale_sums + number, gl.load(scale_sums + number) + whole_of_scale)
             else:
-                gl.store(cautions + number, 1.0)
+                gl.store(overflowed + number, 1.0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _softmax_half(
-    acc, g, staging, s, of_x, of_y, own, row, column, m, diagonal, inside, GAIN: gl.constexpr,
-):  # fmt: skip
-    """Stores the coefficients of half a tile, for which the registers suffice."""
+def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
+    """As in `triton_kernels`."""
+    strip = first + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [4], [0]))
+    of_x = gl.load(lse_x + gl.minimum(strip, gl.minimum(first + rows, m) - 1))
+    lowest = gl.minimum(gl.min(of_x, 0), gl.min(of_y, 0))
+    highest = gl.maximum(gl.max(of_x, 0), gl.max(of_y, 0))
+    return (lowest + highest) * 0.5, highest - lowest <= REACH
+
+
+@gluon.jit
+def _softmax_cells(acc, s, middle, of_x, lse_y, column, GAIN: gl.constexpr):
+    """`triton_kernels._softmax_cells`, if FAST."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
-    c = _exp(acc, s, of_x[:, None], False) + _exp(acc, s, of_y[None, :], False)
-    if not inside:
-        rows = row + gl.arange(0, BM, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, BN, gl.SliceLayout(0, layout))
-        of_positives = gl.load(own + gl.minimum(rows, m - 1)) * 2.0**GAIN
-        c = gl.where((rows + diagonal)[:, None] == columns[None, :], of_positives[:, None], c)
-    _store(g, c, staging, row, column)
+    of_y = gl.load(lse_y + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
+    of_y = gl.exp2((middle - of_y) * LOG2E + GAIN)
+    of_x = gl.convert_layout(of_x, gl.SliceLayout(1, layout), assert_trivial=True)
+    c = _exp(acc, s, middle, 0) * (of_x[:, None] + of_y[None, :])
+    return c, _thread_sums(c * acc, BM, BN)
+
+
+@gluon.jit
+def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl.constexpr):
+    """`triton_kernels._softmax_tile` of half a tile, the width of a box on its way out."""
+    left, right = _halves(acc)
+    c, sums = _softmax_cells(left, s, middle, of_x, lse_y, column, GAIN)
+    more_c, more_sums = _softmax_cells(right, s, middle, of_x, lse_y, column + left.shape[1], GAIN)
+    _store(g, _joined(c, more_c), staging, row, column)
+    return sums + more_sums
 
 
 @gluon.jit
 def _softmax(
-    g, x_buffer, y_buffer, staging, full, empty, turns, lse_x, lse_y, own, scale,
+    g, x_buffer, y_buffer, staging, full, empty, turns, scale_sums, lse_x, lse_y, scale,
     m, n, diagonal, pairs, tiles, blocks, run,
-    SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, with the first or the second run of each pair."""
+    """A consumer, which takes the first or the second run of each pair."""
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
-    HALF: gl.constexpr = BN // 2
     s = gl.load(scale)
     tiles_before = 0
     own_tiles_before = 0
@@ -322,22 +346,28 @@ def _softmax(
             first += run
             length = second_length
         column = block * BN
-        columns = column + gl.arange(0, HALF, gl.SliceLayout(0, _layout(HALF)))
-        of_left = gl.load(lse_y + gl.minimum(columns, n - 1)) - GAIN / LOG2E
-        of_right = gl.load(lse_y + gl.minimum(columns + HALF, n - 1)) - GAIN / LOG2E
+        columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
+        middle, near = _span(lse_x, gl.load(lse_y + gl.minimum(columns, n - 1)), first * BM, run * BM, m, SPAN)
+        sums = _no_sums(BM, BN // 4)
         for t in range(length):
             row = (first + t) * BM
-            rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(HALF)))
-            of_x = gl.load(lse_x + gl.minimum(rows, m - 1)) - GAIN / LOG2E
+            rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
+            of_x = gl.load(lse_x + gl.minimum(rows, m - 1))
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
-            left, right = _halves(acc)
-            inside = _inside(row, column, m, n, diagonal, BM, BN)
-            _softmax_half(left, g, staging, s, of_x, of_left, own, row, column, m, diagonal, inside, GAIN)
-            _softmax_half(right, g, staging, s, of_x, of_right, own, row, column + HALF, m, diagonal, inside, GAIN)
+            # The others are multiplied all the same, since their boxes are in the buffer.
+            if near & _inside(row, column, m, n, diagonal, BM, BN):
+                of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
+                left, right = _halves(acc)
+                sums += _softmax_half(left, g, staging, s, middle, of_x, lse_y, row, column, GAIN)
+                sums += _softmax_half(right, g, staging, s, middle, of_x, lse_y, row, column + BN // 2, GAIN)
         tiles_before += together
         own_tiles_before += length
+        whole = _whole_sum(sums) * 2.0**-GAIN
+        number = _number(block, first, tiles, blocks, run, GROUP)
+        if length > 0:
+            gl.store(scale_sums + number, gl.load(scale_sums + number) + whole)
     tma.store_wait(0)
 
 
@@ -364,19 +394,21 @@ def _shared(x, y, g):
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def sigmoid_coefficients(
-    x, y, g, losses, totals, cautions, scale, bias, m, n, diagonal, pairs, tiles, blocks, run,
+    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias, m, n, diagonal, pairs, tiles, blocks, run,
     GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The BOLD launch of `triton_kernels.sigmoid_coefficients`."""
+    """The FAST launch of `triton_kernels.sigmoid_coefficients`."""
     x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
     gl.warp_specialize(
         [
             (_sigmoid, (
-                g, x_buffer, y_buffer, staging.index(0), full, empty, turns, losses, totals, cautions, scale, bias,
+                g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
+                loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
                 m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
             )),
             (_sigmoid, (
-                g, x_buffer, y_buffer, staging.index(1), full, empty, turns, losses, totals, cautions, scale, bias,
+                g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
+                loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
                 m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
             )),
             (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
@@ -387,20 +419,22 @@ def sigmoid_coefficients(
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_coefficients(
-    x, y, g, lse_x, lse_y, own, scale, m, n, diagonal, pairs, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    x, y, g, scale_sums, lse_x, lse_y, scale, m, n, diagonal, pairs, tiles, blocks, run,
+    SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """As `triton_kernels.softmax_coefficients`."""
+    """The FAST launch of `triton_kernels.softmax_coefficients`."""
     x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
     gl.warp_specialize(
         [
             (_softmax, (
-                g, x_buffer, y_buffer, staging.index(0), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
+                g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
+                scale_sums, lse_x, lse_y, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, STEPS, GROUP,
             )),
             (_softmax, (
-                g, x_buffer, y_buffer, staging.index(1), full, empty, turns, lse_x, lse_y, own, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
+                g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
+                scale_sums, lse_x, lse_y, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, STEPS, GROUP,
             )),
             (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],

@@ -1,7 +1,7 @@
-"""Blocks in plain torch, chunked: for CPU, MPS and GPUs without Triton. The package docstring explains the words.
+"""Blocks in plain torch, tile by tile: for CPU, MPS and GPUs without Triton. The package docstring explains the words.
 
-A block is walked in tiles of at most `TILE_ELEMENTS` logits, so the memory beyond inputs and outputs is a constant
-(about five such tiles in fp32), whatever the block's size. Logits, statistics and sums are fp32, or fp64 for fp64
+The tiles of a block have at most `TILE_ELEMENTS` logits, so that the memory beyond inputs and outputs is a constant
+(about six such tiles in fp32), whatever the block's size. Logits, statistics and sums are fp32, or fp64 for fp64
 inputs. Half precision products accumulate in fp32.
 """
 
@@ -34,8 +34,7 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
 
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     out = torch.empty(len(x), dtype=accumulate_dtype(x), device=x.device)
-    rows = 128
-    for r in _chunks(len(x), rows):
+    for r in _chunks(len(x), 128):
         out[r] = _product(x[r], y[r].t()).diagonal()
     return out * scale
 
@@ -52,10 +51,11 @@ def softmax_statistics(
 ) -> tuple[Tensor, Tensor]:
     log_odds_x = torch.full_like(positive_x, -torch.inf)
     log_odds_y = torch.full_like(positive_y, -torch.inf)
-    for r, c, logits in _tiles(x, y, scale):
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines.mul_(scale)
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
-        _own(logits, r, c, diagonal)[0].fill_(-torch.inf)
+        _positives(logits, r, c, diagonal)[0].fill_(-torch.inf)
         row = torch.logsumexp(logits - positive_x[r, None], 1)
         column = torch.logsumexp(logits.sub_(positive_y[None, c]), 0)
         log_odds_x[r] = torch.logaddexp(log_odds_x[r], row)
@@ -69,22 +69,26 @@ def softmax_gradients(
     scale: Tensor,
     lse_x: Tensor,
     lse_y: Tensor,
-    own_coefficient: Tensor | None,
+    positive_coefficient: Tensor | None,
     ids_x: Tensor | None = None,
     ids_y: Tensor | None = None,
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
-) -> None:
-    for r, c, logits in _tiles(x, y, scale):
+) -> Tensor:
+    of_scale = torch.zeros((), dtype=accumulate_dtype(x), device=x.device)
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines * scale
         coefficients = torch.exp(logits - lse_x[r, None])
         coefficients += logits.sub_(lse_y[None, c]).exp_()
         if ids_x is not None and ids_y is not None:
             coefficients.masked_fill_(ids_x[r, None] == ids_y[None, c], 0)
-        own, rows = _own(coefficients, r, c, diagonal)
-        if own_coefficient is not None:
-            own.copy_(own_coefficient[rows])
+        positives, rows = _positives(coefficients, r, c, diagonal)
+        if positive_coefficient is not None:
+            positives.copy_(positive_coefficient[rows])
+        of_scale += cosines.mul_(coefficients).sum()
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+    return of_scale
 
 
 def sigmoid_block(
@@ -97,35 +101,34 @@ def sigmoid_block(
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    dtype = accumulate_dtype(x)
-    loss = torch.zeros((), dtype=dtype, device=x.device)
-    total = torch.zeros((), dtype=dtype, device=x.device)
-    for r, c, logits in _tiles(x, y, scale):
-        logits += bias  # a negative's -t·z
-        own, _ = _own(logits, r, c, diagonal)
-        positive = -own  # a positive's -t·z
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, of_bias, of_scale = torch.zeros(3, dtype=accumulate_dtype(x), device=x.device)
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines * scale + bias  # of negatives, -t·z
+        positives, _ = _positives(logits, r, c, diagonal)
+        negated = -positives  # of positives, -t·z
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
-        own.copy_(positive)
+        positives.copy_(negated)
         loss += F.softplus(logits, threshold=40).sum()
         coefficients = logits.sigmoid_()
-        own.neg_()
-        total += coefficients.sum()
+        positives.neg_()
+        of_bias += coefficients.sum()
+        of_scale += cosines.mul_(coefficients).sum()
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
-    return loss, total
+    return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _tiles(x: Tensor, y: Tensor, scale: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Row slice, column slice and the tile's logits without bias, for the caller to overwrite."""
+def _tiles(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Row slice, column slice and the tile's products x_i·y_j, for the caller to overwrite."""
     rows, columns = tile_shape(len(x), len(y), x.device.type)
     for r in _chunks(len(x), rows):
         for c in _chunks(len(y), columns):
-            yield r, c, _product(x[r], y[c].t()).mul_(scale)
+            yield r, c, _product(x[r], y[c].t())
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _accumulate(
     coefficients: Tensor, x: Tensor, y: Tensor, grad_x: Tensor | None, grad_y: Tensor | None, r: slice, c: slice
 ) -> None:
-    if x.is_cuda:
+    if x.is_cuda:  # for tensor cores
         coefficients = coefficients.to(x.dtype)
     if grad_x is not None:
         grad_x[r] += _product(coefficients, y if x.is_cuda else y.to(coefficients.dtype))
@@ -148,13 +151,13 @@ def _accumulate(
         grad_y[c] += _product(coefficients.t(), x if x.is_cuda else x.to(coefficients.dtype))
 
 
-def _own(tile: Tensor, r: slice, c: slice, diagonal: int | None) -> tuple[Tensor, slice]:
+def _positives(tile: Tensor, r: slice, c: slice, diagonal: int | None) -> tuple[Tensor, slice]:
     """The tile's positives as a view, and the block's rows that they lie in; empty where the tile has none."""
     if diagonal is None:
         return tile[:0, 0], slice(0, 0)
     offset = r.start + diagonal - c.start
     if not -len(tile) < offset < tile.shape[1]:
         return tile[:0, 0], slice(0, 0)
-    own = tile.diagonal(offset)
+    positives = tile.diagonal(offset)
     start = r.start + max(0, -offset)
-    return own, slice(start, start + len(own))
+    return positives, slice(start, start + len(positives))

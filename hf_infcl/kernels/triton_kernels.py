@@ -1,17 +1,38 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The device code of the Triton backend; `triton` launches it.
+"""The device code of the Triton backend, which `triton_backend` launches.
 
-All kernels walk [BM, BN] tiles of the logits: a program owns a block of BN columns and streams row tiles past it, so
-that what belongs to the columns stays in registers.
+The algorithm, for a block of m images and n texts with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b):
 
-What limits them after the tensor cores is arithmetic on single logits, exponentials first. In the softmax's forward one
-exponential serves both directions where the references of a program's rows and columns lie NEAR each other: exp(z -
-column) is exp(z - row) · exp(row - column). Where they do not, an underflow of the first could swallow what the second
-holds, and both are computed. With GATED, two launches share the work: each program is of one of them, and leaves the
-other at once.
+The logits are never stored. A kernel makes them tile by tile ([BM, BN], in registers, from tensor cores), uses a tile
+and forgets it. A program owns a block of BN columns and streams a *run* of consecutive row tiles past it, so that the
+sums of its columns stay in registers.
 
-With EXACT, for fp32 features, logits are rounded before anything is subtracted, as plain torch does it, and not fused
-into one multiply-add: at a scale of 1e4 only then are a row's largest logit and its log-sum-exp equal to the last bit.
+Softmax, four products of m·n·D:
+1. `positives`: the logits of the pairs, from the diagonal tiles of a product. (Not m·n·D: only m·BN·D.)
+2. `softmax_sums`: first product. Row sums Σ_j exp(z_ij - positive_x_i) and column sums Σ_i exp(z_ij - positive_y_j).
+3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, from a running maximum.
+4. `softmax_coefficients`: the product once more, since nothing was stored. With the log-sum-exps of the whole batch,
+   the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) go to the workspace in the features' dtype.
+5. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
+
+Sigmoid, three products of m·n·D:
+1. `sigmoid_coefficients`: the loss's terms and the coefficients C_ij = -t_ij σ(-t_ij z_ij), from the same tile.
+2. cuBLAS: the same two products.
+
+Both coefficient kernels also sum C_ij·a_ij, the derivative by s, from the tile in fp32. It cannot be had as accurately
+from the products of step 5, whose coefficients are rounded: where its terms cancel, their roundings do not.
+
+What limits the kernels after the tensor cores is the arithmetic on single logits, and the registers for it. So two
+launches share the work of one kernel. The fast one leaves out what needs more than the shortest arithmetic, and the
+other takes it up:
+- Masks: tiles on the diagonal or at the end of the block are not fast (`_inside`, `_left_over`).
+- Softmax: one exponential serves rows and columns where their references lie near each other (`_span`): exp(z - row) is
+  exp(z - middle) · exp(middle - row). Elsewhere one factor could underflow while the product matters.
+- Sigmoid: exp(z) is taken without a bound. Runs in which it has overflowed are computed again.
+
+fp32 features come as sums of bfloat16 parts (`triton_operands.split`). Each row then is the concatenation of its parts
+in such an order that one product sums over all pairs of parts, the pair of the largest parts last: in the CAREFUL last
+steps of BK numbers. CAREFUL = 0 means half precision.
 """
 
 import triton
@@ -23,57 +44,20 @@ LIMIT = tl.constexpr(1e36)  # of products whose reciprocals are normal numbers
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
 
 
+# ---- Where a program works ----
+
+
 @triton.jit
 def _place(program, tiles, blocks, run, GROUP: tl.constexpr):
-    """A program's column block and first row tile. GROUP column blocks share row tiles in the L2 cache."""
-    width = GROUP * tl.cdiv(tiles, run)
+    """A program's column block and first row tile: the runs of GROUP column blocks, then those of the next GROUP.
+
+    Programs that are numbered together run together. They share row tiles and column blocks, which the L2 cache holds.
+    """
+    width = GROUP * tl.cdiv(tiles, run)  # programs of a whole group
     first = program // width * GROUP
-    size = tl.minimum(blocks - first, GROUP)
+    size = tl.minimum(blocks - first, GROUP)  # column blocks of this group: the last one is smaller
     inside = program % width
     return first + inside % size, inside // size * run
-
-
-@triton.jit
-def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to the box of a matrix without a descriptor, and which of them are inside."""
-    base, m, n, stride = matrix
-    rows = row + tl.arange(0, ROWS)
-    columns = column + tl.arange(0, COLUMNS)
-    return base + rows.to(tl.int64)[:, None] * stride + columns[None, :], (rows < m)[:, None] & (columns < n)[None, :]
-
-
-@triton.jit
-def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The box of a matrix that begins at (row, column); zeros beyond the matrix's end."""
-    if isinstance(matrix, tl.core.tensor_descriptor_base):
-        box = matrix.load([row, column])
-    else:
-        cells, inside = _cells(matrix, row, column, ROWS, COLUMNS)
-        box = tl.load(cells, inside, 0.0)
-    return box
-
-
-@triton.jit
-def _product(x, y, row, column, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """x[row:][:BM] · y[column:][:BN]ᵀ in fp32."""
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, tl.cdiv(K, BK)):
-        acc = tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, acc)
-    return acc
-
-
-@triton.jit
-def _column_sums(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
-    """Sums of columns as far as one thread holds the addends, in the layout of Hopper's products."""
-    return tl.sum(tl.sum(tl.reshape(tile, (BM // (16 * WARPS), WARPS, 2, 8, BN)), 2), 0)
-
-
-@triton.jit
-def _exp(acc, scale, reference, EXACT: tl.constexpr):
-    """exp(scale · acc - reference), the reference a row or a column."""
-    # The second form is one fused multiply-add.
-    exponent = (acc * scale - reference) * LOG2E if EXACT else acc * (scale * LOG2E) - reference * LOG2E
-    return tl.exp2(exponent)
 
 
 @triton.jit
@@ -84,36 +68,84 @@ def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _exclude(tile, ids_x, ids_y, in_x, in_y, value):
-    """The tile with ``value`` where ids are equal."""
-    return tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], value, tile)
+def _left_over(first, end, column, m, n, diagonal, tiles, whole, BM: tl.constexpr, BN: tl.constexpr):
+    """The tiles of a run that are not _inside, or all if ``whole``: the first ``count`` of their list, and how to list.
+
+    Tile number i of the list is start + i, but the block's last row tile from i = ``ordinary`` on.
+    """
+    beyond = tl.maximum(column - diagonal, 0)  # the diagonal's rows in this column block: from here to BN further on
+    start = tl.minimum(tl.maximum(beyond // BM, first), end)
+    stop = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(column - diagonal + BN, 0), BM), start), end)
+    at_end = (end == tiles) & (stop < end) & (m % BM != 0)
+    whole = whole | (column + BN > n)
+    start = tl.where(whole, first, start)
+    ordinary = tl.where(whole, end, stop) - start
+    return start, ordinary, ordinary + tl.where(whole, 0, at_end.to(tl.int32))
 
 
 @triton.jit
 def _negative(rows, columns, m, n, diagonal):
-    """Which cells of a tile are in the block and no positives."""
+    """[BM, BN] bool: which cells of a tile are in the block and no positives."""
     return ((rows + diagonal)[:, None] != columns[None, :]) & (rows < m)[:, None] & (columns < n)[None, :]
 
 
 @triton.jit
-def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
-    """The middle of the references of a program's rows and columns, and whether they lie within REACH."""
-    strip = first + tl.arange(0, SPAN)
-    all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
-    lowest = tl.minimum(tl.min(all_x), tl.min(of_y))
-    highest = tl.maximum(tl.max(all_x), tl.max(of_y))
-    return (lowest + highest) * 0.5, highest - lowest <= REACH
+def _exclude(tile, ids_x, ids_y, in_x, in_y, value):
+    """The tile with ``value`` where the ids of row and column are equal."""
+    return tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], value, tile)
+
+
+# ---- Reading and multiplying features, storing coefficients ----
+
+
+@triton.jit
+def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to the box of a matrix without a descriptor, and which of them are inside: both [ROWS, COLUMNS]."""
+    base, m, n, stride = matrix
+    rows = row + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    return base + rows.to(tl.int64)[:, None] * stride + columns[None, :], (rows < m)[:, None] & (columns < n)[None, :]
+
+
+@triton.jit
+def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS]: the box of a matrix that begins at (row, column); zeros beyond the matrix's end."""
+    if isinstance(matrix, tl.core.tensor_descriptor_base):
+        box = matrix.load([row, column])
+    else:
+        cells, inside = _cells(matrix, row, column, ROWS, COLUMNS)
+        box = tl.load(cells, inside, 0.0)
+    return box
+
+
+@triton.jit
+def _product(
+    x, y, row, column, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """[BM, BN] fp32: x[row:][:BM] · y[column:][:BN]ᵀ, over the K numbers of a row.
+
+    Tensor cores round every addition towards zero, by the size of the sum so far. The products of the largest parts of
+    fp32 features are therefore summed for one step at a time and added up by ordinary additions, which round to
+    nearest. Those of the smaller parts come before and are too small to matter.
+    """
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, tl.cdiv(K, BK) - CAREFUL):
+        acc = tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, acc)
+    for k in range(tl.cdiv(K, BK) - CAREFUL, tl.cdiv(K, BK)):
+        # With the option, which concerns fp8 alone, Triton leaves the addition outside of the tensor cores.
+        acc += tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, max_num_imprecise_acc=BK)
+    return acc
 
 
 @triton.jit
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns."""
+    """[BM, BN / 2] twice: the left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def _joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
-    """The tile that _halves takes apart."""
+    """[BM, BN]: the tile that _halves takes apart."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
 
 
@@ -138,83 +170,144 @@ def _store(
             tile -= rounded.to(tl.float32)
 
 
+# ---- Sums within a thread ----
+#
+# Hopper's products leave a tile in registers so: warp w of W holds rows 16w to 16w + 15 of each slab of 16·W rows. In
+# these, lane l holds the rows l // 4 and l // 4 + 8 and, in every 8 columns, the two from 2·(l % 4) on. The reshapes
+# below name the axes accordingly; a sum over the axes marked "register" moves nothing between threads. With another
+# layout the result is the same, and the sum slower.
+
+
+@triton.jit
+def _column_sums(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
+    """[WARPS, 8, BN]: sums of columns as far as one thread holds the addends."""
+    # [slab (register), warp, 2 (register), 8 (lane), BN]
+    return tl.sum(tl.sum(tl.reshape(tile, (BM // (16 * WARPS), WARPS, 2, 8, BN)), 2), 0)
+
+
+@triton.jit
+def _thread_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM / 16, 8, 4]: sums of a tile as far as one thread holds the addends (for each slab)."""
+    # [slab and warp, 2 (register), 8 (lane), BN / 8 (register), 4 (lane), 2 (register)]
+    return tl.sum(tl.sum(tl.sum(tl.reshape(tile, (BM // 16, 2, 8, BN // 8, 4, 2)), 5), 3), 1)
+
+
+@triton.jit
+def _whole_sum(sums):
+    """The scalar that the [BM / 16, 8, 4] sums of threads add up to."""
+    return tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)
+
+
+# ---- Softmax ----
+
+
+@triton.jit
+def _exp(acc, scale, reference, CAREFUL: tl.constexpr):
+    """exp(scale · acc - reference), the reference a row or a column.
+
+    For fp32 features the logit is rounded before anything is subtracted, as plain torch does it: at a scale of 1e4
+    only then are a row's largest logit and its log-sum-exp equal to the last bit. Otherwise the exponent is one fused
+    multiply-add.
+    """
+    exponent = acc * (scale * LOG2E) - reference * LOG2E if CAREFUL == 0 else (acc * scale - reference) * LOG2E
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
+    """The middle of the references of a program's rows and columns, and whether they lie within REACH.
+
+    of_x points to all rows' references, of_y [BN] holds the columns'; SPAN is a power of two, ``rows`` or more.
+    """
+    strip = first + tl.arange(0, SPAN)
+    all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
+    lowest = tl.minimum(tl.min(all_x), tl.min(of_y))
+    highest = tl.maximum(tl.max(all_x), tl.max(of_y))
+    return (lowest + highest) * 0.5, highest - lowest <= REACH
+
+
 @triton.jit(do_not_specialize=["m"])
-def positives(x, y, scale, out, m, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
+def positives(x, y, scale, out, m, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
     """scale · x_i·y_i from the diagonal of a product, to be rounded as the logits in the other kernels are."""
     row = tl.program_id(0) * B
-    acc = _product(x, y, row, row, K, B, B, BK)
+    acc = _product(x, y, row, row, CAREFUL, K, B, B, BK)
     rows = tl.arange(0, B)
-    own = tl.sum(tl.where(rows[:, None] == rows[None, :], acc, 0.0), 1)
-    tl.store(out + row + rows, own * tl.load(scale), mask=row + rows < m)
+    of_pairs = tl.sum(tl.where(rows[:, None] == rows[None, :], acc, 0.0), 1)  # [B]
+    tl.store(out + row + rows, of_pairs * tl.load(scale), mask=row + rows < m)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run"])
 def softmax_sums(
     x, y, sum_x, sum_y, positive_x, positive_y, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run,
-    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, EXACT: tl.constexpr, IDS: tl.constexpr,
+    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives."""
+    """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives.
+
+    With GATED, two launches share the work, one of them NEAR: each program belongs to one launch, and leaves the other
+    one at once. Both forms in one kernel would need the registers of both.
+    """
     s = tl.load(scale)
     block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
     end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
-    own_y = tl.load(positive_y + in_y)
+    of_y = tl.load(positive_y + in_y)  # [BN]
     limit = n
     if GATED:
-        middle, near = _span(positive_x, own_y, first * BM, run * BM, m, SPAN)
+        middle, near = _span(positive_x, of_y, first * BM, run * BM, m, SPAN)
         end = tl.where(near == NEAR, end, first)
         limit = tl.where(near == NEAR, n, 0)
-    base = own_y  # what the column sums refer to until the end
+    base = of_y  # what the column sums refer to until the end
     if NEAR:
-        base = tl.zeros_like(own_y) + middle
-    partials = _column_sums(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)
+        base = tl.zeros_like(of_y) + middle
+    partials = _column_sums(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)  # [WARPS, 8, BN]
     for t in tl.range(first, end, flatten=True):
         row = t * BM
-        acc = _product(x, y, row, column, K, BM, BN, BK)
+        acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
-        own_x = tl.load(positive_x + in_x)[:, None]
-        e = _exp(acc, s, own_x, EXACT)
+        of_x = tl.load(positive_x + in_x)[:, None]  # [BM, 1]
+        e = _exp(acc, s, of_x, CAREFUL)
         if IDS:
             e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
         if NEAR:
             if not _inside(row, column, m, n, diagonal, BM, BN):
                 e = tl.where(_negative(rows, columns, m, n, diagonal), e, 0.0)
             row_sums = tl.sum(e, 1)
-            e *= tl.exp2((own_x - middle) * LOG2E)
+            e *= tl.exp2((of_x - middle) * LOG2E)
         else:
             negative = _negative(rows, columns, m, n, diagonal)
             row_sums = tl.sum(tl.where(negative, e, 0.0), 1)
-            e = _exp(acc, s, own_y[None, :], EXACT)
+            e = _exp(acc, s, of_y[None, :], CAREFUL)
             if IDS:
                 e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
             e = tl.where(negative, e, 0.0)
         tl.atomic_add(sum_x + rows, row_sums, mask=rows < m, sem="relaxed")
         partials += _column_sums(e, BM, BN, WARPS)
-    total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - own_y) * LOG2E)
+    total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - of_y) * LOG2E)
     tl.atomic_add(sum_y + columns, total, mask=columns < limit, sem="relaxed")
 
 
 @triton.jit
 def _log_odds(
     x, y, sums, positive, out, scale, ids_x, ids_y, row, m, n, diagonal,
-    IDS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """log(sums) for B rows; see `log_odds`."""
     rows = row + tl.arange(0, B)
     in_x = tl.minimum(rows, m - 1)
     sums_x = tl.load(sums + in_x)
-    log_odds = tl.log2(sums_x) / LOG2E
+    odds = tl.log2(sums_x) / LOG2E
     if tl.max((sums_x == float("inf")).to(tl.int32)) == 1:
         s = tl.load(scale)
-        own = tl.load(positive + in_x)
+        of_x = tl.load(positive + in_x)
         highest = tl.full((B,), float("-inf"), tl.float32)
         total = tl.zeros((B,), tl.float32)
         for column in range(0, n, B):
             columns = column + tl.arange(0, B)
-            logits = _product(x, y, row, column, K, B, B, BK) * s - own[:, None]
+            logits = _product(x, y, row, column, CAREFUL, K, B, B, BK) * s - of_x[:, None]
             negative = ((rows + diagonal)[:, None] != columns[None, :]) & (columns < n)[None, :]
             logits = tl.where(negative, logits, float("-inf"))
             if IDS:
@@ -224,66 +317,138 @@ def _log_odds(
             total *= tl.exp2((highest - anchor) * LOG2E)
             total += tl.sum(tl.exp2((logits - anchor[:, None]) * LOG2E), 1)
             highest = higher
-        log_odds = highest + tl.log2(total) / LOG2E
-    tl.store(out + rows, log_odds, mask=rows < m)
+        odds = highest + tl.log2(total) / LOG2E
+    tl.store(out + rows, odds, mask=rows < m)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def log_odds(
     x, y, sum_x, sum_y, positive_x, positive_y, out_x, out_y, scale, ids_x, ids_y, m, n, diagonal,
-    IDS: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms of softmax_sums' results. Programs first of B rows, then of B columns.
+    """The logarithms of softmax_sums' results. The first programs take B rows each, the others B columns each.
 
-    An infinite sum means a logit 88 above its own positive. Such rows are computed again, from a running maximum and
-    without atomics, by the program that finds them.
+    An infinite sum means a logit 88 above the positive of its row or column. Such rows are computed again, from a
+    running maximum and without atomics, by the program that finds them.
     """
-    of_x = tl.cdiv(m, B)
-    if tl.program_id(0) < of_x:
+    of_rows = tl.cdiv(m, B)  # programs
+    if tl.program_id(0) < of_rows:
         row = tl.program_id(0) * B
-        _log_odds(x, y, sum_x, positive_x, out_x, scale, ids_x, ids_y, row, m, n, diagonal, IDS, K, B, BK)
+        _log_odds(x, y, sum_x, positive_x, out_x, scale, ids_x, ids_y, row, m, n, diagonal, IDS, CAREFUL, K, B, BK)
     else:
-        row = (tl.program_id(0) - of_x) * B
-        _log_odds(y, x, sum_y, positive_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, IDS, K, B, BK)
+        row = (tl.program_id(0) - of_rows) * B
+        _log_odds(y, x, sum_y, positive_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, IDS, CAREFUL, K, B, BK)
+
+
+@triton.jit
+def _softmax_cells(
+    acc, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal,
+    FAST: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The coefficients [BM, BN] of a part of a tile, and the _thread_sums of coefficients times cosines.
+
+    of_x [BM] belongs to the rows: if FAST the factors exp(middle - lse), and otherwise the log-sum-exps.
+    """
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    of_y = tl.load(lse_y + tl.minimum(columns, n - 1))
+    if FAST:
+        c = _exp(acc, s, middle, CAREFUL) * (of_x[:, None] + tl.exp2((middle - of_y) * LOG2E + GAIN)[None, :])
+    else:
+        c = _exp(acc, s, of_x[:, None], CAREFUL) + _exp(acc, s, of_y[None, :] - GAIN / LOG2E, CAREFUL)
+    if IDS:
+        c = _exclude(c, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), 0.0)
+    if not FAST:
+        c = tl.where((rows < m)[:, None] & (columns < n)[None, :], c, 0.0)  # beyond the block it may be infinite
+        positives = tl.load(of_positives + tl.minimum(rows, m - 1)) * 2.0**GAIN
+        c = tl.where((rows + diagonal)[:, None] == columns[None, :], positives[:, None], c)
+    return c, _thread_sums(c * acc, BM, BN)
+
+
+@triton.jit
+def _softmax_tile(
+    acc, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's coefficients, in strips, and these in halves, to spare registers; sums as _softmax_cells."""
+    left, right = _halves(acc, BM, BN)
+    if STRIP < BN:
+        sums = _softmax_tile(
+            left, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+            FAST, PARTS, GAIN, IDS, CAREFUL, BM, BN // 2, STRIP,
+        )  # fmt: skip
+        more_sums = _softmax_tile(
+            right, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column + BN // 2, m, n, diagonal,
+            part_rows, FAST, PARTS, GAIN, IDS, CAREFUL, BM, BN // 2, STRIP,
+        )  # fmt: skip
+    else:
+        c, sums = _softmax_cells(
+            left, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal,
+            FAST, GAIN, IDS, CAREFUL, BM, BN // 2,
+        )  # fmt: skip
+        more_c, more_sums = _softmax_cells(
+            right, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column + BN // 2, m, n, diagonal,
+            FAST, GAIN, IDS, CAREFUL, BM, BN // 2,
+        )  # fmt: skip
+        _store(g, _joined(c, more_c, BM, BN), row, column, part_rows, BM, BN, STRIP, PARTS)
+    return sums + more_sums
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def softmax_coefficients(
-    x, y, g, lse_x, lse_y, own, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    EXACT: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
+    x, y, g, scale_sums, lse_x, lse_y, of_positives, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
+    FAST: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr,
+    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """g_ij = 2^GAIN · (exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j)); own_i for positives and 0 for excluded cells."""
+    """g_ij = 2^GAIN · C_ij, and the program's Σ C_ij x_i·y_j onto its scale_sums.
+
+    C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, of_positives_i for positives and 0 for excluded
+    cells. With GATED, two launches share the work, one of them FAST.
+    """
     s = tl.load(scale)
-    block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
+    program = tl.program_id(0)
+    block, first = _place(program, tiles, blocks, run, GROUP)
     column = block * BN
-    columns = column + tl.arange(0, BN)
-    in_y = tl.minimum(columns, n - 1)
-    of_y = tl.load(lse_y + in_y) - GAIN / LOG2E
-    for t in tl.range(first, tl.minimum(first + run, tiles), flatten=True):
-        row = t * BM
-        rows = row + tl.arange(0, BM)
-        in_x = tl.minimum(rows, m - 1)
-        of_x = tl.load(lse_x + in_x) - GAIN / LOG2E  # before the product, which takes longer than the load
-        acc = _product(x, y, row, column, K, BM, BN, BK)
-        c = _exp(acc, s, of_x[:, None], EXACT) + _exp(acc, s, of_y[None, :], EXACT)
-        if IDS:
-            c = _exclude(c, ids_x, ids_y, in_x, in_y, 0.0)
-        if not _inside(row, column, m, n, diagonal, BM, BN):
-            positive = (rows + diagonal)[:, None] == columns[None, :]
-            c = tl.where(positive, tl.load(own + in_x)[:, None] * 2.0**GAIN, c)
-        _store(g, c, row, column, part_rows, BM, BN, STRIP, PARTS)
+    end = tl.minimum(first + run, tiles)
+    middle = 0.0
+    start, ordinary, count = first, end - first, end - first
+    if GATED:
+        of_y = tl.load(lse_y + tl.minimum(column + tl.arange(0, BN), n - 1))
+        middle, near = _span(lse_x, of_y, first * BM, run * BM, m, SPAN)
+        if FAST:
+            count = tl.where(near & (column + BN <= n), count, 0)
+        else:
+            start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, near == 0, BM, BN)
+    sums = tl.zeros((BM // 16, 8, 4), tl.float32)
+    for i in tl.range(0, count, flatten=True):
+        row = tl.where(i < ordinary, start + i, tiles - 1) * BM
+        of_x = tl.load(lse_x + tl.minimum(row + tl.arange(0, BM), m - 1))  # [BM]
+        acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
+        if FAST:
+            more = tl.zeros((BM // 16, 8, 4), tl.float32)
+            if _inside(row, column, m, n, diagonal, BM, BN):
+                more = _softmax_tile(
+                    acc, g, s, middle, tl.exp2((middle - of_x) * LOG2E + GAIN), lse_y, of_positives, ids_x, ids_y,
+                    row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, CAREFUL, BM, BN, STRIP,
+                )  # fmt: skip
+        else:
+            more = _softmax_tile(
+                acc, g, s, middle, of_x - GAIN / LOG2E, lse_y, of_positives, ids_x, ids_y,
+                row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, CAREFUL, BM, BN, STRIP,
+            )  # fmt: skip
+        sums += more
+    tl.store(scale_sums + program, tl.load(scale_sums + program) + _whole_sum(sums) * 2.0**-GAIN)
 
 
-@triton.jit
-def _thread_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM // 16, 8, 4] sums as far as one thread holds the addends on Hopper; elsewhere only slower."""
-    return tl.sum(tl.sum(tl.sum(tl.reshape(tile, (BM // 16, 2, 8, BN // 8, 4, 2)), 5), 3), 1)
+# ---- Sigmoid ----
 
 
 @triton.jit
 def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM // 16, 8, 4] products of 1 + u, less 1, as far as one thread holds the factors.
+    """[BM / 16, 8, 4] products of 1 + u, less 1, as far as one thread holds the factors.
 
     (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that one logarithm serves many elements and small ones keep
     their digits. u <= 1 and 32 factors, of 64 columns, do not overflow.
@@ -292,9 +457,10 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
         if BN > 8:
             a, b = _halves(u, BM, BN)
         else:
-            a, b = tl.split(tl.reshape(u, (BM, 4, 2)))
+            a, b = tl.split(tl.reshape(u, (BM, 4, 2)))  # [rows, 4 (lane), 2 (register)]
         result = _product_less_one(tl.fma(a, b, a + b), BM, BN // 2)
     else:
+        # [slab and warp, 2 (register), 8 (lane), 4 (lane)]
         a, b = tl.split(tl.permute(tl.reshape(u, (BM // 16, 2, 8, 4)), (0, 2, 3, 1)))
         result = tl.fma(a, b, a + b)
     return result
@@ -302,18 +468,18 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
-    """2^GAIN · tile / (1 + u), one reciprocal for four elements, and _product_less_one of u."""
+    """[BM, BN]: 2^GAIN · tile / (1 + u), one reciprocal for four elements; and _product_less_one of u."""
     a, b = _halves(u, BM, BN)
-    of_a, of_b = _halves(tile, BM, BN)
-    of_a, of_b = tl.fma(of_a, b, of_a), tl.fma(of_b, a, of_b)  # over the same denominator (1 + a)(1 + b)
-    two = a + tl.fma(b, a, b)
+    tile_a, tile_b = _halves(tile, BM, BN)
+    tile_a, tile_b = tl.fma(tile_a, b, tile_a), tl.fma(tile_b, a, tile_b)  # over one denominator, (1 + a)(1 + b)
+    two = a + tl.fma(b, a, b)  # the denominator less 1, [BM, BN / 2]
     left, right = _halves(two, BM, BN // 2)
     whole_left, whole_right = _halves(1.0 + two, BM, BN // 2)
-    four = tl.fma(left, whole_right, right)
+    four = tl.fma(left, whole_right, right)  # likewise of four elements, [BM, BN / 4]
     root = tl.rsqrt(1.0 + four)  # one instruction, where a division takes six
     inverse = root * root * 2.0**GAIN
     inverse = _joined(inverse * whole_right, inverse * whole_left, BM, BN // 2)
-    return _joined(of_a * inverse, of_b * inverse, BM, BN), _product_less_one(four, BM, BN // 4)
+    return _joined(tile_a * inverse, tile_b * inverse, BM, BN), _product_less_one(four, BM, BN // 4)
 
 
 @triton.jit
@@ -323,91 +489,116 @@ def _log1p(p):
 
 
 @triton.jit
-def _store_sigmoid(
+def _sigmoid_cells(
+    acc, s, b, ids_x, ids_y, row, column, m, n, diagonal,
+    FAST: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The coefficients [BM, BN] of a part of a tile, and [BM / 16, 8, 4] for each thread's cells of it:
+
+    the _product_less_one that their losses are the logarithm of, what is to be added to that logarithm, the sum of
+    coefficients, and that of coefficients times cosines.
+    """
+    z = acc * s + b
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    if IDS:
+        z = _exclude(z, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), float("-inf"))
+    if FAST:
+        u = tl.exp2(z)
+        c, product = _quotients(u, u, BM, BN, GAIN)
+        linear = tl.zeros_like(product)
+    else:
+        positive = (rows + diagonal)[:, None] == columns[None, :]
+        z = tl.where(positive, -(acc * s + b), z)
+        z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
+        u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
+        c, product = _quotients(tl.where(z > 0, 1.0, u), u, BM, BN, GAIN)
+        c = tl.where(positive, -c, c)
+        linear = _thread_sums(tl.maximum(z, 0.0), BM, BN) / LOG2E
+    return c, product, linear, _thread_sums(c, BM, BN), _thread_sums(c * acc, BM, BN)
+
+
+@triton.jit
+def _sigmoid_tile(
     acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's coefficients, in strips to spare registers. Returns _thread_sums of losses and coefficients.
+    """Stores a tile's coefficients; three [BM / 16, 8, 4] sums: of losses, of g, and of g times cosines.
 
-    s and b are multiplied by log2(e), and so is z. BOLD is for tiles _inside the block, and as long as their logits
-    are not too large: products of 1 + 2^z must not reach LIMIT. Otherwise the loss is infinite.
+    In strips, and these in halves, to spare registers. s and b are multiplied by log2(e), and so is z. FAST is for
+    tiles _inside the block whose products of 1 + 2^z stay below LIMIT. Where they do not, the loss is infinite.
     """
+    left, right = _halves(acc, BM, BN)
     if STRIP < BN:
-        left, right = _halves(acc, BM, BN)
-        loss, total = _store_sigmoid(
+        loss, of_bias, of_scale = _sigmoid_tile(
             left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-            BOLD, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
+            FAST, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
         )  # fmt: skip
-        more_loss, more_total = _store_sigmoid(
+        more_loss, more_of_bias, more_of_scale = _sigmoid_tile(
             right, g, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, part_rows,
-            BOLD, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
+            FAST, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
         )  # fmt: skip
         loss += more_loss
-        total += more_total
     else:
-        rows = row + tl.arange(0, BM)
-        columns = column + tl.arange(0, BN)
-        z = acc * s + b
-        if IDS:
-            z = _exclude(z, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), float("-inf"))
-        if BOLD:
-            u = tl.exp2(z)
-            c, product = _quotients(u, u, BM, BN, GAIN)
-            loss = tl.where(product < LIMIT, _log1p(product), float("inf"))
-        else:
-            positive = (rows + diagonal)[:, None] == columns[None, :]
-            z = tl.where(positive, -(acc * s + b), z)
-            z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
-            u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
-            c, product = _quotients(tl.where(z > 0, 1.0, u), u, BM, BN, GAIN)
-            c = tl.where(positive, -c, c)
-            loss = _thread_sums(tl.maximum(z, 0.0), BM, BN) / LOG2E + _log1p(product)
-        _store(g, c, row, column, part_rows, BM, BN, STRIP, PARTS)
-        total = _thread_sums(c, BM, BN)
-    return loss, total
+        c, product, loss, of_bias, of_scale = _sigmoid_cells(
+            left, s, b, ids_x, ids_y, row, column, m, n, diagonal, FAST, GAIN, IDS, BM, BN // 2
+        )
+        more_c, more_product, more_loss, more_of_bias, more_of_scale = _sigmoid_cells(
+            right, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, FAST, GAIN, IDS, BM, BN // 2
+        )
+        _store(g, _joined(c, more_c, BM, BN), row, column, part_rows, BM, BN, STRIP, PARTS)
+        product = tl.fma(product, more_product, product + more_product)
+        loss += more_loss + _log1p(product)
+        if FAST:
+            loss = tl.where(product < LIMIT, loss, float("inf"))
+    return loss, of_bias + more_of_bias, of_scale + more_of_scale
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def sigmoid_coefficients(
-    x, y, g, losses, totals, cautions, scale, bias, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
-    BOLD: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
+    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias, ids_x, ids_y,
+    m, n, diagonal, tiles, blocks, run, part_rows,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """With l = -t·z: g = -t·σ(l)·2^GAIN, and the program's Σ softplus(l) and Σ -t·σ(l) onto its losses and totals.
+    """g_ij = 2^GAIN · C_ij, and onto the program's sums Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j.
 
-    Two launches share the work. In the BOLD one, a program whose logits are too large leaves a caution instead of sums;
-    the other is of the programs with cautions, which are not bold again in later chunks. No two programs share a sum,
-    so the result does not depend on their order.
+    Two launches share the work. In the FAST one, a program whose logits are too large marks itself as overflowed and
+    adds nothing. The other launch does all the work of the overflowed programs, which the fast launches of later chunks
+    skip. No two programs share a sum, so the result does not depend on their order.
     """
     s = tl.load(scale) * LOG2E
     b = tl.load(bias) * LOG2E
-    at = tl.program_id(0)
-    block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
+    program = tl.program_id(0)
+    block, first = _place(program, tiles, blocks, run, GROUP)
     column = block * BN
-    end = tl.where((tl.load(cautions + at) == 0) == BOLD, tl.minimum(first + run, tiles), first)
+    end = tl.minimum(first + run, tiles)
+    fitting = tl.load(overflowed + program) == 0
+    start, ordinary, count = first, end - first, tl.where(fitting & (column + BN <= n), end - first, 0)
+    if not FAST:
+        start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, fitting == 0, BM, BN)
     loss = tl.zeros((BM // 16, 8, 4), tl.float32)
-    total = tl.zeros((BM // 16, 8, 4), tl.float32)
-    for t in tl.range(first, end, flatten=True):
-        row = t * BM
-        acc = _product(x, y, row, column, K, BM, BN, BK)
-        bold = _inside(row, column, m, n, diagonal, BM, BN) if BOLD else False
-        if bold:
-            more_loss, more_total = _store_sigmoid(
+    of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
+    of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
+    for i in tl.range(0, count, flatten=True):
+        row = tl.where(i < ordinary, start + i, tiles - 1) * BM
+        acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
+        more_loss = tl.zeros((BM // 16, 8, 4), tl.float32)
+        more_of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
+        more_of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
+        if not FAST or _inside(row, column, m, n, diagonal, BM, BN):
+            more_loss, more_of_bias, more_of_scale = _sigmoid_tile(
                 acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-                True, PARTS, GAIN, IDS, BM, BN, STRIP,
-            )  # fmt: skip
-        else:
-            more_loss, more_total = _store_sigmoid(
-                acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-                False, PARTS, GAIN, IDS, BM, BN, STRIP,
+                FAST, PARTS, GAIN, IDS, BM, BN, STRIP,
             )  # fmt: skip
         loss += more_loss
-        total += more_total
-    sum_loss = tl.sum(tl.sum(tl.sum(loss, 2), 1), 0)
-    sum_total = tl.sum(tl.sum(tl.sum(total, 2), 1), 0) * 2.0**-GAIN
-    if BOLD & ~(sum_loss < float("inf")):  # or NaN
-        tl.store(cautions + at, 1.0)
+        of_bias += more_of_bias
+        of_scale += more_of_scale
+    whole_loss = _whole_sum(loss)
+    if FAST & ~(whole_loss < float("inf")):  # or NaN
+        tl.store(overflowed + program, 1.0)
     else:
-        tl.store(losses + at, tl.load(losses + at) + sum_loss)
-        tl.store(totals + at, tl.load(totals + at) + sum_total)
+        tl.store(loss_sums + program, tl.load(loss_sums + program) + whole_loss)
+        tl.store(bias_sums + program, tl.load(bias_sums + program) + _whole_sum(of_bias) * 2.0**-GAIN)
+        tl.store(scale_sums + program, tl.load(scale_sums + program) + _whole_sum(of_scale) * 2.0**-GAIN)

@@ -16,7 +16,7 @@ from . import cuda_graphs
 from .inputs import Inputs
 from .strategies import Shard, Strategy, select_strategy
 
-SMALL_BATCH = 8192  # pairs; up to this size a recording as a CUDA graph is worth its memory on an H200
+RECORDED_WORK = 160e9  # b²·D, multiplications of a product: up to here launches hold an H100 up, which takes 2 ms
 
 
 def contrastive_loss(
@@ -40,9 +40,10 @@ def contrastive_loss(
     processes and so give every parameter the gradient of one process that holds the whole batch. The embeddings have to
     come from the forward of the wrapped model, not from its module.
 
-    A single process on a GPU replays the kernels of up to 8,192 pairs as a CUDA graph, from the third call with the
-    same shapes on, because launching them takes longer than running them. The two latest graphs keep their memory
-    (170 MiB for 8,192 pairs of 512 dimensions); without enough memory for that, no graph is recorded.
+    A single process on a GPU replays the kernels of small batches (b²·D up to 1.6e11: 17,677 pairs of 512 dimensions)
+    as a CUDA graph, from the third call with the same shapes on, because launching them takes longer than running them.
+    The two latest graphs keep their memory (in bf16 192 MiB for 8,192 pairs of 512 dimensions, 352 MiB for 16,384);
+    without enough memory for that, no graph is recorded.
 
     Args:
         image_embeds: [b, D] fp32, bf16 or fp16, with the torch backend also fp64; b is equal on all processes. CLIP and
@@ -160,7 +161,7 @@ def _launches_dominate(strategy: Strategy, x: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and len(x) <= SMALL_BATCH
+        and len(x) ** 2 * x.shape[1] <= RECORDED_WORK
         and strategy.processes.world_size == 1
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
@@ -178,28 +179,21 @@ def _evaluate(
 ) -> tuple[Tensor | None, ...]:
     """The loss; the products C·Y and Cᵀ·X, [b, D]; and three factors [3]. Without wanted gradients the loss alone.
 
-    With G the derivative of the loss by the logits, which is C up to a constant, dX = s·G·Y and dY = s·Gᵀ·X. Because z
-    is bilinear the scale needs no pass of its own: Σ_ij G_ij x_i·y_j = Σ_i x_i·(G·Y)_i. The factors are s and the
-    constant, by which the products have to be multiplied, and this process's part of the gradients of scale and bias.
+    With G the derivative of the loss by the logits, which is C up to a constant, dX = s·G·Y and dY = s·Gᵀ·X. The
+    factors are s and the constant, by which the products have to be multiplied, and this process's part of the
+    gradients of scale and bias.
     """
     want_x, want_y, want_scale, _ = wanted
-    # The gradient of the scale needs the products of either side.
-    need_x, need_y = want_x or (want_scale and not want_y), want_y
     shard = Shard(x, y, scale, bias, ids)
     if objective == "softmax":
-        terms, terms_per_pair = strategy.softmax(shard, need_x, need_y), 2
+        terms, terms_per_pair = strategy.softmax(shard, want_x, want_y, want_scale), 2
     else:
-        terms, terms_per_pair = strategy.sigmoid(shard, need_x, need_y), 1
+        terms, terms_per_pair = strategy.sigmoid(shard, want_x, want_y), 1
     count = len(x) * strategy.processes.world_size * terms_per_pair
     loss = strategy.processes.sum(terms.loss) / count
     if not any(wanted):
         return loss, None, None, None
-    grad_scale = torch.zeros_like(scale)
-    if want_scale:
-        rows, products = (x, terms.grad_x) if need_x else (y, terms.grad_y)
-        assert products is not None
-        grad_scale = (rows * products).sum()
-    return loss, terms.grad_x, terms.grad_y, torch.stack((scale, grad_scale, terms.coefficients)) / count
+    return loss, terms.grad_x, terms.grad_y, torch.stack((scale, terms.grad_scale, terms.grad_bias)) / count
 
 
 def _scaled(products: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

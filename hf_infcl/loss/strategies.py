@@ -48,13 +48,13 @@ class Terms(NamedTuple):
     """The terms of the loss that this process computes, and the gradients that belong to its pairs, in fp32 or fp64.
 
     The loss is the sum of the terms of all processes divided by a constant: 2B for the softmax loss, B for the sigmoid
-    loss. The coefficient C_ij is the derivative of the sum of all terms by the logit z_ij.
+    loss. The coefficient C_ij is the derivative of the sum of all terms by the logit z_ij. Over all processes, the
+    parts of a scalar's gradient add up to the derivative of that sum.
     """
 
     loss: Tensor  # scalar, the sum of this process's terms
-    coefficients: (
-        Tensor  # scalar, this process's part of the sum of C; of all processes that is dL/dbias, up to a factor
-    )
+    grad_scale: Tensor  # scalar, this process's part of Σ C_ij x_i·y_j
+    grad_bias: Tensor  # scalar, this process's part of Σ C_ij
     grad_x: Tensor | None  # [b, D], C·Y for this process's images; None if not wanted
     grad_y: Tensor | None  # [b, D], Cᵀ·X for this process's texts; None if not wanted
 
@@ -84,19 +84,20 @@ class Strategy(ABC):
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
 
-    def softmax(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
+    def softmax(self, shard: Shard, want_x: bool, want_y: bool, want_scale: bool) -> Terms:
         """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
         positive = kernels.positive_logits(shard.x, shard.y, shard.scale, backend=self.backend)
         odds = torch.stack(self.softmax_log_odds(shard, positive))  # [2, b]
         # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
         # at the default of 20 that would cost fp64 six of its digits.
         cross_entropies = F.softplus(odds, threshold=40)
-        loss, coefficients = cross_entropies.sum(), torch.zeros_like(shard.scale)
-        if not (want_x or want_y):
-            return Terms(loss, coefficients, None, None)
+        loss, zero = cross_entropies.sum(), torch.zeros_like(shard.scale)
+        if not (want_x or want_y or want_scale):
+            return Terms(loss, zero, zero, None, None)
         lse_x, lse_y = positive + cross_entropies
         statistics = SoftmaxStatistics(lse_x, lse_y, *-torch.sigmoid(odds))
-        return Terms(loss, coefficients, *self.softmax_gradients(shard, statistics, want_x, want_y))
+        grad_scale, grad_x, grad_y = self.softmax_gradients(shard, statistics, want_x, want_y)
+        return Terms(loss, grad_scale, zero, grad_x, grad_y)
 
     @abstractmethod
     def softmax_log_odds(self, shard: Shard, positive: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,8 +110,8 @@ class Strategy(ABC):
     @abstractmethod
     def softmax_gradients(
         self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """``grad_x`` and ``grad_y`` of the `Terms`."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """``grad_scale``, ``grad_x`` and ``grad_y`` of the `Terms`."""
 
     @abstractmethod
     def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
@@ -160,14 +161,15 @@ class BlockwiseStrategy(Strategy):
 
     def softmax_gradients(
         self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         lse_x, lse_y, positive_x, positive_y = statistics
         positive_coefficient = positive_x + positive_y
+        grad_scale = torch.zeros_like(shard.scale)
         grad_x = _accumulator(shard.x, lse_x.dtype) if want_x else None
         grad_y = self.reduction(torch.add)
         for diagonal, (texts, text_lse, text_ids) in self.blocks(shard.y, lse_y, shard.ids):
             part = _accumulator(texts, lse_y.dtype) if want_y else None
-            kernels.softmax_gradients(
+            grad_scale += kernels.softmax_gradients(
                 *(shard.x, texts, shard.scale, lse_x, text_lse, positive_coefficient, shard.ids, text_ids, diagonal),
                 grad_x=grad_x,
                 grad_y=part,
@@ -175,24 +177,25 @@ class BlockwiseStrategy(Strategy):
             )
             if part is not None:
                 grad_y.add(part)
-        return grad_x, grad_y.result() if want_y else None
+        return grad_scale, grad_x, grad_y.result() if want_y else None
 
     def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
-        loss, coefficients = torch.zeros_like(shard.scale), torch.zeros_like(shard.scale)
+        scalars = torch.zeros_like(shard.scale).expand(3)  # loss, grad_bias, grad_scale
         grad_x = _accumulator(shard.x, shard.scale.dtype) if want_x else None
         grad_y = self.reduction(torch.add)
         for diagonal, (texts, text_ids) in self.blocks(shard.y, shard.ids):
             part = _accumulator(texts, shard.scale.dtype) if want_y else None
-            block_loss, block_coefficients = kernels.sigmoid_block(
+            block_scalars = kernels.sigmoid_block(
                 *(shard.x, texts, shard.scale, shard.bias, shard.ids, text_ids, diagonal),
                 grad_x=grad_x,
                 grad_y=part,
                 backend=self.backend,
             )
-            loss, coefficients = loss + block_loss, coefficients + block_coefficients
+            scalars = scalars + torch.stack(block_scalars)
             if part is not None:
                 grad_y.add(part)
-        return Terms(loss, coefficients, grad_x, grad_y.result() if want_y else None)
+        loss, grad_bias, grad_scale = scalars.unbind()
+        return Terms(loss, grad_scale, grad_bias, grad_x, grad_y.result() if want_y else None)
 
 
 class RingStrategy(BlockwiseStrategy):
@@ -264,29 +267,32 @@ class LocalStrategy(DiscoStrategy):
 
     def softmax_gradients(
         self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         def of_cross_entropies(
             rows: Tensor, columns: Tensor, lse: Tensor, positive: Tensor, want_rows: bool, want_columns: bool
-        ) -> tuple[Tensor | None, Tensor | None]:
-            """What the cross entropies of the rows give to the gradients of the rows and of the columns."""
+        ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            """What the cross entropies of the rows give to the gradients of the scale, the rows and the columns."""
             all_columns, column_ids = self.gather(columns, shard.ids)
             # An infinite log-sum-exp leaves the columns' cross entropies out of the coefficients.
             no_columns = lse.new_full((len(all_columns),), torch.inf)
             grad_rows = _accumulator(rows, lse.dtype) if want_rows else None
             grad_columns = _accumulator(all_columns, lse.dtype) if want_columns else None
-            kernels.softmax_gradients(
+            grad_scale = kernels.softmax_gradients(
                 *(rows, all_columns, shard.scale, lse, no_columns, positive, shard.ids, column_ids),
                 self.diagonal(shard),
                 grad_x=grad_rows,
                 grad_y=grad_columns,
                 backend=self.backend,
             )
-            return grad_rows, None if grad_columns is None else self.processes.scatter_sum(grad_columns)
+            return grad_scale, grad_rows, None if grad_columns is None else self.processes.scatter_sum(grad_columns)
 
         lse_x, lse_y, positive_x, positive_y = statistics
-        x_of_images, y_of_images = of_cross_entropies(shard.x, shard.y, lse_x, positive_x, want_x, want_y)
-        y_of_texts, x_of_texts = of_cross_entropies(shard.y, shard.x, lse_y, positive_y, want_y, want_x)
+        scale_of_images, x_of_images, y_of_images = of_cross_entropies(
+            shard.x, shard.y, lse_x, positive_x, want_x, want_y
+        )
+        scale_of_texts, y_of_texts, x_of_texts = of_cross_entropies(shard.y, shard.x, lse_y, positive_y, want_y, want_x)
         return (
+            scale_of_images + scale_of_texts,
             x_of_images + x_of_texts if x_of_images is not None and x_of_texts is not None else None,
             y_of_images + y_of_texts if y_of_images is not None and y_of_texts is not None else None,
         )
@@ -309,38 +315,43 @@ class GatherStrategy(Strategy):
 
     def softmax_gradients(
         self, shard: Shard, statistics: SoftmaxStatistics, want_x: bool, want_y: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         lse_x, lse_y, positive_x, positive_y = statistics
         positive_coefficient = positive_x + positive_y
 
-        def of_rows(rows: Tensor, row_lse: Tensor, columns: Tensor, column_lse: Tensor) -> Tensor:
+        def of_rows(
+            rows: Tensor, row_lse: Tensor, columns: Tensor, column_lse: Tensor, want: bool
+        ) -> tuple[Tensor, Tensor | None]:
+            """The part of the scale's gradient that comes from these rows, and the gradient of the rows."""
             all_columns, all_lse, column_ids = self.gather(columns, column_lse, shard.ids)
-            grad = _accumulator(rows, row_lse.dtype)
-            kernels.softmax_gradients(
+            grad = _accumulator(rows, row_lse.dtype) if want else None
+            grad_scale = kernels.softmax_gradients(
                 *(rows, all_columns, shard.scale, row_lse, all_lse, positive_coefficient, shard.ids, column_ids),
                 self.diagonal(shard),
                 grad_x=grad,
                 grad_y=None,
                 backend=self.backend,
             )
-            return grad
+            return grad_scale, grad
 
-        return (
-            of_rows(shard.x, lse_x, shard.y, lse_y) if want_x else None,
-            of_rows(shard.y, lse_y, shard.x, lse_x) if want_y else None,
-        )
+        grad_x = grad_y = None
+        if want_y:  # the images' and the texts' part of the scale's gradient both add up to the whole
+            grad_scale, grad_y = of_rows(shard.y, lse_y, shard.x, lse_x, want=True)
+        if want_x or not want_y:
+            grad_scale, grad_x = of_rows(shard.x, lse_x, shard.y, lse_y, want_x)
+        return grad_scale, grad_x, grad_y
 
     def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
         def of_rows(rows: Tensor, columns: Tensor, want: bool) -> Terms:
             all_columns, column_ids = self.gather(columns, shard.ids)
             grad = _accumulator(rows, shard.scale.dtype) if want else None
-            loss, coefficients = kernels.sigmoid_block(
+            loss, grad_bias, grad_scale = kernels.sigmoid_block(
                 *(rows, all_columns, shard.scale, shard.bias, shard.ids, column_ids, self.diagonal(shard)),
                 grad_x=grad,
                 grad_y=None,
                 backend=self.backend,
             )
-            return Terms(loss, coefficients, grad, None)
+            return Terms(loss, grad_scale, grad_bias, grad, None)
 
         terms = of_rows(shard.x, shard.y, want_x)
         return terms._replace(grad_y=of_rows(shard.y, shard.x, want=True).grad_x) if want_y else terms

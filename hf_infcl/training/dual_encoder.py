@@ -1,4 +1,4 @@
-"""Everything that depends on a model class: embeddings, the temperature, the objective, what is frozen."""
+"""What depends on the class of a model: its embeddings, temperature, objective and towers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SOFTMAX_MODELS = (
 )
 SIGMOID_MODELS = ("siglip", "siglip2")
 
-# What `freeze` stops, first the tower itself; not every model has all of the others.
+# The modules that `freeze` freezes: the tower itself, and its projection if the model has one.
 TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
 
-# Parameters that belong to other uses of a tower: a pooler beside the first position, attention to images, and what
-# stands for masked patches in DINOv2's pretraining.
+# Parameters on which no embedding depends: a pooler whose output is not used, attention from text to images, and the
+# mask token of DINOv2's pretraining.
 _UNUSED = {"align": "text_model.pooler.", "blip": ".crossattention.", "vision-text-dual-encoder": ".mask_token"}
 
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
@@ -107,7 +107,9 @@ class DualEncoder:
     def clamp_logit_scale(self, maximum: float, copy: Tensor | None = None) -> None:
         """Keeps the multiplier within [1, maximum]: CLIP's rule (arXiv 2103.00020, section 2.5).
 
-        ``copy``: a copy of the temperature's parameter to be changed instead, such as an optimizer's own.
+        Args:
+            maximum: the largest multiplier.
+            copy: a copy of the temperature's parameter that is changed instead, such as an optimizer's own.
         """
         if not self.temperature_parameters[0].requires_grad:
             return
@@ -119,9 +121,9 @@ class DualEncoder:
 
     @torch.no_grad()
     def initialise_sigmoid(self) -> bool:
-        """Sets SigLIP's starting point, scale 10 and bias -10 (arXiv 2303.15343, section 3.3), where both are still 0.
+        """Sets SigLIP's start, logit_scale 10 and logit_bias -10 (arXiv 2303.15343, section 3.3), if both are still 0.
 
-        A SigLIP built from a config has zeros there. Returns whether it changed anything.
+        A SigLIP that was built from a config has zeros there. Returns whether anything was changed.
         """
         if self.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
             return False
@@ -141,10 +143,13 @@ class DualEncoder:
     ) -> tuple[Tensor, Tensor]:
         """L2-normalised image and text embeddings, [images, D] and [texts, D], through the whole model's forward.
 
-        ``forward`` is the model as wrapped for training: what goes around it misses autocast and DDP's gradient
-        synchronisation. ``frozen_outputs`` remembers what the frozen towers say about this batch: empty at its first
-        pass, it spares them the second. ``image_features`` [images, H] in the batch are the pooled output of the
-        frozen image tower, which then does not run at all.
+        Args:
+            forward: the model as it is wrapped for training. Calls that bypass the wrapper have neither autocast nor
+                DDP's synchronisation of gradients.
+            batch: the inputs of one micro-batch; other entries are ignored. ``image_features`` [images, H] are the
+                pooled output of the frozen image tower, which then does not run at all.
+            frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. Empty in its first pass;
+                in its second pass the frozen towers do not run.
         """
         if (features := batch.get("image_features")) is not None:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
@@ -162,25 +167,25 @@ class DualEncoder:
         return tower(**_select(batch, IMAGE_INPUTS), return_dict=True).pooler_output
 
     def freeze(self, tower: str) -> None:
-        """Stops the training of one tower and its projection, ``"image"`` or ``"text"`` (LiT, arXiv 2111.07991)."""
+        """Freezes one tower, ``"image"`` or ``"text"``, and its projection (LiT, arXiv 2111.07991)."""
         for name in TOWERS[tower]:
             if (module := getattr(self.model, name, None)) is not None:
                 module.requires_grad_(False)
 
     def freeze_unused(self) -> None:
-        """Stops the training of parameters that the embeddings do not depend on, for whose gradient DDP would wait."""
+        """Freezes the parameters on which no embedding depends: DDP would wait for their gradients."""
         part = _UNUSED.get(self.model.config.model_type)
         for name, parameter in self.model.named_parameters():
             if part is not None and part in name:
                 parameter.requires_grad_(False)
 
     def frozen_towers(self) -> dict[str, nn.Module]:
-        """The towers that do not train, by name, apart from their projections."""
+        """The frozen towers by name, whether their projections train or not."""
         towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
         return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
 
     def frozen_parts(self) -> list[nn.Module]:
-        """The towers and the projections that do not train."""
+        """The frozen towers and the frozen projections."""
         parts = (getattr(self.model, name, None) for names in TOWERS.values() for name in names)
         return [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
 
@@ -197,7 +202,7 @@ class DualEncoder:
         return F.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
     def batch_norms(self) -> list[str]:
-        """Names of the layers that normalise over the micro-batch in training, which no window can make exact."""
+        """Names of the batch norms that train: their outputs depend on the micro-batch, which no window can mend."""
         constant = {module for part in self.frozen_parts() for module in part.modules()}
         return [
             name
@@ -208,7 +213,7 @@ class DualEncoder:
 
 @contextlib.contextmanager
 def _remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator[None]:
-    """The tower notes its output, or returns the one noted before without computing anything."""
+    """Within the context the tower stores its output in ``outputs``, or returns the stored one without computing."""
     forward, overridden = tower.forward, "forward" in vars(tower)
 
     def first(*args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,19 @@
-"""`InfCLTrainer`: one optimizer step is one contrastive batch. What it evaluates stands in `evaluating.py`."""
+"""`InfCLTrainer`: one optimizer step is one contrastive batch.
+
+Its evaluation stands in `evaluating.py`, its saving and resuming in `checkpointing.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,11 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
-    SaveStrategy,
-    TrainOutput,
     has_length,
 )
 from transformers.utils import logging
@@ -38,14 +34,14 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..loss import contrastive_loss
 from ..processes import Processes, announce_failure
 from .arguments import InfCLTrainingArguments
-from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
+from .checkpointing import CheckpointingTrainer
+from .checkpoints import Run, RunRecord
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .dual_encoder import DualEncoder
 from .evaluating import EvaluatingTrainer
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .grad_cache import CachedWindow, Features, GraphBudget
 from .offload import Fetcher
-from .preemption import Preempted, Preemption
 from .stream_loader import StreamLoader
 from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
 from .wrappers import check_wrapper, prepare_for_wrapper, stock_shapes, wrapper_of
@@ -53,16 +49,16 @@ from .wrappers import check_wrapper, prepare_for_wrapper, stock_shapes, wrapper_
 logger = logging.get_logger(__name__)
 
 
-class InfCLTrainer(EvaluatingTrainer):
+class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
     """A `transformers.Trainer` whose every optimizer step minimises the loss of one global contrastive batch.
 
-    The batch is ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. Every parameter's
-    gradient, logit_scale's and logit_bias's too, equals that of one process holding the whole batch, whatever the
-    split. See `hf_infcl.contrastive_loss` for the loss and `hf_infcl.grad_cache` for how a window of micro-batches
-    needs the activations of one.
+    The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
+    the gradient of every parameter, logit_scale and logit_bias included, equals that of one process that holds the
+    whole batch. See `hf_infcl.contrastive_loss` for the loss, and `hf_infcl.training.grad_cache` for how a window of
+    micro-batches needs the activations of one.
 
     Args:
-        model: a dual encoder of transformers (see `hf_infcl.dual_encoder`). What is frozen stays frozen.
+        model: a dual encoder of transformers (see `hf_infcl.training.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
             An IterableDataset needs ``max_steps``, an `ImageTextStream` that or ``samples_per_epoch``.
@@ -77,10 +73,11 @@ class InfCLTrainer(EvaluatingTrainer):
             `ZeroShotDataset` predictions are ``image_embeds`` and label_ids the labels [N].
 
     Raises:
-        ValueError: the model is no dual encoder; several GPUs without a launcher, or several processes that ``args``
-            know nothing of; FSDP1, or DeepSpeed but for ZeRO stages 1 and 2; FSDP where only the temperature trains;
-            ``args`` of another class; ``compute_loss_func``, or a subclass with a ``compute_loss``; an
-            `ImageTextDataset` without a processor or collator; the sigmoid objective for a model without logit_bias.
+        ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` are of another class;
+            several GPUs are visible without a launcher, or ``args`` do not know of the other processes; FSDP1, or a
+            stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
+            sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass has a
+            ``compute_loss``; a data set of images has neither a processor nor a collator.
     """
 
     args: InfCLTrainingArguments
@@ -132,10 +129,6 @@ class InfCLTrainer(EvaluatingTrainer):
         self._stream_loader: StreamLoader | None = None  # of an ImageTextStream
         self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
         self._worker_seeds = torch.Generator()
-        self._resumed: RunRecord | None = None  # what the checkpoint says from which this training goes on
-        self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
-        self._saved_step = -1
-        self._preemption = Preemption()
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # or else `call_model_init` has prepared it
             self._prepare_model(self.model)
@@ -339,56 +332,13 @@ class InfCLTrainer(EvaluatingTrainer):
             epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
         return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
-    ) -> TrainOutput:
-        """As Trainer's, with checkpoints that are complete or do not count (see `hf_infcl.training.checkpoints`).
-
-        Of a run that is complete already nothing is trained, saved or evaluated. At SIGTERM or SIGUSR1 to any process
-        all of them end the step and save a checkpoint.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
-                ``"auto"`` for that as well, or to start anew where there is none.
-            trial: as Trainer's.
-            ignore_keys_for_eval: as Trainer's.
-
-        Raises:
-            ValueError: besides Trainer's reasons, the checkpoint is damaged, or is of a run with another global batch
-                size, objective, model or training set, and ``resume_with_changes`` is off; another run is training in
-                ``output_dir``, or nothing can be written to it.
-            Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
-        """
-        self._trial = trial
-        with locked(str(self.args.output_dir)), Preemption() as self._preemption:
-            checkpoint = choose(str(self.args.output_dir), resume_from_checkpoint)
-            self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
-            if checkpoint is not None:
-                self._check_same_run(checkpoint)
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
-
     def _check_same_run(self, checkpoint: str) -> None:
         if isinstance(self.train_dataset, ImageTextStream) and not (self._resumed and self._resumed.stream):
             raise ValueError(
                 f"{checkpoint} holds no place in a stream, because it was not written by a training on one. Start a "
                 "new run from its model."
             )
-        if self._resumed is None:
-            logger.warning(
-                f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are those "
-                "of this run."
-            )
-            return
-        if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
-            raise ValueError(
-                f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
-                "resume_with_changes=True to go on all the same."
-            )
-        if self._resumed.processes != self.args.world_size:
-            logger.warning(
-                f"{checkpoint} was written by {self._resumed.processes} processes, and this run has "
-                f"{self.args.world_size}. The global batches are the same, but dropout draws anew."
-            )
+        super()._check_same_run(checkpoint)
 
     def _run(self) -> Run:
         data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
@@ -401,11 +351,6 @@ class InfCLTrainer(EvaluatingTrainer):
             model=f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters",
             data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
         )
-
-    @property
-    def steps_trained(self) -> int:
-        """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
-        return self.state.global_step - self._initial_global_step
 
     def _init_training_state(
         self,
@@ -489,19 +434,6 @@ class InfCLTrainer(EvaluatingTrainer):
             self._stream_loader.consume()
         return window, None
 
-    def _end_early(self, number: int) -> NoReturn:
-        """Saves what is trained, between two steps, on all processes alike."""
-        step = self.state.global_step
-        if self.steps_trained and self._saved_step != step:
-            self._save_checkpoint(self.model_wrapped, self._trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        saved = f"checkpoint-{step} is saved" if self._saved_step == step else "No checkpoint of it could be saved"
-        logger.warning(
-            f"{signal.Signals(number).name} has ended the training after step {step}. {saved}. "
-            'Resume with resume_from_checkpoint="auto".'
-        )
-        raise Preempted(128 + number)
-
     def _stream_too_short(self, seen: list[int]) -> ValueError:
         wanted = self.args.global_batch_size // self.args.world_size
         return ValueError(
@@ -518,11 +450,11 @@ class InfCLTrainer(EvaluatingTrainer):
         ``inputs`` only says that the next one is due: the data is the window's.
 
         Returns:
-            The global loss on the window's last micro-batch and 0 before: Trainer adds up what it gets over a window.
+            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values.
         """
         model.train()
         for frozen in self.dual_encoder.frozen_parts():
-            frozen.eval()  # what does not train has no use for dropout, and then need not run twice
+            frozen.eval()  # without dropout a frozen tower gives the same output in both passes, and runs in one
         if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             prepare()
         index = self._next_micro_batch
@@ -678,13 +610,8 @@ class InfCLTrainer(EvaluatingTrainer):
             return None
         return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As Trainer's, but complete or not at all.
-
-        What keeps a process from writing, such as a full disk, is logged on all of them, and the training goes on to
-        the next save. Under FSDP and DeepSpeed it ends the training, since there the writing is collective.
-        """
-        record = RunRecord(
+    def _record(self) -> RunRecord:
+        return RunRecord(
             self._run(),
             self._epoch,
             self._windows_of_epoch,
@@ -693,69 +620,12 @@ class InfCLTrainer(EvaluatingTrainer):
             only_model=self.args.save_only_model,
             stream=self._places_in_stream(),
         )
-        checkpoint = Checkpoint(super()._get_output_dir(trial), self.state.global_step)
-        best_before = self.state.best_model_checkpoint
-        for acts, work in (
-            (self.args.should_save, partial(checkpoint.begin, record)),
-            (True, partial(self._write_checkpoint, checkpoint, model, trial)),
-            (self.args.local_process_index == 0, checkpoint.flush),
-            (self.args.should_save, checkpoint.complete),
-        ):
-            failure = ""
-            try:
-                if acts:
-                    work()
-            except (OSError, RuntimeError, SafetensorError) as error:
-                if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-            if failures := [text for text in Processes().gather_text(failure) if text]:
-                free = shutil.disk_usage(str(self.args.output_dir)).free
-                logger.error(
-                    f"{checkpoint.folder} could not be written, and the training goes on without it "
-                    f"({free / 2**20:,.0f} MiB are free there). {' '.join(failures)}"
-                )
-                self.state.best_model_checkpoint = best_before
-                if self.args.should_save:
-                    checkpoint.abandon()
-                return
-        self._saved_step = self.state.global_step
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(checkpoint.folder))
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            keep = [checkpoint.folder, *([] if best is None else [Path(best)])]
-            rotate(checkpoint.folder.parent, self.args.save_total_limit, keep)
 
     def _places_in_stream(self) -> list[dict[str, Any]] | None:
         """Of all processes, what they have trained on of an `ImageTextStream`; collective."""
         if self._stream_loader is None:
             return None
         return [json.loads(state) for state in Processes().gather_text(json.dumps(self._stream_loader.state()))]
-
-    def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
-        best_step = self.state.best_global_step
-        # Trainer would wait for the other processes, and look for the best checkpoint beside the one in the making.
-        self.state.best_global_step = None
-        self._partial_dir = str(checkpoint.partial_dir)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self._partial_dir = None
-            self.state.best_global_step = best_step
-        if best_step and self.args.save_strategy != SaveStrategy.NO:
-            best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
-            if best == checkpoint.folder or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-            if self.args.should_save:
-                self.state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._partial_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._partial_dir is None:  # or else it is uploaded when it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:

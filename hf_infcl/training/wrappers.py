@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from .dual_encoder import DualEncoder
@@ -81,14 +81,18 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
     Outside of it they must be the class's own: CLIP's forward calls these methods, and FSDP2 would release the
     parameters of the whole model after the first of them.
     """
+    sharded = isinstance(encoder.model, FSDPModule)
+    if not sharded:
+        yield
+        return
     names = ("get_image_features", "get_text_features")
     for name in names:
-        register_fsdp_forward_method(encoder.model, name)  # does nothing to a model that is not sharded
+        register_fsdp_forward_method(encoder.model, name)
     try:
         yield
     finally:
         for name in names:
-            vars(encoder.model).pop(name, None)
+            delattr(encoder.model, name)
 
 
 # ---- While the wrapped model trains ----

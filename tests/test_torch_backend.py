@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_infcl import contrastive_loss, reference
-from hf_infcl.kernels import torch_backend as tiled
+from hf_infcl.kernels import torch_backend
 
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros")
 
@@ -49,11 +49,11 @@ def test_any_input_within_the_rounding_of_its_logits(objective, kind, b, d, scal
     ids = torch.randint(0, max(1, b // 2), (b,), generator=torch.Generator().manual_seed(seed)) if with_ids else None
     options = {"objective": objective, "pair_ids": ids}
     truth, expected = run(reference.contrastive_loss, x, y, scale, bias, torch.float64, **options)
-    size, tiled.TILE_ELEMENTS = tiled.TILE_ELEMENTS, tile
+    size, torch_backend.TILE_ELEMENTS = torch_backend.TILE_ELEMENTS, tile
     try:
         loss, gradients = run(contrastive_loss, x, y, scale, bias, torch.float32, **options)
     finally:
-        tiled.TILE_ELEMENTS = size
+        torch_backend.TILE_ELEMENTS = size
 
     # fp32 logits are off by delta, exponentials of differences of them by a factor of exp(2 delta) at the most.
     largest = x.norm(dim=1).max() * y.norm(dim=1).max()
@@ -124,7 +124,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("diagonal", [None, 0, 3, -2, 40])
 @pytest.mark.parametrize("tile", [1, 12, 1 << 20])
 def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
-    monkeypatch.setattr(tiled, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", tile)
     m, n, d, scale = 7, 11, 5, torch.tensor(4.0, dtype=torch.float64)
     g = torch.Generator().manual_seed(0)
     x, y = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (m, n))
@@ -135,22 +135,26 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
         if diagonal is not None and 0 <= i + diagonal < n:
             positive[i, i + diagonal] = True
     negatives = logits.masked_fill(positive, -math.inf)
-    odds_x, odds_y = tiled.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
+    odds_x, odds_y = torch_backend.softmax_statistics(x, y, scale, anchor_x, anchor_y, diagonal=diagonal)
     torch.testing.assert_close(odds_x, torch.logsumexp(negatives - anchor_x[:, None], 1))
     torch.testing.assert_close(odds_y, torch.logsumexp(negatives - anchor_y[None], 0))
 
     coefficients = torch.exp(logits - anchor_x[:, None]) + torch.exp(logits - anchor_y[None])
     coefficients = torch.where(positive, own[:, None], coefficients)
     grad_x, grad_y = torch.ones(m, d, dtype=torch.float64), torch.ones(n, d, dtype=torch.float64)
-    tiled.softmax_gradients(x, y, scale, anchor_x, anchor_y, own, diagonal=diagonal, grad_x=grad_x, grad_y=grad_y)
+    block = (x, y, scale, anchor_x, anchor_y, own)
+    of_scale = torch_backend.softmax_gradients(*block, diagonal=diagonal, grad_x=grad_x, grad_y=grad_y)
+    torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
     torch.testing.assert_close(grad_x, 1 + coefficients @ y)
     torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
 
     sign = torch.where(positive, -1.0, 1.0).double()
-    loss, total = tiled.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_x=None, grad_y=grad_y.zero_())
+    grad_y.zero_()
+    loss, of_bias, of_scale = torch_backend.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_y=grad_y)
     expected = sign * torch.sigmoid(sign * (logits - 2))
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
-    torch.testing.assert_close(total, expected.sum())
+    torch.testing.assert_close(of_bias, expected.sum())
+    torch.testing.assert_close(of_scale, (expected * (x @ y.t())).sum())
     torch.testing.assert_close(grad_y, expected.t() @ x)
 
 
@@ -163,5 +167,5 @@ def test_memory_grows_linearly(objective):
             contrastive_loss(x, y, 10.0, 0.0, objective=objective).backward()
         largest[b] = seen.elements
     # Nothing larger than a tile (the features are smaller here), while b² grows sixteenfold to 64 tiles.
-    assert all(elements <= tiled.TILE_ELEMENTS for elements in largest.values()), largest
-    assert 64 * tiled.TILE_ELEMENTS <= 8192**2
+    assert all(elements <= torch_backend.TILE_ELEMENTS for elements in largest.values()), largest
+    assert 64 * torch_backend.TILE_ELEMENTS <= 8192**2

@@ -1,0 +1,124 @@
+"""Features and ids as kernels on tensor cores take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import triton_kernels
+from .triton_launch import INTERPRETED, Tiling, boxes, cdiv, tiling_for
+
+# Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
+PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What all kernels take for a block of m images and n texts."""
+
+    x: Tensor  # [m, pairs · D'], contiguous rows of a multiple of 16 bytes
+    y: Tensor  # [n, pairs · D']
+    parts: int  # of each number; above 1 for fp32 features
+    ids_x: Tensor | None  # [m] int32
+    ids_y: Tensor | None  # [n] int32
+    diagonal: int
+    tiling: Tiling
+
+    @classmethod
+    def of(
+        cls, x: Tensor, y: Tensor, ids_x: Tensor | None = None, ids_y: Tensor | None = None, diagonal: int | None = None
+    ) -> Operands:
+        x, y, parts = _features(x, y)
+        return cls(
+            *(x, y, parts, *_int32_ids(ids_x, ids_y)),
+            triton_kernels.NOWHERE.value if diagonal is None else diagonal,
+            tiling_for(x.device, parts),
+        )
+
+    def part(self, rows: slice, columns: slice) -> Operands:
+        """The operands of a part of the block."""
+        return Operands(
+            *(self.x[rows], self.y[columns], self.parts),
+            None if self.ids_x is None else self.ids_x[rows],
+            None if self.ids_y is None else self.ids_y[columns],
+            self.diagonal + rows.start - columns.start,
+            self.tiling,
+        )
+
+    def features(self) -> tuple[Any, Any]:
+        """x and y to be read in boxes."""
+        tile, step = self.tiling.tile, self.tiling.step
+        return boxes(self.x, tile, step), boxes(self.y, tile, step)
+
+    def constants(self) -> dict[str, Any]:
+        """The compile-time constants of all kernels, and Triton's options."""
+        # Triton 3.6 cannot pipeline loops of one step: short features are read into the zeros beyond their end, and
+        # no loop of `triton_kernels._product` has a single step.
+        length, step = self.x.shape[1], self.tiling.step
+        steps = max(2, cdiv(length, step))
+        careful = 0
+        if self.parts > 1:
+            careful = max(2, steps - (length - length // len(PAIRS[self.parts])) // step)
+            careful += steps - careful == 1
+        return {
+            "CAREFUL": careful,
+            "K": steps * step,
+            "BK": step,
+            "num_warps": self.tiling.warps,
+            "num_stages": self.tiling.stages,
+            "enable_fp_fusion": self.parts == 1,  # see triton_kernels._exp
+        }
+
+
+def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Features as tensor cores and descriptors take them, and the number of parts of which each number is the sum.
+
+    With several parts, one product of the concatenations along D is the sum of the products of all pairs of parts.
+    """
+    if x.dtype != torch.float32:
+        return _aligned(x), _aligned(y), 1
+    # Not get_float32_matmul_precision(), which raises where this has been set by its present name.
+    parts = 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
+    order_x, order_y = zip(*PAIRS[parts], strict=True)
+    return split(x, parts, order_x), split(y, parts, order_y), parts
+
+
+def split(t: Tensor, parts: int, order: tuple[int, ...]) -> Tensor:
+    """[m, D] fp32 to [m, len(order)·D'] bfloat16 with D' a multiple of 8: parts of t, the largest first, by order."""
+    m, dimension = t.shape
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    out = torch.zeros(m, len(order), cdiv(dimension, 8) * 8, dtype=dtype, device=t.device)
+    for part in range(parts):
+        rounded = t.to(torch.bfloat16)
+        for i, wanted in enumerate(order):
+            if wanted == part:
+                out[:, i, :dimension] = rounded
+        t = t - rounded
+    return out.view(m, -1)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """``t`` itself if its rows lie as descriptors need them (16-byte aligned), or else a copy padded with zeros."""
+    if INTERPRETED and t.dtype == torch.bfloat16:
+        t = t.float()  # the interpreter cannot multiply bfloat16
+    m, dimension = t.shape
+    unit = 16 // t.element_size()
+    if t.stride(1) == 1 and t.stride(0) >= dimension and t.stride(0) % unit == 0 and t.data_ptr() % 16 == 0:
+        return t
+    out = t.new_zeros(m, cdiv(dimension, unit) * unit)
+    out[:, :dimension] = t
+    return out
+
+
+def _int32_ids(ids_x: Tensor | None, ids_y: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """int32 numbers, equal where the int64 ids are: kernels that compare 64 bits run out of registers."""
+    if ids_x is None or ids_y is None:
+        return None, None
+    ids, order = torch.cat((ids_x, ids_y)).sort()
+    ranks = torch.zeros_like(ids, dtype=torch.int32)
+    ranks[1:] = (ids[1:] != ids[:-1]).cumsum(0)
+    ids_x, ids_y = torch.empty_like(ranks).scatter_(0, order, ranks).split((len(ids_x), len(ids_y)))
+    return ids_x, ids_y

@@ -1,0 +1,179 @@
+"""The part of `InfCLTrainer` that saves and resumes: when checkpoints are written, chosen and removed.
+
+How a checkpoint becomes complete, and how a damaged one is found, stands in `checkpoints.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
+from transformers.utils import logging
+
+from ..processes import Processes
+from .arguments import InfCLTrainingArguments
+from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
+from .preemption import Preempted, Preemption
+
+logger = logging.get_logger(__name__)
+
+
+class CheckpointingTrainer(Trainer):
+    """A Trainer whose checkpoints are complete or do not count, and that saves one when it is asked to end.
+
+    Attributes:
+        _resumed: the record of the checkpoint that this training goes on from, or None.
+    """
+
+    args: InfCLTrainingArguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._resumed: RunRecord | None = None
+        self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
+        self._saved_step = -1
+        self._preemption = Preemption()
+        super().__init__(*args, **kwargs)
+
+    def _run(self) -> Run:
+        """The properties of this run that a checkpoint must share to be resumed."""
+        raise NotImplementedError
+
+    def _record(self) -> RunRecord:
+        """The record of a checkpoint that is written now; collective."""
+        raise NotImplementedError
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """As Trainer's, with checkpoints that are complete or do not count (see `hf_infcl.training.checkpoints`).
+
+        Of a run that is complete already nothing is trained, saved or evaluated. At SIGTERM or SIGUSR1 to any process
+        all of them end the step and save a checkpoint.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
+                ``"auto"`` for that as well, or to start anew where there is none.
+            trial: as Trainer's.
+            ignore_keys_for_eval: as Trainer's.
+
+        Raises:
+            ValueError: besides Trainer's reasons, the checkpoint is damaged, or is of a run with another global batch
+                size, objective, model or training set, and ``resume_with_changes`` is off; another run is training in
+                ``output_dir``, or nothing can be written to it.
+            Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
+        """
+        self._trial = trial
+        with locked(str(self.args.output_dir)), Preemption() as self._preemption:
+            checkpoint = choose(str(self.args.output_dir), resume_from_checkpoint)
+            self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
+            if checkpoint is not None:
+                self._check_same_run(checkpoint)
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def _check_same_run(self, checkpoint: str) -> None:
+        if self._resumed is None:
+            logger.warning(
+                f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are those "
+                "of this run."
+            )
+            return
+        if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
+            raise ValueError(
+                f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
+                "resume_with_changes=True to go on all the same."
+            )
+        if self._resumed.processes != self.args.world_size:
+            logger.warning(
+                f"{checkpoint} was written by {self._resumed.processes} processes, and this run has "
+                f"{self.args.world_size}. The global batches are the same, but dropout draws anew."
+            )
+
+    @property
+    def steps_trained(self) -> int:
+        """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
+        return self.state.global_step - self._initial_global_step
+
+    def _end_early(self, number: int) -> NoReturn:
+        """Saves what is trained, between two steps, on all processes alike."""
+        step = self.state.global_step
+        if self.steps_trained and self._saved_step != step:
+            self._save_checkpoint(self.model_wrapped, self._trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        saved = f"checkpoint-{step} is saved" if self._saved_step == step else "No checkpoint of it could be saved"
+        logger.warning(
+            f"{signal.Signals(number).name} has ended the training after step {step}. {saved}. "
+            'Resume with resume_from_checkpoint="auto".'
+        )
+        raise Preempted(128 + number)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As Trainer's, but complete or not at all.
+
+        What keeps a process from writing, such as a full disk, is logged on all of them, and the training goes on to
+        the next save. Under FSDP and DeepSpeed it ends the training, since there the writing is collective.
+        """
+        record = self._record()
+        checkpoint = Checkpoint(super()._get_output_dir(trial), self.state.global_step)
+        best_before = self.state.best_model_checkpoint
+        for acts, work in (
+            (self.args.should_save, partial(checkpoint.begin, record)),
+            (True, partial(self._write_checkpoint, checkpoint, model, trial)),
+            (self.args.local_process_index == 0, checkpoint.flush),
+            (self.args.should_save, checkpoint.complete),
+        ):
+            failure = ""
+            try:
+                if acts:
+                    work()
+            except (OSError, RuntimeError, SafetensorError) as error:
+                if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+                    raise
+                failure = f"{type(error).__name__}: {error}"
+            if failures := [text for text in Processes().gather_text(failure) if text]:
+                free = shutil.disk_usage(str(self.args.output_dir)).free
+                logger.error(
+                    f"{checkpoint.folder} could not be written, and the training goes on without it "
+                    f"({free / 2**20:,.0f} MiB are free there). {' '.join(failures)}"
+                )
+                self.state.best_model_checkpoint = best_before
+                if self.args.should_save:
+                    checkpoint.abandon()
+                return
+        self._saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint.folder))
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint
+            keep = [checkpoint.folder, *([] if best is None else [Path(best)])]
+            rotate(checkpoint.folder.parent, self.args.save_total_limit, keep)
+
+    def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
+        best_step = self.state.best_global_step
+        # Trainer would wait for the other processes, and look for the best checkpoint beside the one in the making.
+        self.state.best_global_step = None
+        self._partial_dir = str(checkpoint.partial_dir)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._partial_dir = None
+            self.state.best_global_step = best_step
+        if best_step and self.args.save_strategy != SaveStrategy.NO:
+            best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
+            if best == checkpoint.folder or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+            if self.args.should_save:
+                self.state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._partial_dir or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._partial_dir is None:  # or else it is uploaded when it is complete
+            super()._push_from_checkpoint(checkpoint_folder)
