@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
 from helpers.trainers import trainer_for
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.training.checkpoints import MANIFEST_NAME
 
 # Without dropout: FSDP's own forwards come without the batch's name.
 CELLS = [
@@ -116,3 +122,42 @@ def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name)
     assert loaded.logit_scale.shape == fresh.logit_scale.shape
     evaluated = fresh_ranks.run(rank_evaluate, 1, str(tmp_path / name), backend=backend)
     assert evaluated == [pytest.approx(expected, rel=1e-4)]
+
+
+# Every process writes its part of the checkpoint.
+SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+
+
+def rank_resume(rank: int, world_size: int, folder: str) -> list[str]:
+    def run(seed: int) -> InfCLTrainer:
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+        return trainer_for(folder, models.clip(0.3, seed), models.Pairs(64), use_cpu=False, **SHARDED, **options)
+
+    def weights(trainer: InfCLTrainer) -> list[torch.Tensor]:
+        return [p.full_tensor() for p in trainer.model.parameters()]
+
+    whole = run(seed=0)
+    whole.train()
+    expected = weights(whole)
+    resumed = run(seed=5)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert resumed.steps_trained == 2
+    assert all(torch.equal(now, before) for now, before in zip(weights(resumed), expected, strict=True))
+    return sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
+
+
+def rank_damaged(rank: int, world_size: int, folder: str, name: str) -> None:
+    trainer = trainer_for(folder, use_cpu=False, **SHARDED, max_steps=4)
+    with pytest.raises(ValueError, match=f"cannot be resumed from: .*{name} has changed"):
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
+
+
+def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path, backend):
+    files, _ = fresh_ranks.run(rank_resume, 2, str(tmp_path), backend=backend, always_ring=True)
+    shard = next(name for name in files if name.endswith("__1_0.distcp"))
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    path = tmp_path / "checkpoint-4" / shard
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    fresh_ranks.run(rank_damaged, 2, str(tmp_path), shard, backend=backend)

@@ -345,10 +345,11 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         rows = f", {len(data)} rows" if has_length(data) else ""
         order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
         model = self.dual_encoder.model
+        kind = type(model).__name__.removeprefix("FSDP")  # of the wrapped class
         return Run(
             global_batch_size=self.args.global_batch_size,
             objective=self.contrastive_objective,
-            model=f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters",
+            model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
             data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
         )
 
