@@ -22,7 +22,7 @@ class ImageTransform:
     """Resizes and crops uint8 images, and normalises them later, as most image processors of transformers do.
 
     The result equals that of transformers' torchvision backend to the bit, but needs no torchvision. The PIL backend of
-    transformers rounds differently when it resizes: by one grey level where an image gets smaller.
+    transformers rounds differently when it resizes: photographs differ by about one grey level.
 
     Args:
         size: height and width after resizing; or the length of the shorter side, which keeps the aspect ratio.
