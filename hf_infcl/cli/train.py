@@ -28,6 +28,7 @@ from ..publishing import (
     training_record,
 )
 from ..training.arguments import InfCLTrainingArguments
+from ..training.preemption import Preempted
 from ..training.trainer import InfCLTrainer
 from .evaluate import evaluation_datasets, load
 from .launched import leave, mistakes_in_one_line
@@ -96,7 +97,11 @@ def train(words: Sequence[str]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        trained = trainer.train(resume_from_checkpoint=resume)
+        try:
+            trained = trainer.train(resume_from_checkpoint=resume)
+        except Preempted as ended:
+            leave(trainer, int(ended.code or 0))
+            raise
     if trainer.steps_trained == 0:  # the trainer has said that the run was complete
         if trainer.is_world_process_zero():
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
