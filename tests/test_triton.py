@@ -63,6 +63,7 @@ ON_HOPPER = DEVICE == "cuda" and backend.hopper_kernels(torch.device("cuda")) is
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a Hopper GPU each test runs with the plain kernels and with Hopper's, whatever its sizes."""
     monkeypatch.setattr(backend, "HOPPER_PAYS", 0 if request.param == "hopper" else 1 << 62)
+    monkeypatch.setattr(backend, "HOPPER_SUMS_PAY", 0)
 
 
 @pytest.fixture(autouse=True)

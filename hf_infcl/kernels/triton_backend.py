@@ -37,6 +37,7 @@ CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
 HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster
+HOPPER_SUMS_PAY = 512  # dimensions from which on this holds for the sums; at 256 they take a quarter longer
 GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton in which they compile: Gluon is experimental
 
 # Row tiles of a program. Statistics keep their columns' sums for the whole run, so that a long one saves atomics;
@@ -97,7 +98,7 @@ def _add_softmax_sums(
     constants: dict[str, Any],
 ) -> None:
     m, n, tiling = len(block.x), len(block.y), block.tiling
-    hopper = _hopper_kernels_for(block)
+    hopper = _hopper_kernels_for(block) if block.x.shape[1] >= HOPPER_SUMS_PAY else None
     tiles, blocks, run = tiling.split(m, n, LONGEST_OF_STATISTICS, 1 if hopper is None else 2)
     span = {"SPAN": _power_of_two(run) * tiling.tile, "GROUP": GROUP_OF_STATISTICS}
     place = m, n, block.diagonal
