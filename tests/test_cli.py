@@ -18,6 +18,7 @@ import torch
 import transformers
 import yaml
 from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
+from helpers.shards import write_tar
 from huggingface_hub import HfApi
 from hypothesis import strategies as st
 from transformers import TrainingArguments
@@ -180,6 +181,28 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "holds an earlier run (all_results.json" in mistake(capsys, *small, *auto), "there is nothing to go on from"
 
 
+def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, demo, tmp_path):
+    rows = [json.loads(line) for line in (demo / "digits/train/metadata.jsonl").read_text().splitlines()[:60]]
+    for shard, part in enumerate((rows[:20], rows[20:40], rows[40:])):
+        images = [(demo / "digits/train" / row["file_name"]).read_bytes() for row in part]
+        members = [
+            member
+            for number, (image, row) in enumerate(zip(images, part, strict=True))
+            for member in ((f"{number}.png", image), (f"{number}.json", json.dumps(row).encode()))
+        ]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+    where = small.index("--dataset")
+    sources = [str(tmp_path / "shards/{0..1}.tar"), str(tmp_path / "shards/2.tar")]
+    words = [*small[:where], "--dataset", *sources, *small[where + 2 :]]
+    infcl(*words, "--streaming", "--dataset_weights", "3", "1", "--samples_per_epoch", "24", "--on_bad_sample", "skip")
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert (state["global_step"], state["epoch"]) == (6, 2)
+    assert [entry["stream_samples"] for entry in state["log_history"] if "loss" in entry] == [8, 16, 24, 32, 40, 48]
+    sources = json.loads((tmp_path / "out/training_record.json").read_text())["sources"]
+    assert [(source["dataset"], source["weight"]) for source in sources] == [("shards", 0.75), ("shards", 0.25)]
+    assert "48 pairs seen" in (tmp_path / "out/README.md").read_text()
+
+
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj")
     out = tmp_path / "out"
@@ -316,7 +339,7 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
     reader = parser()
     namespace, given = reader.read(words)
     model, _, data, columns, evaluation, args = reader.build(namespace)
-    assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", "d", "s", None)
+    assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", ["d"], "s", None)
     assert evaluation.templates == ["a {}", "-b: {}"]
     assert evaluation.class_names == ["no", "1", "1e5", "on"]
     assert (args.learning_rate, args.use_cpu, args.bf16, args.max_steps) == (1e-3, True, False, 9)
@@ -394,7 +417,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--modle m", None, "Did you mean --model?"),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
-        ("--model m --dataset d more", None, "unrecognized arguments: more"),
+        ("--model m more --dataset d", None, "unrecognized arguments: more"),
         ("missing.yaml", None, "missing.yaml"),
         ("c.yaml", "- a\n- list\n", "must map names of options to values"),
         ("c.yaml", "model: [unclosed\n", "c.yaml is not YAML: line 2"),
@@ -405,7 +428,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
             "no option --learnin_rate. Did you mean --learning_rate?",
         ),
         ("c.yaml", "model:\ndataset: d\n", "model must have a value"),
-        ("c.yaml", "model: m\ndataset: [a, b]\n", "dataset must be a single value, not a list"),
+        ("c.yaml", "model: [a, b]\ndataset: d\n", "model must be a single value, not a list"),
         ("c.yaml", "model: m\ndataset: d\nseed: {a: 1}\n", "seed must be a single value, not a mapping"),
         ("c.yaml", "model: m\ndataset: d\ntemplates: [a, [b]]\n", "templates must be a list of single values"),
         ("c.yaml", "hub_token: [hf_abcdefgh\n", "line 2"),
@@ -466,6 +489,9 @@ def test_version_says_what_a_bug_report_needs(capsys):
         ("train --model ./no/such/model --dataset DEMO/digits", "./no/such/model"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
+        ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
+        ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
+        ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "5000"),
     ],
 )

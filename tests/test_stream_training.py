@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -152,6 +153,26 @@ def test_resume_is_bit_identical_with_workers(tmp_path):
     rank_resumes(0, 1, str(tmp_path / "shards"), str(tmp_path), workers=2)
 
 
+class EndAt(TrainerCallback):
+    """A scheduler's request to end, after a step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_pre_emption_loses_no_window_that_was_fetched(tmp_path):
+    """The signal is agreed on when the next window is there, which is not trained."""
+    write_tars(tmp_path / "shards", [6] * 8)
+    output = str(tmp_path)
+    whole = train(tmp_path / "shards", f"{output}", 9, "whole", save_strategy="no")
+    with pytest.raises(SystemExit):
+        train(tmp_path / "shards", output, 9, "parts", callbacks=[EndAt()], save_strategy="no")
+    resumed = train(tmp_path / "shards", output, 9, "parts", f"{output}/checkpoint-4")
+    assert windows_of(tmp_path / "whole") == windows_of(tmp_path / "parts")
+    assert torch.equal(parameters(whole), parameters(resumed))
+
+
 def rank_stops(rank, world_size, folder, output):
     train(folder, output, 10, f"two-{rank}", callbacks=[StopAt(6)])
 
@@ -181,7 +202,8 @@ def serve(rank, port, folder, output):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    options = {"dataloader_num_workers": 2, "save_steps": 1}
+    # The start method of this process is the default of its workers.
+    options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork", "save_steps": 1}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
     made.accelerator.end_training()

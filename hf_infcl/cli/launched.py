@@ -61,8 +61,8 @@ def _raised_here(error: Exception) -> bool:
     return PACKAGE in Path(traceback.tb_frame.f_code.co_filename).parents
 
 
-def leave(trainer: InfCLTrainer) -> None:
-    """The processes end together, and without Python's own clean-up at the end.
+def leave(trainer: InfCLTrainer, code: int = 0) -> None:
+    """The processes end together, with this exit code and without Python's own clean-up at the end.
 
     On gloo a process sometimes aborted ("terminate called without an active exception") after all its work was done: in
     one of 47 runs that waited for each other here. The cause is presumed, not known, to be a thread that outlives the
@@ -74,4 +74,4 @@ def leave(trainer: InfCLTrainer) -> None:
         atexit._run_exitfuncs()  # trackers finish here
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)

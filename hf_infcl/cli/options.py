@@ -46,7 +46,12 @@ class LoraOptions:
 class DataOptions:
     _argument_group_name: ClassVar[str] = "Training data"
 
-    dataset: str = field(metadata={"help": "Required. Image-text pairs to train on: a Hub id or a folder."})
+    dataset: list[str] = field(
+        metadata={
+            "help": "Required. Image-text pairs to train on: a Hub id or a folder. With --streaming also shards, such "
+            "as 'shards/{00000..00127}.tar', and several of these."
+        }
+    )
     dataset_name: str | None = field(default=None, metadata={"help": "Its configuration, where it has several."})
     split: str = field(default="train", metadata={"help": "Its split."})
     on_bad_sample: str = field(
@@ -64,6 +69,29 @@ class DataOptions:
         metadata={
             "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size where both sides keep this many pixels. Faster, but "
             "it changes the pixels; by default in full size."
+        },
+    )
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read tar or parquet shards while training, instead of loading a table. No length is known."},
+    )
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "With --streaming, in which proportion the data sets are drawn; by default they are one set."
+        },
+    )
+    samples_per_epoch: int | None = field(
+        default=None, metadata={"help": "With --streaming, the pairs that count as an epoch; or pass --max_steps."}
+    )
+    shuffle_buffer: int = field(
+        default=2048, metadata={"help": "With --streaming, the samples that each DataLoader worker shuffles at a time."}
+    )
+    lanes: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --streaming, a multiple of every number of processes × workers that the run may have; by "
+            "default the number at its start."
         },
     )
     overwrite_output_dir: bool = field(

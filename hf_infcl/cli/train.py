@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib.util
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..data import ImageTextDataset, load_pairs
+from ..data import ImageTextDataset, ImageTextStream, load_pairs
 from ..publishing import (
     CURVES_FILE,
     RECORD_FILE,
@@ -27,6 +28,7 @@ from ..publishing import (
     training_record,
 )
 from ..training.arguments import InfCLTrainingArguments
+from ..training.preemption import Preempted
 from ..training.trainer import InfCLTrainer
 from .evaluate import evaluation_datasets, load
 from .launched import leave, mistakes_in_one_line
@@ -61,14 +63,7 @@ def train(words: Sequence[str]) -> None:
                 f"{args.output_dir} holds an earlier run ({names}). Go on with it by --resume_from_checkpoint auto, "
                 "choose another --output_dir, or delete it by --overwrite_output_dir."
             )
-        train_dataset = ImageTextDataset(
-            load_pairs(data.dataset, split=data.split, name=data.dataset_name),
-            seed=args.seed,
-            on_bad_sample=data.on_bad_sample,
-            augmentation=data.augmentation,
-            min_side=data.min_side,
-            **columns.of_pairs,
-        )
+        train_dataset = training_set(data, columns, args)
         eval_datasets = evaluation_datasets(columns, evaluation)
         if "zero_shot" in eval_datasets:
             check_best_metric(namespace, len(eval_datasets["zero_shot"].class_names))
@@ -85,8 +80,8 @@ def train(words: Sequence[str]) -> None:
             training_record,
             model_class=model_class,
             start=model_options.model,
-            sources=[described_source(data)],
-            pairs=len(train_dataset),
+            sources=described_sources(data),
+            pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
             objective=trainer.contrastive_objective,
             pair_id_column=columns.pair_id_column,
             adapter=lora.lora_rank is not None,
@@ -102,7 +97,11 @@ def train(words: Sequence[str]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        trained = trainer.train(resume_from_checkpoint=resume)
+        try:
+            trained = trainer.train(resume_from_checkpoint=resume)
+        except Preempted as ended:
+            leave(trainer, int(ended.code or 0))
+            raise
     if trainer.steps_trained == 0:  # the trainer has said that the run was complete
         if trainer.is_world_process_zero():
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
@@ -195,10 +194,55 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def described_source(options: DataOptions) -> Source:
-    """The training data for the card, with the licence that the Hub states for it."""
-    name, on_hub = source_name(options.dataset)
-    return Source(name, on_hub, options.split, licence_on_hub(name) if on_hub else None)
+def training_set(
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+) -> ImageTextDataset | ImageTextStream:
+    """The pairs to train on: a table, or a stream of shards."""
+    options: dict[str, Any] = {
+        "seed": args.seed,
+        "on_bad_sample": data.on_bad_sample,
+        "augmentation": data.augmentation,
+        "min_side": data.min_side,
+        **columns.of_pairs,
+    }
+    if data.streaming:
+        if args.max_steps <= 0 and data.samples_per_epoch is None:
+            raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
+        return ImageTextStream(
+            data.dataset,
+            weights=data.dataset_weights,
+            split=data.split,
+            name=data.dataset_name,
+            shuffle_buffer=data.shuffle_buffer,
+            lanes=data.lanes,
+            samples_per_epoch=data.samples_per_epoch,
+            **options,
+        )
+    unfit = {
+        "several --dataset": len(data.dataset) > 1,
+        "--dataset_weights": data.dataset_weights,
+        "--samples_per_epoch": data.samples_per_epoch,
+        "--lanes": data.lanes,
+    }
+    if given := [name for name, value in unfit.items() if value]:
+        raise ValueError(f"Only shards that are read with --streaming can have {' and '.join(given)}.")
+    return ImageTextDataset(load_pairs(data.dataset[0], split=data.split, name=data.dataset_name), **options)
+
+
+def described_sources(options: DataOptions) -> list[Source]:
+    """The training data for the card, with the licences that the Hub states for it."""
+    weights = options.dataset_weights
+    found = []
+    for number, dataset in enumerate(options.dataset):
+        if on_hub := re.match("hf://datasets/([^/@]+/[^/@]+)", dataset):
+            name, is_on_hub = on_hub[1], True
+        elif pattern := re.match(r"(.*/)?[^/]*(?:[{*?\[].*|\.tar|\.parquet)$", dataset):  # the folder of the shards
+            name, is_on_hub = Path(pattern[1] or ".").resolve().name, False
+        else:
+            name, is_on_hub = source_name(dataset)
+        share = None if weights is None else weights[number] / sum(weights)
+        found.append(Source(name, is_on_hub, options.split, licence_on_hub(name) if is_on_hub else None, share))
+    return found
 
 
 def licence_on_hub(dataset: str) -> str | None:

@@ -132,7 +132,8 @@ class ContrastiveCollator:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(
                     "Each item needs a list of captions, as ImageTextDataset gives it, but the first has "
-                    f"{items[0]['caption']!r}. Wrap the rows: ImageTextDataset(dataset)."
+                    f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). For a "
+                    "stream, map its rows to such lists, or read its shards by ImageTextStream."
                 )
             batch |= self.tokenize([caption for item in items for caption in item["caption"]])
             counts = torch.tensor([len(item["caption"]) for item in items])

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
+"""Sums and coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
 
 The algorithm and its formulas are explained there; here is how a Hopper processor is kept busy with it.
 
 Persistent, warp-specialised and ping-pong, as CUTLASS calls such kernels: one producer warp loads boxes of features by
 TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the tensor
-cores, the other makes coefficients of its product and stores them.
+cores, the other makes sums or coefficients of its product.
 
 Work: a *run* is what a program of the plain kernels does, ``run`` row tiles of one column block. A program here takes
 pairs of runs of the same column block, one for either warpgroup, the second never the longer one. The order of tiles is
@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_kernels import LIMIT, LOG2E, REACH, _exp, _inside, _log1p, _place, _thread_sums, _whole_sum
+from .triton_kernels import LIMIT, LOG2E, REACH, _column_sums, _exp, _inside, _log1p, _place, _thread_sums, _whole_sum
 
 # The first names are those of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -372,14 +372,56 @@ def _softmax(
 
 
 @gluon.jit
-def _shared(x, y, g):
-    """Shared memory: the buffer, what is on its way out, and barriers."""
+def _sums(
+    x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
+    m, n, diagonal, pairs, tiles, blocks, run,
+    SECOND: gl.constexpr, SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """A consumer, which takes the first or the second run of each pair."""
+    BM: gl.constexpr = x_buffer.shape[1]
+    BN: gl.constexpr = y_buffer.shape[1]
+    s = gl.load(scale)
+    tiles_before = 0
+    own_tiles_before = 0
+    for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
+        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
+        together = length + second_length
+        if SECOND:
+            first += run
+            length = second_length
+        column = block * BN
+        columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
+        in_y = gl.minimum(columns, n - 1)
+        middle, near = _span(positive_x, gl.load(positive_y + in_y), first * BM, run * BM, m, SPAN)
+        partials = _column_sums(gl.zeros((BM, BN), gl.float32, _layout(BN)), BM, BN, 4)
+        for t in range(length):
+            row = (first + t) * BM
+            rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
+            of_x = gl.load(positive_x + gl.minimum(rows, m - 1))
+            acc = _product(
+                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+            )
+            # The others are multiplied all the same, since their boxes are in the buffer.
+            if near & _inside(row, column, m, n, diagonal, BM, BN):
+                e = _exp(acc, s, of_x[:, None], 0)
+                gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")
+                e *= gl.exp2((of_x - middle) * LOG2E)[:, None]
+                partials += _column_sums(e, BM, BN, 4)
+        tiles_before += together
+        own_tiles_before += length
+        total = gl.convert_layout(gl.sum(gl.sum(partials, 0), 0), columns.type.layout)
+        total *= gl.exp2((middle - gl.load(positive_y + in_y)) * LOG2E)
+        gl.atomic_add(sum_y + columns, total, mask=(columns < n) & near & (length > 0), sem="relaxed")
+
+
+@gluon.jit
+def _shared(x, y):
+    """Shared memory: the buffer and the barriers."""
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
     x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     y_buffer = gl.allocate_shared_memory(y.dtype, [STAGES, BN, BK], y.layout)
-    staging = gl.allocate_shared_memory(g.dtype, [2, BM, g.block_type.shape[1]], g.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -389,7 +431,30 @@ def _shared(x, y, g):
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
-    return x_buffer, y_buffer, staging, full, empty, turns
+    return x_buffer, y_buffer, full, empty, turns
+
+
+@gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
+def softmax_sums(
+    x, y, sum_x, sum_y, positive_x, positive_y, scale, m, n, diagonal, pairs, tiles, blocks, run,
+    SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The NEAR launch of `triton_kernels.softmax_sums`."""
+    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    gl.warp_specialize(
+        [
+            (_sums, (
+                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, STEPS, GROUP,
+            )),
+            (_sums, (
+                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
+                m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, STEPS, GROUP,
+            )),
+            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+        ],
+        [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
@@ -398,7 +463,8 @@ def sigmoid_coefficients(
     GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_kernels.sigmoid_coefficients`."""
-    x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
+    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_sigmoid, (
@@ -423,7 +489,8 @@ def softmax_coefficients(
     SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_kernels.softmax_coefficients`."""
-    x_buffer, y_buffer, staging, full, empty, turns = _shared(x, y, g)
+    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_softmax, (

@@ -37,6 +37,7 @@ CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
 HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster
+HOPPER_SUMS_PAY = 512  # dimensions from which on this holds for the sums; at 256 they take a quarter longer
 GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton in which they compile: Gluon is experimental
 
 # Row tiles of a program. Statistics keep their columns' sums for the whole run, so that a long one saves atomics;
@@ -96,22 +97,30 @@ def _add_softmax_sums(
     scale: Tensor,
     constants: dict[str, Any],
 ) -> None:
-    m, n, tile, warps = len(block.x), len(block.y), block.tiling.tile, block.tiling.warps
-    tiles, blocks, run = block.tiling.split(m, n, LONGEST_OF_STATISTICS)
-    arguments = (
-        *(*features, *sums, *positives, scale, block.ids_x, block.ids_y),
-        *(m, n, block.diagonal, tiles, blocks, run),
-    )
-    # One launch for programs whose references lie near each other, one for the rest; or one for all.
-    launches = ((True, True), (False, True)) if block.parts == 1 and m * n >= NEAR_PAYS else ((False, False),)
-    for near, gated in launches:
-        launch(
-            triton_kernels.softmax_sums,
-            cdiv(tiles, run) * blocks,
-            arguments,
-            {"NEAR": near, "GATED": gated, "SPAN": _power_of_two(run) * tile, "BM": tile, "BN": tile}
-            | {"GROUP": GROUP_OF_STATISTICS, "WARPS": warps, **constants},
-        )
+    m, n, tiling = len(block.x), len(block.y), block.tiling
+    hopper = _hopper_kernels_for(block) if block.x.shape[1] >= HOPPER_SUMS_PAY else None
+    tiles, blocks, run = tiling.split(m, n, LONGEST_OF_STATISTICS, 1 if hopper is None else 2)
+    span = {"SPAN": _power_of_two(run) * tiling.tile, "GROUP": GROUP_OF_STATISTICS}
+    place = m, n, block.diagonal
+
+    def launch_plain(near: bool, gated: bool) -> None:
+        arguments = (*features, *sums, *positives, scale, block.ids_x, block.ids_y, *place, tiles, blocks, run)
+        form = {"NEAR": near, "GATED": gated, "BM": tiling.tile, "BN": tiling.tile, "WARPS": tiling.warps}
+        launch(triton_kernels.softmax_sums, cdiv(tiles, run) * blocks, arguments, {**form, **span, **constants})
+
+    if block.parts > 1 or m * n < NEAR_PAYS:
+        launch_plain(near=False, gated=False)
+        return
+    # One launch for programs whose references lie near each other, one for the rest.
+    if hopper is None:
+        launch_plain(near=True, gated=True)
+    else:
+        pairs = cdiv(tiles, 2 * run) * blocks
+        described = (hopper.described(t, tiling.tile, tiling.step) for t in (block.x, block.y))
+        arguments = (*described, *sums, *positives, scale, *place, pairs, tiles, blocks, run)
+        options = {"STEPS": cdiv(block.x.shape[1], tiling.step), "num_warps": tiling.warps, "enable_fp_fusion": True}
+        launch(hopper.softmax_sums, min(pairs, tiling.slots // 2), arguments, {**span, **options})
+    launch_plain(near=False, gated=True)
 
 
 def softmax_gradients(
@@ -267,8 +276,7 @@ def _chunks(block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, dimen
     most = WORKSPACE_BYTES // (columns * block.parts * block.x.element_size())
     rows = _even(m, max(tile, most // tile * tile), tile)
     workspace = torch.empty(block.parts, rows, columns, dtype=block.x.dtype, device=block.x.device)
-    on_hopper = block.parts == 1 and block.ids_x is None and m * n >= HOPPER_PAYS
-    hopper = hopper_kernels(block.x.device) if on_hopper else None
+    hopper = _hopper_kernels_for(block)
     for row in range(0, m, rows):
         for column in range(0, n, columns):
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
@@ -315,6 +323,13 @@ def _power_of_two(number: int) -> int:
 def _on_device(t: Tensor) -> Any:
     """Makes the tensor's device the current one, on which Triton launches; on a CPU it does nothing."""
     return torch.cuda.device_of(t)
+
+
+def _hopper_kernels_for(block: Operands) -> ModuleType | None:
+    """The module `hopper_kernels`, if it takes such blocks and is faster at their size."""
+    if block.parts > 1 or block.ids_x is not None or len(block.x) * len(block.y) < HOPPER_PAYS:
+        return None
+    return hopper_kernels(block.x.device)
 
 
 @functools.lru_cache

@@ -244,8 +244,7 @@ def softmax_sums(
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives.
 
-    With GATED, two launches share the work, one of them NEAR: each program belongs to one launch, and leaves the other
-    one at once. Both forms in one kernel would need the registers of both.
+    With GATED, two launches share the work, one of them NEAR.
     """
     s = tl.load(scale)
     block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
@@ -254,17 +253,21 @@ def softmax_sums(
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
     of_y = tl.load(positive_y + in_y)  # [BN]
+    start, ordinary, count = first, end - first, end - first
     limit = n
+    base = of_y  # what the column sums refer to until the end
     if GATED:
         middle, near = _span(positive_x, of_y, first * BM, run * BM, m, SPAN)
-        end = tl.where(near == NEAR, end, first)
-        limit = tl.where(near == NEAR, n, 0)
-    base = of_y  # what the column sums refer to until the end
-    if NEAR:
-        base = tl.zeros_like(of_y) + middle
+        if NEAR:
+            near &= column + BN <= n
+            count = tl.where(near, count, 0)
+            limit = tl.where(near, n, 0)
+            base = tl.zeros_like(of_y) + middle
+        else:
+            start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, near == 0, BM, BN)
     partials = _column_sums(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)  # [WARPS, 8, BN]
-    for t in tl.range(first, end, flatten=True):
-        row = t * BM
+    for i in tl.range(0, count, flatten=True):
+        row = tl.where(i < ordinary, start + i, tiles - 1) * BM
         acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
@@ -274,7 +277,7 @@ def softmax_sums(
             e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
         if NEAR:
             if not _inside(row, column, m, n, diagonal, BM, BN):
-                e = tl.where(_negative(rows, columns, m, n, diagonal), e, 0.0)
+                e = tl.zeros_like(e)
             row_sums = tl.sum(e, 1)
             e *= tl.exp2((of_x - middle) * LOG2E)
         else:

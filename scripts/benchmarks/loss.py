@@ -6,7 +6,8 @@ first_call_s is the very first step in seconds, with whatever is compiled in it 
 the peak beyond the inputs (empty where torch replays graphs of its own, which it does not count); errors are relative
 to float64 on the same inputs. The floor is the time that torch.matmul (cuBLAS) in bf16, timed in the same run, takes
 for the least number of B×B×D products: four for softmax, three for sigmoid. Other implementations are measured where
-they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, open_clip_torch, torch's own linear_cross_entropy.
+they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (its product of logits in bf16 or, as it
+offers, in FP8), open_clip_torch, torch's own linear_cross_entropy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
         }
         if hasattr(F, "linear_cross_entropy"):
             losses["torch linear_cross_entropy"] = peers.torch_linear_cross_entropy
+    else:
+        losses["siglip_kernel"] = peers.siglip_kernel
+        losses["siglip_kernel FP8"] = functools.partial(peers.siglip_kernel, backend="chunked_bf16_fp8")
     return losses
 
 
@@ -155,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
                 "dtype": dtype_name,
                 "dim": dim,
                 "batch_size": batch,
-                "implementation": name + " deterministic" * args.deterministic,
+                "implementation": f"{name} deterministic" if args.deterministic else name,
                 "matmul_tflops": round(rate),
             }
             torch._dynamo.reset()

@@ -72,6 +72,11 @@ def torch_linear_cross_entropy(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor
     return (loss((scale * x).to(x.dtype), y, target) + loss((scale * y).to(y.dtype), x, target)) / 2
 
 
+def siglip_kernel(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
+    """The sigmoid loss in chunks of cuBLAS products and a Triton epilogue; it takes the logarithm of the scale."""
+    return importlib.import_module("siglip_kernel").fused_siglip_loss(x, y, scale.log(), bias, backend=backend)
+
+
 def open_clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
     losses = importlib.import_module("open_clip.loss")
     if objective == "sigmoid":
