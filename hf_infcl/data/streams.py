@@ -42,14 +42,14 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     """Image-caption pairs from tar or parquet shards, without end: pass after pass, each in another order.
 
     Its items are those of `ImageTextDataset`, always with a pair id: dicts of
-        image: RGB, a uint8 array [H, W, 3].
+        image, cropped: as in `ImageTextDataset`.
         caption: list of one str, drawn anew in each pass where a sample has several.
         pair_id: int64, equal for items of the same sample, or as `pair_id_column` says.
         skipped: int, the bad samples left out before this item. Only with `on_bad_sample="skip"`.
 
-    A sample is bad if its image is missing or cannot be decoded, if it has no caption but white space or no pair id, if
-    its name leads out of its folder; and what is left of a damaged shard counts as one bad sample. Read errors are not
-    bad samples: they are tried again from the byte that was reached, and then raised.
+    A sample is bad if its image is missing or cannot be decoded, if it has no caption but white space, no pair id, or a
+    name that leads out of its folder. What follows the damage in a shard counts as one bad sample. A read that fails is
+    no bad sample: it is tried again from the byte that was reached, and then raised.
 
     `InfCLTrainer` takes a stream as its training set. An own loop takes the micro-batches of `batches`.
 

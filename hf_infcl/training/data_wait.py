@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Of the time since the training began, measured over so many windows, before a warning.
+# A warning is due if the share of the time since the training began is larger, after so many windows.
 WAIT_SHARE, WAIT_WINDOWS = 0.1, 20
 
 
 class DataWait:
-    """The seconds that a process trains and, among them, waits for data; the first window, which starts it all, apart.
+    """The seconds that a process trains, and those among them that it waits for data.
 
-    Evaluations and checkpoints are no training: the clock stands still from `stop` to `start`.
+    The first window does not count, because the workers start in it. Evaluations and checkpoints do not count either:
+    the clock stands still from `stop` to `start`.
     """
 
     def __init__(self) -> None:

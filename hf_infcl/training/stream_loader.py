@@ -16,8 +16,8 @@ from .arguments import InfCLTrainingArguments
 class StreamLoader(DataLoader[Any]):
     """The training loader of a stream. Its length is that of an epoch, but its iterator lasts for the whole training.
 
-    So workers read ahead over the ends of epochs. Trainer makes a new
-    iterator for each epoch, and skips batches when it resumes: both have no meaning here, and are passed by.
+    So the workers read ahead over the ends of epochs. Trainer begins a new iteration with each epoch and skips batches
+    when it resumes. Neither has an effect here: the next batch is always the one after those that were consumed.
 
     Args:
         stream: the training set.
