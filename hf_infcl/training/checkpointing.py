@@ -54,7 +54,7 @@ class CheckpointingTrainer(Trainer):
     ) -> TrainOutput:
         """As Trainer's, with checkpoints that are complete or do not count (see `hf_infcl.training.checkpoints`).
 
-        Of a run that is complete already nothing is trained, saved or evaluated. At SIGTERM or SIGUSR1 to any process
+        A run that is complete already trains, saves and evaluates nothing. When any process gets SIGTERM or SIGUSR1,
         all of them end the step and save a checkpoint.
 
         Args:
@@ -80,8 +80,8 @@ class CheckpointingTrainer(Trainer):
     def _check_same_run(self, checkpoint: str) -> None:
         if self._resumed is None:
             logger.warning(
-                f"{checkpoint} has no {RECORD_NAME}, so nobody checks that its global batch, model and data are those "
-                "of this run."
+                f"{checkpoint} has no {RECORD_NAME}: its global batch, model and data are not compared with those of "
+                "this run."
             )
             return
         if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:

@@ -277,7 +277,7 @@ def choose(output_dir: str, wanted: str | bool | None) -> str | None:
                 if (reason := damage(wanted)) is not None:
                     problem = f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
             else:
-                logger.warning(f"{wanted} has no {MANIFEST_NAME}, so nobody checks that it is whole.")
+                logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
         else:
             folder, passed_over = newest_complete(output_dir)
             for reason in passed_over:

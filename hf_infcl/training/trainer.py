@@ -265,7 +265,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        """As Trainer's, but of a stream full batches alone for training, and every row once for evaluation."""
+        """As Trainer's for data sets. A stream gives only full batches in training and every row once in evaluation."""
         if not isinstance(dataset, IterableDataset):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.args
@@ -606,7 +606,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         self._data_wait.start()
 
     def _skipped_samples(self) -> int | None:
-        """Of all processes since the run began; collective. None if the data does not report them."""
+        """The sum over all processes since the run began, or None if the data does not report them; collective."""
         if self._skipped is None:
             return None
         return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
