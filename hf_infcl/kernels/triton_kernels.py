@@ -69,9 +69,9 @@ def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _left_over(first, end, column, m, n, diagonal, tiles, whole, BM: tl.constexpr, BN: tl.constexpr):
-    """The tiles of a run that are not _inside, or all if ``whole``: the first ``count`` of their list, and how to list.
+    """The row tiles of a run that are not _inside, or all of them if ``whole``: (start, ordinary, count).
 
-    Tile number i of the list is start + i, but the block's last row tile from i = ``ordinary`` on.
+    There are ``count`` of them. Number i is start + i, but from i = ``ordinary`` on it is the block's last row tile.
     """
     beyond = tl.maximum(column - diagonal, 0)  # the diagonal's rows in this column block: from here to BN further on
     start = tl.minimum(tl.maximum(beyond // BM, first), end)

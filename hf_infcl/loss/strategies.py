@@ -17,8 +17,9 @@ texts. Strategies differ in memory and traffic.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -164,23 +165,24 @@ class BlockwiseStrategy(Strategy):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         lse_x, lse_y, positive_x, positive_y = statistics
         positive_coefficient = positive_x + positive_y
-        grad_scale = torch.zeros_like(shard.scale)
+        parts_of_scale = []
         grad_x = _accumulator(shard.x, lse_x.dtype) if want_x else None
         grad_y = self.reduction(torch.add)
         for diagonal, (texts, text_lse, text_ids) in self.blocks(shard.y, lse_y, shard.ids):
             part = _accumulator(texts, lse_y.dtype) if want_y else None
-            grad_scale += kernels.softmax_gradients(
+            part_of_scale = kernels.softmax_gradients(
                 *(shard.x, texts, shard.scale, lse_x, text_lse, positive_coefficient, shard.ids, text_ids, diagonal),
                 grad_x=grad_x,
                 grad_y=part,
                 backend=self.backend,
             )
+            parts_of_scale.append(part_of_scale)
             if part is not None:
                 grad_y.add(part)
-        return grad_scale, grad_x, grad_y.result() if want_y else None
+        return _total(parts_of_scale), grad_x, grad_y.result() if want_y else None
 
     def sigmoid(self, shard: Shard, want_x: bool, want_y: bool) -> Terms:
-        scalars = torch.zeros_like(shard.scale).expand(3)  # loss, grad_bias, grad_scale
+        parts = []  # of the loss, grad_bias and grad_scale
         grad_x = _accumulator(shard.x, shard.scale.dtype) if want_x else None
         grad_y = self.reduction(torch.add)
         for diagonal, (texts, text_ids) in self.blocks(shard.y, shard.ids):
@@ -191,10 +193,10 @@ class BlockwiseStrategy(Strategy):
                 grad_y=part,
                 backend=self.backend,
             )
-            scalars = scalars + torch.stack(block_scalars)
+            parts.append(block_scalars)
             if part is not None:
                 grad_y.add(part)
-        loss, grad_bias, grad_scale = scalars.unbind()
+        loss, grad_bias, grad_scale = map(_total, zip(*parts, strict=True))
         return Terms(loss, grad_scale, grad_bias, grad_x, grad_y.result() if want_y else None)
 
 
@@ -377,6 +379,11 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
     if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](processes, backend)
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of scalars, without a kernel if there is only one."""
+    return functools.reduce(torch.add, parts)
 
 
 def _accumulator(features: Tensor, dtype: torch.dtype) -> Tensor:
