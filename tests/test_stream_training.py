@@ -143,7 +143,7 @@ def rank_resumes(rank, world_size, folder, output, workers=0):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resume_is_bit_identical(ranks, tmp_path, world_size):
-    """In several passes, and with epochs; with dropout."""
+    """In several passes, and with epochs, at the end of one; with dropout."""
     write_tars(tmp_path / "shards", [6] * 8)
     ranks.run(rank_resumes, world_size, str(tmp_path / "shards"), str(tmp_path), timeout=300)
 
