@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 from helpers.numerics import features, relative_error
 
 from hf_infcl import contrastive_loss, kernels, reference
-from hf_infcl.kernels import torch_backend, triton_launch, triton_operands
+from hf_infcl.kernels import torch_backend, triton_operands, triton_tiling
 from hf_infcl.kernels import triton_backend as backend
 from hf_infcl.loss import cuda_graphs
 
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([] if triton_launch.INTERPRETED else [torch.bfloat16])
+DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([] if triton_tiling.INTERPRETED else [torch.bfloat16])
 # The error that rounded coefficients have in a product, whatever else is done; of float32, that the parts leave out.
 FLOOR = {torch.float32: 5e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 OBJECTIVES = ["softmax", "sigmoid"]
@@ -132,7 +132,7 @@ def test_without_descriptors(
     batch: int, dim: int, dtype: torch.dtype, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As GPUs before Hopper and those of AMD read and write."""
-    monkeypatch.setattr(triton_launch, "has_descriptors", lambda device: False)
+    monkeypatch.setattr(triton_tiling, "has_descriptors", lambda device: False)
     monkeypatch.setattr(backend, "HOPPER_PAYS", 1 << 62)
     check(*pairs(batch, dim, dtype), objective=objective)
     check(*pairs(batch, dim, dtype, 1), objective=objective, pair_ids=halves(batch))
@@ -174,7 +174,7 @@ def test_overflow_of_the_sums(near_pays: int, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overflow_of_sigmoids(dtype: torch.dtype, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negatives too large for the short way: alone, only several together, and by little; in some tiles only."""
-    tile = triton_launch.tiling_for(torch.device(DEVICE), 1).tile
+    tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
     if chunks:
         monkeypatch.setattr(backend, "CHUNK_COLUMNS", 2 * tile)
         monkeypatch.setattr(backend, "WORKSPACE_BYTES", 1)
@@ -252,7 +252,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_deterministic(objective: str) -> None:
-    x, y = pairs(70 if triton_launch.INTERPRETED else 3000, 16, torch.float16)
+    x, y = pairs(70 if triton_tiling.INTERPRETED else 3000, 16, torch.float16)
     first, second = (check(x, y, objective=objective) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -359,7 +359,7 @@ def test_compiled_without_a_graph_break(objective: str, name: str) -> None:
 
     x, y = pairs(40, 16)
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if triton_launch.INTERPRETED else "inductor")
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if triton_tiling.INTERPRETED else "inductor")
     for a, b in zip(run(compiled, x, y, 5.0, x.dtype), run(loss, x, y, 5.0, x.dtype), strict=True):
         assert torch.equal(a, b) or relative_error(a, b) < 1e-5
 
@@ -397,7 +397,7 @@ def test_where_triton_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = (t.cpu() for t in pairs(8, 16))
     with pytest.raises(ValueError, match="float64"):
         contrastive_loss(x.double(), y.double(), 10.0, backend="triton")
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_tiling, "INTERPRETED", False)
     kernels._obstacle_to_triton.cache_clear()
     with pytest.raises(ValueError, match="needs a CUDA or ROCm GPU, and the features are on cpu"):
         contrastive_loss(x, y, 10.0, backend="triton")

@@ -119,10 +119,10 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "its kernels compute in float32, and the features are float64"
     try:
-        from . import triton_launch
+        from . import triton_tiling
     except ImportError as error:
         return f"the package triton (3.6 or newer) cannot be imported ({error})"
-    if triton_launch.INTERPRETED:
+    if triton_tiling.INTERPRETED:
         return ""
     if device.type != "cuda":
         return f"it needs a CUDA or ROCm GPU, and the features are on {device}"

@@ -1,7 +1,7 @@
 """Blocks as Triton kernels: for NVIDIA GPUs from compute capability 8.0 and for ROCm.
 
 `triton_kernels` explains the algorithm and holds the device code. On Hopper, with releases of Triton that are known to
-compile them, `hopper_kernels` make the coefficients of large blocks of bf16 or fp16 features without ids.
+compile them, `hopper_kernels` take large blocks of bf16 or fp16 features without ids.
 
 Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
 that are not 16-byte aligned are copied, and fp32 features split (below).
@@ -29,8 +29,8 @@ import triton
 from torch import Tensor
 
 from . import triton_kernels
-from .triton_launch import INTERPRETED, boxes, cdiv, launch
 from .triton_operands import PAIRS, Operands
+from .triton_tiling import INTERPRETED, boxes, cdiv
 
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
 CHUNK_COLUMNS = 16384
@@ -56,8 +56,9 @@ def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         block = Operands.of(x, y)
         tile = block.tiling.tile
         out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        arguments = (*block.features(), scale, out, len(x))
-        launch(triton_kernels.positives, cdiv(len(x), tile), arguments, {"B": tile, **block.constants()})
+        triton_kernels.positives[(cdiv(len(x), tile),)](
+            *block.features(), scale, out, len(x), B=tile, **block.constants()
+        )
         return out
 
 
@@ -85,7 +86,7 @@ def softmax_statistics(
         odds = torch.empty_like(positives[0]), torch.empty_like(positives[1])
         programs = cdiv(m, tile) + cdiv(n, tile)
         arguments = (*features, *sums, *positives, *odds, scale, block.ids_x, block.ids_y, m, n, block.diagonal)
-        launch(triton_kernels.log_odds, programs, arguments, {"B": tile, **constants})
+        triton_kernels.log_odds[(programs,)](*arguments, B=tile, **constants)
         return odds
 
 
@@ -106,7 +107,7 @@ def _add_softmax_sums(
     def launch_plain(near: bool, gated: bool) -> None:
         arguments = (*features, *sums, *positives, scale, block.ids_x, block.ids_y, *place, tiles, blocks, run)
         form = {"NEAR": near, "GATED": gated, "BM": tiling.tile, "BN": tiling.tile, "WARPS": tiling.warps}
-        launch(triton_kernels.softmax_sums, cdiv(tiles, run) * blocks, arguments, {**form, **span, **constants})
+        triton_kernels.softmax_sums[(cdiv(tiles, run) * blocks,)](*arguments, **form, **span, **constants)
 
     if block.parts > 1 or m * n < NEAR_PAYS:
         launch_plain(near=False, gated=False)
@@ -119,7 +120,7 @@ def _add_softmax_sums(
         described = (hopper.described(t, tiling.tile, tiling.step) for t in (block.x, block.y))
         arguments = (*described, *sums, *positives, scale, *place, pairs, tiles, blocks, run)
         options = {"STEPS": cdiv(block.x.shape[1], tiling.step), "num_warps": tiling.warps, "enable_fp_fusion": True}
-        launch(hopper.softmax_sums, min(pairs, tiling.slots // 2), arguments, {**span, **options})
+        hopper.softmax_sums[(min(pairs, tiling.slots // 2),)](*arguments, **span, **options)
     launch_plain(near=False, gated=True)
 
 
@@ -229,7 +230,7 @@ class _Chunk:
             **{"PARTS": block.parts, "GAIN": self.gain, "IDS": block.ids_x is not None},
             **{"BM": tile, "BN": tile, "STRIP": strip, "GROUP": GROUP_OF_COEFFICIENTS},
         }
-        launch(kernel, self.programs, arguments, constants)
+        kernel[(self.programs,)](*arguments, **constants)
 
     def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
         """Makes the coefficients by a kernel of `hopper_kernels`: one program on each processor, which stays."""
@@ -247,7 +248,7 @@ class _Chunk:
             **{"GAIN": self.gain, "STEPS": cdiv(block.x.shape[1], tiling.step), "GROUP": GROUP_OF_COEFFICIENTS},
             **{"num_warps": tiling.warps, "enable_fp_fusion": True},
         }
-        launch(kernel, min(pairs, tiling.slots // 2), arguments, constants)
+        kernel[(min(pairs, tiling.slots // 2),)](*arguments, **constants)
 
     def add_products(self) -> None:
         """The products of the coefficients, onto the gradients."""

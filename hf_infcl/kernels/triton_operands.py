@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import triton_kernels
-from .triton_launch import INTERPRETED, Tiling, boxes, cdiv, tiling_for
+from .triton_tiling import INTERPRETED, Tiling, boxes, cdiv, tiling_for
 
 # Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
 PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}

@@ -1,4 +1,4 @@
-"""How blocks are laid out on a device and its kernels launched: tiles, boxes, launches.
+"""How blocks are laid out on a device: tiles, the programs for them, and boxes of memory.
 
 Nothing is tuned at run time: tiles are a function of the architecture. They were measured on Hopper; on others they are
 what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run.
@@ -7,7 +7,6 @@ what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,38 +76,3 @@ def has_descriptors(device: torch.device) -> bool:
 
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)  # Triton's own takes microseconds of the host, a dozen times a block
-
-
-_compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
-
-
-def launch(kernel: Any, programs: int, arguments: Sequence[Any], constants: dict[str, Any]) -> None:
-    """Launches so many programs of a kernel on the current device.
-
-    To find the kernel that it has compiled for arguments of these kinds, Triton inspects them at every launch, which
-    takes longer than the launch itself. The kinds that occur here are few, so that is done once for each of them.
-
-    Args:
-        arguments: tensors, descriptors, None, and integers for which the kernel is not specialised.
-        constants: the kernel's compile-time constants and Triton's options.
-    """
-    grid = (programs, 1, 1)
-    if INTERPRETED or isinstance(arguments[0], tuple):  # no descriptors: Triton specialises kernels for strides
-        kernel[grid](*arguments, **constants)
-        return
-    key = (kernel.fn, arguments[0].base.device, tuple(constants.items()), tuple(map(_kind, arguments)))
-    if key not in _compiled:
-        compiled = kernel[grid](*arguments, **constants)
-        _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        return
-    compiled, values = _compiled[key]
-    compiled[grid](*arguments, *values)
-
-
-def _kind(argument: Any) -> Hashable:
-    """What Triton specialises kernels for."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return int
-    return None if argument is None else (argument.base.dtype, *argument.block_shape)
