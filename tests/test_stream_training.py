@@ -119,7 +119,7 @@ def rank_resumes(rank, world_size, folder, output, workers=0):
         (3, {"dataloader_num_workers": workers}),
         (6, {"offload_inputs": True}),
         (
-            5,
+            4,
             {
                 "stream": stream_of(folder, samples_per_epoch=35),
                 "max_steps": -1,
