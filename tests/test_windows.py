@@ -114,7 +114,7 @@ def test_every_epoch_reaches_a_data_set_however_it_is_wrapped(tmp_path, wrap, re
 def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
     calls, agree = [], Processes.agree
     monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
-    trainer_for(tmp_path, data=models.Stream(20), max_steps=6).train()
+    trainer_for(tmp_path, data=models.Stream(20), max_steps=6, logging_strategy="no").train()
     # Two full windows a pass, and the one that was not in the two passes that came to it.
     assert len(calls) == 3 + 3 + 2
 
@@ -206,7 +206,7 @@ def rank_evaluate_stream(rank: int, world_size: int, folder: str, rows: int) -> 
     return [evaluate_stream(folder, stream, dispatch) for stream in streams for dispatch in (False, None)]
 
 
-@pytest.mark.parametrize("rows", [3, 10, 17])
+@pytest.mark.parametrize("rows", [3, 10])
 def test_a_stream_is_evaluated_without_padding_on_any_number_of_ranks(ranks, tmp_path, rows):
     expected = evaluate_stream(tmp_path, models.Pairs(rows), None)
     found = {1: [evaluate_stream(tmp_path, Parts(rows), None, workers=2)]}
