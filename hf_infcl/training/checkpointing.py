@@ -38,6 +38,7 @@ class CheckpointingTrainer(Trainer):
         self._resumed: RunRecord | None = None
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
+        self._first_step = 0  # of the last call of `train`; transformers 5.17 does not keep it
         self._preemption = Preemption()
         super().__init__(*args, **kwargs)
 
@@ -98,7 +99,7 @@ class CheckpointingTrainer(Trainer):
     @property
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
-        return self.state.global_step - self._initial_global_step
+        return self.state.global_step - self._first_step
 
     def _end_early(self, number: int) -> NoReturn:
         """Saves what is trained, between two steps, on all processes alike."""

@@ -365,6 +365,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         epochs, micro_batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        self._first_step = self.state.global_step
         if self.state.global_step >= max_steps:
             # Trainer looks at the number of steps only after it has trained one.
             logger.warning(
