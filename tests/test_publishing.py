@@ -84,7 +84,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
     }
     for fact in (
         "**32 pairs** = 8 per device × 4 accumulation steps × 1 process |",
-        "60 optimizer steps, 1,920 pairs seen, 1.6 passes over the data",
+        "60 optimizer steps, 1,920 pairs seen, 1.6 epochs of 38 full batches",
         "| negatives | all other pairs of the batch, those with equal captions included |",
         "0.001, cosine",
         "licence cc-by-4.0",
@@ -120,7 +120,7 @@ def test_what_weakens_a_result_is_told(tmp_path):
     assert "`a/b` (split train, 70.0% of the draws, no licence stated) and `folder`" in text
     assert "3.0 GiB on one GPU" in text
     assert "`ring` shares the batch" in text
-    assert "passes over" not in text, "the length of a stream is not known"
+    assert "epochs" not in text, "the length of a stream is not known"
     assert "not evaluated" in read(record(), tmp_path).text
 
 
@@ -234,6 +234,20 @@ def test_the_card_is_there_from_the_first_evaluation_on(tmp_path):
     assert (tmp_path / "curves.png").exists()
     trainer.create_model_card()
     assert (tmp_path / "README.md").read_text() == text, "Trainer's draft does not replace the card"
+
+
+def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):
+    metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4}
+    card = read(record(evaluations=[dataclasses.replace(RETRIEVAL, metrics=metrics)]), tmp_path)
+    assert "| image retrieval recall@1 | 0.2500 (at most 0.4000) |" in card.text
+    assert "| text retrieval recall@1 | 0.7500 |" in card.text
+    assert "belong to several images" in card.text
+    assert not [result for result in card.data.eval_results if "ceiling" in result.metric_name]
+    history = [{"step": 1, "loss": 1.0}, {"step": 1, "eval_image_retrieval_recall@1": 0.25}]
+    plot_curves(history, tmp_path / "without.png")
+    history[1]["eval_image_retrieval_recall@1_ceiling"] = 0.4
+    plot_curves(history, tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
 
 
 def test_curves_are_drawn(tmp_path):

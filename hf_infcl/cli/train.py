@@ -112,10 +112,11 @@ def train(words: Sequence[str]) -> None:
     trainer.save_model(_internal_call=True)  # without a push: the results belong to what is pushed
     if eval_datasets:
         with mistakes_in_one_line(parser.prog, of_libraries=False):
-            measured = trainer.evaluate()  # writes the card
+            measured = trainer.evaluate()
         trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured)
     trainer.save_state()
+    card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
     if args.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():

@@ -39,15 +39,16 @@ class CardCallback(TrainerCallback):
         self.first_step = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(args, state)
+        self.write(args, state)
 
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(args, state)
+        self.write(args, state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(args, state)
+        self.write(args, state)
 
-    def _write(self, args: Any, state: TrainerState) -> None:
+    def write(self, args: Any, state: TrainerState) -> None:
+        """Write everything as of now, if this is the main process and something has been trained."""
         if state.is_world_process_zero and state.global_step > self.first_step:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from .curves import CEILING
 from .record import Evaluation, Source, TrainingRecord
 
 _SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
@@ -87,7 +88,9 @@ def write_eval_results(record: TrainingRecord, folder: str | Path) -> list[Path]
 def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     processes = "1 process" if record.processes == 1 else f"{record.processes} processes"
     seen = record.steps * record.global_batch_size
-    passes = "" if record.pairs is None else f", {seen / record.pairs:.1f} passes over the data"
+    epochs = ""
+    if record.pairs is not None and (batches := record.pairs // record.global_batch_size):
+        epochs = f", {record.steps / batches:.1f} epochs of {batches:,} full batches"
     of_total = "" if record.pairs is None else f"{record.pairs:,} images with captions: "
     yield "start", _code(record.start)
     yield "data", of_total + _joined([_describe_source(source) for source in record.sources])
@@ -109,7 +112,7 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
         if record.pair_id_column
         else "all other pairs of the batch, those with equal captions included",
     )
-    yield "length", f"{record.steps:,} optimizer steps, {seen:,} pairs seen{passes}"
+    yield "length", f"{record.steps:,} optimizer steps, {seen:,} pairs seen{epochs}"
     yield from record.settings.items()
     yield "time", f"{_duration(record.seconds)} with {processes} on {record.device}"
     if record.peak_memory is not None:
@@ -126,11 +129,11 @@ def _describe_source(source: Source) -> str:
 
 
 def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """The metrics that have a value: a top-5 accuracy of four classes has none."""
+    """The metrics that have a value: a top-5 accuracy of four classes has none. Ceilings of recalls are no results."""
     return [
         (metric, value)
         for metric, value in evaluation.metrics.items()
-        if metric not in _SPEED and value is not None and not math.isnan(value)
+        if metric not in _SPEED and not metric.endswith(CEILING) and value is not None and not math.isnan(value)
     ]
 
 
@@ -173,7 +176,14 @@ def _results(record: TrainingRecord) -> str:
     for evaluation in record.evaluations:
         where = f"{_code(evaluation.dataset)}, {evaluation.split}"
         for metric, value in _defined(evaluation):
-            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}"))
+            ceiling = evaluation.metrics.get(metric + CEILING)
+            at_most = "" if ceiling is None else f" (at most {ceiling:.4f})"
+            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}{at_most}"))
+        if any(metric.endswith(CEILING) for metric in evaluation.metrics):
+            notes.append(
+                f"Some captions of {where} belong to several images, but only an image's own captions count as right. "
+                "No model can reach a recall above the one in brackets."
+            )
         if evaluation.templates:
             prompts = ", ".join(f"“{template}”" for template in evaluation.templates)
             notes.append(

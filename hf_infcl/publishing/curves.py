@@ -9,6 +9,7 @@ from typing import Any
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
+CEILING = "_ceiling"  # the end of the name of the largest value that a recall can have on an evaluation set
 Line = list[tuple[int, float]]  # optimizer steps and values
 
 
@@ -32,6 +33,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     training: dict[str, Line] = {}
     losses: dict[str, Line] = {}
     scores: dict[str, Line] = {}
+    ceilings: dict[str, float] = {}  # by the label of the score
     for entry in log_history:
         for key, value in entry.items():
             if value is None:
@@ -45,6 +47,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 losses.setdefault(_label(key), []).append((entry["step"], value))
             elif key.startswith("eval_") and key.endswith(("acc1", "recall@1")):
                 scores.setdefault(_label(key), []).append((entry["step"], value))
+                if key + CEILING in entry:
+                    ceilings[_label(key)] = entry[key + CEILING]
     if not training:
         raise ValueError("The log history holds no training loss. Train with logging_steps no greater than the steps.")
 
@@ -58,7 +62,11 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axis, (label, lines, top) in zip(axes, panels, strict=True):
         for index, (name, points) in enumerate(lines.items()):
-            axis.plot(*zip(*points, strict=True), color=COLOURS[index % len(COLOURS)], marker=".", label=name)
+            colour = COLOURS[index % len(COLOURS)]
+            if name in ceilings:
+                axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
+            at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
+            axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=name + at_most)
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0, top=top)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
