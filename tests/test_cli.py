@@ -18,6 +18,7 @@ import torch
 import transformers
 import yaml
 from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
+from helpers.hub import hub_double
 from helpers.shards import write_tar
 from huggingface_hub import HfApi
 from hypothesis import strategies as st
@@ -242,6 +243,37 @@ def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tm
     texts = [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".md", ".json", ".txt")]
     assert len(texts) > 5
     assert not any(token in path.read_text() for path in texts)
+
+
+def test_what_is_pushed_loads_where_this_package_is_not_installed(small, tmp_path, monkeypatch):
+    """The real client of the Hub, which talks to a double on this machine."""
+    token = "hf_" + "s3cr3t" * 6
+    with hub_double() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        words = ["--max_steps", 2, "--save_steps", 1, "--eval_dataset", tmp_path / "pairs", "--hub_token", token]
+        words += ["--push_to_hub", "--hub_model_id", "me/mine", "--hub_strategy", "checkpoint", "--hub_always_push"]
+        printed = run("-m", "hf_infcl", *small, *words)
+        files = hub.files("me/mine")
+        assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json", "eval_results.json"} <= files.keys()
+        assert "last-checkpoint/infcl_manifest.json" in files
+        assert not [path for path in files if path.startswith(("_", "checkpoint-"))]
+        assert b"contrastive loss of the whole set" in files["README.md"]
+        first = next(trees for trees in hub.commits.values() if len(trees) > 1)[1]
+        assert b"1 optimizer steps" in first["README.md"], "the card travels with the first push"
+        assert token not in printed
+        assert not [path for path, data in files.items() if token.encode() in data]
+        code = """
+import sys
+sys.modules["hf_infcl"] = None  # importing it raises ImportError
+from transformers import AutoProcessor, CLIPModel, pipeline
+CLIPModel.from_pretrained("me/mine")
+AutoProcessor.from_pretrained("me/mine")
+ask = pipeline("zero-shot-image-classification", model="me/mine")
+print(sorted(answer["label"] for answer in ask(sys.argv[1], candidate_labels=["one", "two"])))
+"""
+        picture = next((tmp_path / "pairs/test").glob("*.png"))
+        assert "['one', 'two']" in run("-c", code, picture)
 
 
 @pytest.mark.gpu
