@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_NUMBERS = 15  # that `agree` exchanges
+MOST_NUMBERS = 15  # the most numbers that `agree` exchanges
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Processes:
 
     Attributes:
         group: what torch.distributed calls the group.
-        rank: of this process within the group.
+        rank: the rank of this process within the group.
         world_size: the number of processes.
         device: where the group exchanges small tensors that come from the host.
 
@@ -104,9 +104,9 @@ class Processes:
     def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:
         """Exchanges numbers, so that all processes can draw the same conclusion from them.
 
-        A process that cannot continue passes the reason as ``failure``. The others learn of it in their next call,
-        whatever that call is about, instead of waiting for a collective that the failed process will never join. If
-        they never call `agree` again, the timeout of the group ends the wait.
+        A process that cannot continue passes the reason as ``failure``. The others learn of it in their next call, for
+        any purpose, instead of waiting for a collective that the failed process will never join. If they never call
+        `agree` again, the timeout of the group ends the wait.
 
         Args:
             numbers: up to `MOST_NUMBERS`.

@@ -1,4 +1,4 @@
-"""From files to batches: opening datasets, decoding images, drawing captions, collating."""
+"""Opens datasets, decodes images, draws captions and collates batches."""
 
 from .collator import ContrastiveCollator
 from .labelled import ZeroShotDataset

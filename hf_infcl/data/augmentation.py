@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-# A preset by name; or a function of an RGB image and the sample's own generator, which returns the image to train on.
+# The name of a preset, or a function that takes an RGB image and the sample's generator and returns an image.
 Augmentation = str | Callable[[Image.Image, Random], Image.Image]
 
 PRESETS = ("none", "crop", "flip_crop")
@@ -37,7 +37,7 @@ def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[st
     left to right. A function gets a `PIL.Image.Image` and a generator made from the seed, and returns an image.
 
     Args:
-        seed: belongs to this sample in this epoch. All that is drawn depends on it and on the image's size.
+        seed: the seed of this sample in this epoch. The augmentation depends only on it and on the image's size.
 
     Returns:
         The entries of an item: ``image`` and, if a preset has cropped it, ``cropped``, which is True.

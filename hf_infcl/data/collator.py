@@ -1,4 +1,4 @@
-"""From items to the tensors of a batch, by a processor of transformers."""
+"""Collates items into the tensors of a batch with a processor of transformers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class ContrastiveCollator:
         """The collator for a model with this configuration.
 
         Captions are truncated to what both the tokenizer and the text tower can take: some tokenizers state no limit.
-        SigLIP's captions are all of one length whatever processor it comes with, or an embedding would depend on the
+        SigLIP's captions are all padded to one length, with any processor. Otherwise an embedding would depend on the
         other captions of its micro-batch.
         """
         positions = getattr(getattr(config, "text_config", None), "max_position_embeddings", None)
@@ -105,8 +105,9 @@ class ContrastiveCollator:
         """Collate b items with n captions in all.
 
         Returns:
-            pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or whatever an image processor gives that runs
-            itself. For image-text items what the tokenizer gives, `input_ids` [n, L] int64 and so on. Then, all int64:
+            pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or the output of an image processor that prepares
+            the images itself. For image-text items also the tokenizer's output, `input_ids` [n, L] int64 and so on.
+            Then, all int64:
             pair_ids [b]: if the items carry one.
             skipped [b]: if the items carry it.
             caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.

@@ -1,4 +1,4 @@
-"""Rows with images: reading them undecoded, decoding them one by one, and saying which row is bad."""
+"""Reads rows with undecoded images, decodes the images one by one, and reports which row is bad."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._image(row, self._rows[row][self._image_column])
 
     def image_fingerprint(self) -> str:
-        """A text that depends on the rows, their order and the images, on image files by their sizes and times.
+        """A fingerprint of the rows, their order and the images. Image files enter it by their sizes and times.
 
         Raises:
             OSError: a local file that a row names does not exist.

@@ -1,9 +1,10 @@
 """Lanes: the order in which the shards of a stream are read, shuffled and, from a cursor on, read again.
 
 In each pass over a source its shards are dealt to L lanes, in an order drawn from (seed, source, pass). A lane reads a
-few of its shards in turns until `shuffle_buffer` samples, still encoded, are there, and permutes these. Nothing of a
-shuffle needs saving: where the readers stood before they filled the buffer, and how many of its samples are gone,
-restores it by reading the same samples again. So to go on costs one buffer, at any position.
+few of its shards in turns until `shuffle_buffer` samples, still encoded, are there, and permutes these. The contents of
+the buffer need not be saved. A cursor holds the positions of the readers before they filled the buffer, and the number
+of samples already taken from it; reading the same samples again restores it. Resuming therefore reads one buffer per
+lane, at any position.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Shard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What is dealt to a lane: the samples of a shard, by its number, that begin from start to before stop."""
+    """A part of a shard (given by its number) dealt to one lane: the samples that begin in start <= position < stop."""
 
     shard: int
     start: int = 0
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What the order of samples depends on, beside the shards."""
+    """The options that, together with the shards, determine the order of the samples."""
 
     seed: int
     lanes: int
@@ -44,7 +45,7 @@ class Order:
     open_shards: int  # shards that a lane reads in turns
 
     def random(self, *purpose: Any) -> random.Random:
-        """The same generator for the same purpose, hashed with SHA-512."""
+        """A generator that is equal for equal purposes, seeded with their SHA-512 hash."""
         return random.Random(f"{self.seed} {purpose}")
 
     def check_shares(self, world_size: int, workers: int) -> None:
@@ -153,7 +154,7 @@ class _Turns:
         return shard.reader.samples(shard.url, position, self.pieces[number].stop)
 
     def position(self) -> dict[str, Any]:
-        """The entries of a cursor with which the same samples follow."""
+        """The entries of a cursor from which the same samples follow."""
         return {"next": self.next, "open": [[number, position] for number, position, _ in self._open]}
 
     def __iter__(self) -> Iterator[tuple[int, str, Any]]:

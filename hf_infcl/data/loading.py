@@ -1,4 +1,4 @@
-"""Opening a dataset by name: a Hub id, a local folder, or a folder written by `save_to_disk`."""
+"""Opens a dataset by name: a Hub id, a local folder, or a folder written by `save_to_disk`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the samples of tar and parquet shards from any position on.
+"""Reads the samples of tar and parquet shards, starting at any position.
 
 A position is a byte offset in a tar file and a row number in a parquet file. Reading can start at every position that a
 reader has given, and what stands before it is not read again.
@@ -15,14 +15,14 @@ from typing import Any
 from .shards import open_shard
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
-# Samples that are looked at to find out where images and captions are.
+# Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
 _PARQUET_BUFFER = 2**16
 _BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
 
 
 class DamagedShardError(ValueError):
-    """A shard ends in the middle, or holds something else than its name says."""
+    """A shard is truncated, or its contents are not of the format that its name says."""
 
 
 # ---- Tar ----
@@ -35,7 +35,7 @@ class TarReader:
         image_column: "image" for the file with an extension of an image, or the extension to take.
         caption_column: a field of the ``.json``, or the extension of a text file; "caption" falls back to ``.txt``.
         pair_id_column: likewise, or None.
-        urls: shards; the first samples show what there is.
+        urls: shards; the first samples show which images and captions there are.
 
     Raises:
         ValueError: the first samples have no such image, caption or pair id, with the names of what they have.
@@ -113,7 +113,7 @@ class TarReader:
                 yield end, key, sample
 
     def row(self, sample: dict[str, bytes]) -> dict[str, Any]:
-        """The values of the columns; None for what the sample does not have."""
+        """The values of the columns; None for a column that the sample does not have."""
         fields = None
         row: dict[str, Any] = {}
         for column, (in_json, extension) in self._columns.items():
@@ -185,7 +185,7 @@ def _tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[t
             yield start, long_name.decode("utf-8", "backslashreplace"), size
         position += _BLOCK + -(-size // _BLOCK) * _BLOCK
         file.seek(position)
-        if kind not in b"LxKg":  # those describe the file after them, and belong to it
+        if kind not in b"LxKg":  # such headers describe the file after them, and belong to it
             start, long_name, long_size = position, None, None
 
 
@@ -212,7 +212,7 @@ def _truncated(url: str, position: int) -> DamagedShardError:
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
-    """The fields of a sample's JSON; a ValueError for what is no JSON object."""
+    """The fields of a sample's JSON; raises a ValueError for anything but a JSON object."""
     fields = json.loads(sample["json"]) if "json" in sample else {}
     if not isinstance(fields, dict):
         raise ValueError(f"its .json holds a {type(fields).__name__}, not an object")

@@ -1,4 +1,4 @@
-"""Shards: finding them by name, locally or on the Hub, and reading their bytes in spite of a network that fails."""
+"""Finds shards by name, locally or on the Hub, and reads their bytes, with new tries where the network fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMATS = (".tar", ".parquet")
 
 # Seconds before each new try after a read that failed.
 RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8)
-# A file that is not there, or not for this user, will not be there at the next try.
+# A file that does not exist or is not permitted to this user is not tried again.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError)
 _BUFFER = 2**20
 
@@ -32,7 +32,7 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         source: a tar or parquet file, a glob (``shards/*.tar``) or a range (``shards/{00000..00127}.tar``), local or
             with a protocol of fsspec (``hf://datasets/...``, ``https://...``); or a local folder or a Hub id, whose
             files are found as `datasets.load_dataset` finds them.
-        split: of a folder or a Hub repository.
+        split: the split of a folder or a Hub repository.
         name: configuration of a folder or a Hub repository that has several.
 
     Raises:
@@ -168,13 +168,13 @@ class _RetriedFile(io.RawIOBase):
         super().close()
 
     def _persist(self, action: Any, *args: Any) -> Any:
-        """What the action returns, after as many tries as it takes."""
+        """Returns the result of the action, which is tried again if it fails."""
         for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
             try:
                 return action(*args)
             except _FINAL as error:  # noqa: PERF203
                 raise ValueError(f"The file {self._url!r} cannot be opened: {type(error).__name__}: {error}") from error
-            except Exception as error:  # libraries of protocols raise what they like
+            except Exception as error:  # libraries of protocols raise exceptions of any class
                 self._forget()
                 what = (
                     f"Reading the file {self._url!r} failed at byte {self._position}: {type(error).__name__}: {error}"
@@ -216,7 +216,7 @@ class _RetriedFile(io.RawIOBase):
         if file is not None:
             try:
                 file.close()
-            except Exception:  # of a connection that is lost
+            except Exception:  # closing a lost connection may fail
                 logger.debug("closing %r failed", self._url, exc_info=True)
 
 

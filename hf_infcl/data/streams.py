@@ -30,12 +30,12 @@ from .shards import ReadError, find_shards, open_shard, shard_names
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the order of samples and of the state in checkpoints
+VERSION = 1  # version of the order of samples and of the state in checkpoints
 
 _CURE = 'Mend or drop it, or leave such samples out with on_bad_sample="skip".'
-# With on_bad_sample="skip": so many bad samples in succession mean a broken dataset, not a few broken files.
+# With on_bad_sample="skip": this many bad samples in succession mean a broken dataset, not a few broken files.
 _MAX_BAD = 100
-_DRAWS = 1024  # of sources of a mixture, made at a time
+_DRAWS = 1024  # number of choices between the sources of a mixture that are made at a time
 
 
 class ImageTextStream(IterableDataset[dict[str, Any]]):
@@ -48,10 +48,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         skipped: int, the bad samples left out before this item. Only with `on_bad_sample="skip"`.
 
     A sample is bad if its image is missing or cannot be decoded, if it has no caption but white space, no pair id, or a
-    name that leads out of its folder. What follows the damage in a shard counts as one bad sample. A read that fails is
+    name that leads out of its folder. The rest of a damaged shard counts as one bad sample. A read that fails is
     no bad sample: it is tried again from the byte that was reached, and then raised.
 
-    `InfCLTrainer` takes a stream as its training set. An own loop takes the micro-batches of `batches`.
+    `InfCLTrainer` takes a stream as its training set. A training loop of your own takes the micro-batches of `batches`.
 
     Args:
         sources: names of shards, each as `hf_infcl.data.shards.find_shards` takes it: files, globs, ranges such as
@@ -59,19 +59,19 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         weights: one for each source: samples are drawn from the sources in this proportion, and a source that is
             through starts its next pass. Without weights the shards of all sources are one set, of which every sample
             comes once per pass.
-        split: of sources that are folders or Hub ids.
-        name: configuration of sources that are folders or Hub ids.
+        split: the split of sources that are folders or Hub ids.
+        name: the configuration of sources that are folders or Hub ids.
         image_column: in tar files "image" stands for the file with an image's extension; otherwise an extension.
         caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
         pair_id_column: samples of equal value here are never each other's negatives; see `ImageTextDataset`.
-        seed: of the order, the mixture, the captions drawn and the augmentation.
+        seed: determines the order, the mixture, the captions drawn and the augmentation.
         on_bad_sample: "raise" a ValueError that names the sample, or "skip": leave it out and count it.
         shuffle_buffer: samples that a lane holds and permutes, in their encoded form.
         open_shards: shards that a lane reads in turns.
         lanes: a multiple of every number of processes × workers that the run may ever have; by default the number
             that it starts with. More lanes hold more buffers.
-        samples_per_epoch: what `InfCLTrainer` counts as an epoch, since the length of a pass is not known. Without it
-            training needs ``max_steps``.
+        samples_per_epoch: the number of samples that `InfCLTrainer` counts as an epoch, since the length of a pass is
+            unknown. Without it training needs ``max_steps``.
         augmentation, min_side: as `ImageTextDataset`.
 
     Raises:
@@ -168,7 +168,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             return self._item(url, f"{name} {key}", passes, reader.row(sample))
         except ReadError:
             raise
-        except Exception as error:  # decoders raise what they like
+        except Exception as error:  # decoders raise exceptions of any class
             cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}") from error
 
@@ -211,7 +211,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         batch_size: pairs of a micro-batch.
         collate: makes a batch of a list of items.
         rank, world_size: this process and the number of processes.
-        num_workers: of the DataLoader.
+        num_workers: the number of workers of the DataLoader.
         accumulation_steps: micro-batches that each process adds to a global batch.
         states: the `state` of every process of a checkpoint, of any number of processes and workers.
 
@@ -272,7 +272,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        """What this process adds to a checkpoint, to be written as JSON."""
+        """The state that this process adds to a checkpoint, to be written as JSON."""
         is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
         return {
             "identity": self._identity,
@@ -284,7 +284,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         }
 
     def counts(self) -> dict[str, int]:
-        """Of this process since the run began: ``samples`` consumed, ``skipped`` ones, ``shards`` opened for them."""
+        """Counts of this process since the run began: ``samples`` consumed, samples ``skipped``, ``shards`` opened."""
         cursors = self._own_cursors().values()
         skipped = sum(cursor["skipped"] for cursor in cursors)
         return {
@@ -294,7 +294,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         }
 
     def _own_cursors(self) -> dict[int, dict[str, Any]]:
-        """Those of this process's lanes. The others stay as they were in the checkpoint."""
+        """The cursors of this process's lanes. Those of other lanes stay as they were in the checkpoint."""
         return {lane: at for lane, at in self._cursors.items() if lane % self._world_size == self._rank}
 
     def _check_identity(self, checkpoint: Mapping[str, Any]) -> None:
@@ -314,7 +314,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- Reading ----
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
-        """Whole shards; or, where they are fewer than the lanes, equal parts of each."""
+        """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""
         lanes = self._order.lanes
         if len(group) >= lanes:
             return [Piece(number) for number in group]

@@ -1,4 +1,4 @@
-"""The work of transformers' image processors in two halves: uint8 in a worker, floating point on the device."""
+"""The work of transformers' image processors in two steps: uint8 in a worker, floating point on the device."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ImageTransform:
     def of(cls, processor: Any) -> ImageTransform | None:
         """The transform that equals an image processor of transformers, or None if the processor does something else.
 
-        That is a class that overrides methods of transformers' backends, such as SigLIP 2's patches and ALIGN's second
-        normalisation; or options that ask for padding, for another filter, or for outputs of different sizes.
+        The result is None for classes that override methods of transformers' backends (SigLIP 2's patches, ALIGN's
+        second normalisation), and for options that ask for padding, another filter or outputs of different sizes.
         """
 
         def option(name: str) -> Any:
@@ -111,7 +111,7 @@ def _inherits_its_methods(kind: type) -> bool:
 
 
 def _sides(size: Any) -> tuple[int, int] | int | None:
-    """Height and width, or the length of the shorter side alone; None for any other size of transformers."""
+    """Height and width, or the length of the shorter side alone; None for any other kind of size in transformers."""
     sides = dict(size or {})
     if sides.keys() == {"height", "width"}:
         return sides["height"], sides["width"]

@@ -1,4 +1,4 @@
-"""Images with any number of captions each: how a batch of them is laid out.
+"""The layout of a batch of images that have any number of captions each.
 
 The captions of a set stand in one tensor [M, ...] in the order of their images, beside the number of captions of each
 image [N]. Memory grows with the captions that there are, not with the most captions of one image.

@@ -1,4 +1,4 @@
-"""Zero-shot classification from embeddings: tensors in, a dict of floats out.
+"""Zero-shot classification from embeddings. The functions take tensors and return tensors or a dict of floats.
 
 The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
 compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.

@@ -1,4 +1,4 @@
-"""Image-text retrieval from embeddings: tensors in, a dict of floats out.
+"""Image-text retrieval from embeddings. The functions take tensors and return a dict of floats.
 
 The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
 compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.

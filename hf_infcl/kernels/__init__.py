@@ -1,4 +1,4 @@
-"""The block arithmetic of the contrastive losses: images against texts, without ever storing their logits.
+"""The contrastive losses of a block of images and texts, computed without ever storing the logits.
 
 Four operators of `torch.library`, which know nothing of autograd and torch.distributed. Each is computed by one of two
 modules, the `Backend` that its argument ``backend`` selects: `torch_backend` in plain torch on any device, or

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Sums and coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
 
-The algorithm and its formulas are explained there; here is how a Hopper processor is kept busy with it.
+`triton_kernels` explains the algorithm and its formulas; this text explains how they are scheduled on Hopper.
 
 Persistent, warp-specialised and ping-pong, as CUTLASS calls such kernels: one producer warp loads boxes of features by
 TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the tensor
@@ -15,8 +15,8 @@ and is the (step // STAGES)-th to lie there.
 
 Barriers, of which each phase takes one arrival:
 
-- full[stage]: both boxes have arrived. The producer's expect, and then the bytes.
-- empty[stage]: the product that read them has ended. From the warpgroup whose boxes they were.
+- full[stage]: both boxes have arrived. The arrival is the producer's expect; the phase ends with the bytes.
+- empty[stage]: the product that read them has ended. The arrival comes from the warpgroup whose boxes they were.
 - turns[0], turns[1]: the first, the second warpgroup may issue its products. One arrival for each of its tiles, from
   the other warpgroup or, in the rest of a first run, from the first itself.
 
@@ -48,7 +48,7 @@ from .triton_kernels import LIMIT, LOG2E, REACH, _column_sums, _exp, _inside, _l
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-STAGES = gl.constexpr(6)  # of the buffer, 32 KiB each: with 32 KiB on their way out, what shared memory holds
+STAGES = gl.constexpr(6)  # stages of the buffer, 32 KiB each; with 32 KiB of outgoing tiles they fill shared memory
 # A processor has 168 registers for each thread of three warpgroups, as one of which the producer's single warp counts.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)

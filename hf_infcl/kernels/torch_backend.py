@@ -1,4 +1,4 @@
-"""Blocks in plain torch, tile by tile: for CPU, MPS and GPUs without Triton. The package docstring explains the words.
+"""Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the words.
 
 The tiles of a block have at most `TILE_ELEMENTS` logits, so that the memory beyond inputs and outputs is a constant
 (about six such tiles in fp32), whatever the block's size. Logits, statistics and sums are fp32, or fp64 for fp64
@@ -104,9 +104,9 @@ def sigmoid_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, of_bias, of_scale = torch.zeros(3, dtype=accumulate_dtype(x), device=x.device)
     for r, c, cosines in _tiles(x, y):
-        logits = cosines * scale + bias  # of negatives, -t·z
+        logits = cosines * scale + bias  # -t·z of the negatives
         positives, _ = _positives(logits, r, c, diagonal)
-        negated = -positives  # of positives, -t·z
+        negated = -positives  # -t·z of the positives
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
         positives.copy_(negated)

@@ -1,4 +1,4 @@
-"""Blocks as Triton kernels: for NVIDIA GPUs from compute capability 8.0 and for ROCm.
+"""Computes blocks by Triton kernels, on NVIDIA GPUs from compute capability 8.0 and on ROCm.
 
 `triton_kernels` explains the algorithm and holds the device code. On Hopper, with releases of Triton that are known to
 compile them, `hopper_kernels` take large blocks of bf16 or fp16 features without ids.
@@ -6,10 +6,10 @@ compile them, `hopper_kernels` take large blocks of bf16 or fp16 features withou
 Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
 that are not 16-byte aligned are copied, and fp32 features split (below).
 
-fp32 features, and with them the gradients' products, are as precise as torch's own: each number is the sum of three
+fp32 features, and with them the gradients' products, are as precise as torch's own. Each number is the sum of three
 bfloat16 numbers (all 24 bits), or of two where `torch.set_float32_matmul_precision` or Trainer's ``tf32`` option allow
-TF32, multiplied on tensor cores pair by pair, the least products dropped. That is 6 or 3 times the work of bf16
-features, and as many times their size in copies of the features.
+TF32. These are multiplied on tensor cores pair by pair, and the smallest products are dropped. That is 6 or 3 times the
+work of bf16 features, and as many times their size in copies of the features.
 
 Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order of programs; the softmax's statistics
 then take two products instead of one, a third of the time more in all.
@@ -78,7 +78,7 @@ def softmax_statistics(
         features, constants = block.features(), {"IDS": ids_x is not None, **block.constants()}
         positives = positive_x.contiguous(), positive_y.contiguous()
         if torch.are_deterministic_algorithms_enabled():
-            # As if every sum had overflowed: all of them are then taken in a fixed order.
+            # Marked as if every sum had overflowed, so that all of them are computed in a fixed order.
             sums = torch.full((m + n,), torch.inf, dtype=torch.float32, device=x.device).split((m, n))
         else:
             sums = torch.zeros(m + n, dtype=torch.float32, device=x.device).split((m, n))
@@ -211,7 +211,7 @@ class _Chunk:
 
     @property
     def gain(self) -> float:
-        """A coefficient c is stored as c · 2^gain: the least that matter are below the range of fp16."""
+        """The gain: a coefficient c is stored as c · 2^gain, since the smallest that matter are below fp16's range."""
         return 14.0 if self.workspace.dtype == torch.float16 else 0.0  # the largest are 2, and fp16 reaches 2^16
 
     def launch(self, kernel: Any, vectors: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
@@ -233,7 +233,7 @@ class _Chunk:
         kernel[(self.programs,)](*arguments, **constants)
 
     def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
-        """Makes the coefficients by a kernel of `hopper_kernels`: one program on each processor, which stays."""
+        """Makes the coefficients by a persistent kernel of `hopper_kernels`: one program on each processor."""
         assert self.hopper is not None
         block, tiling = self.block, self.block.tiling
         pairs = cdiv(self.tiles, 2 * self.run) * self.blocks

@@ -8,7 +8,7 @@ and forgets it. A program owns a block of BN columns and streams a *run* of cons
 sums of its columns stay in registers.
 
 Softmax, four products of m·n·D:
-1. `positives`: the logits of the pairs, from the diagonal tiles of a product. (Not m·n·D: only m·BN·D.)
+1. `positives`: the logits of the pairs, from the diagonal tiles of a product. It takes only m·BN·D.
 2. `softmax_sums`: first product. Row sums Σ_j exp(z_ij - positive_x_i) and column sums Σ_i exp(z_ij - positive_y_j).
 3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, from a running maximum.
 4. `softmax_coefficients`: the product once more, since nothing was stored. With the log-sum-exps of the whole batch,
@@ -23,8 +23,8 @@ Both coefficient kernels also sum C_ij·a_ij, the derivative by s, from the tile
 from the products of step 5, whose coefficients are rounded: where its terms cancel, their roundings do not.
 
 What limits the kernels after the tensor cores is the arithmetic on single logits, and the registers for it. So two
-launches share the work of one kernel. The fast one leaves out what needs more than the shortest arithmetic, and the
-other takes it up:
+launches share the work of one kernel. The fast one skips the work that needs more than the shortest arithmetic, and the
+other does it:
 - Masks: tiles on the diagonal or at the end of the block are not fast (`_inside`, `_left_over`).
 - Softmax: one exponential serves rows and columns where their references lie near each other (`_span`): exp(z - row) is
   exp(z - middle) · exp(middle - row). Elsewhere one factor could underflow while the product matters.

@@ -1,4 +1,4 @@
-"""Features and ids as kernels on tensor cores take them."""
+"""Converts features and ids to the form that the kernels on tensor cores take."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), 
 
 @dataclass(frozen=True)
 class Operands:
-    """What all kernels take for a block of m images and n texts."""
+    """The operands of all kernels for a block of m images and n texts."""
 
     x: Tensor  # [m, pairs · D'], contiguous rows of a multiple of 16 bytes
     y: Tensor  # [n, pairs · D']
-    parts: int  # of each number; above 1 for fp32 features
+    parts: int  # parts of which each number is the sum; above 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
     diagonal: int

@@ -1,7 +1,7 @@
-"""How blocks are laid out on a device: tiles, the programs for them, and boxes of memory.
+"""The layout of blocks on a device: tiles, the programs for them, and boxes of memory.
 
-Nothing is tuned at run time: tiles are a function of the architecture. They were measured on Hopper; on others they are
-what fits, compiled in the tests for Ampere and for AMD's CDNA 3, but never run.
+Nothing is tuned at run time: tiles are a function of the architecture. On Hopper they were chosen by measurement; on
+other architectures they are as large as fits, which the tests compile for Ampere and for AMD's CDNA 3 but never run.
 """
 
 from __future__ import annotations
@@ -75,4 +75,4 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def cdiv(a: int, b: int) -> int:
-    return -(-a // b)  # Triton's own takes microseconds of the host, a dozen times a block
+    return -(-a // b)  # Triton's own cdiv takes microseconds of the host, a dozen times a block

@@ -16,7 +16,7 @@ from . import cuda_graphs
 from .inputs import Inputs
 from .strategies import Shard, Strategy, select_strategy
 
-RECORDED_WORK = 160e9  # b²·D, multiplications of a product: up to here launches hold an H100 up, which takes 2 ms
+RECORDED_WORK = 160e9  # b²·D, multiplications of a product: up to here (2 ms on an H100) launches take longer
 
 
 def contrastive_loss(

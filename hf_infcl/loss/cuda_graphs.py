@@ -1,4 +1,4 @@
-"""Kernels of a repeated computation launched at once, as a CUDA graph: for work that is shorter than its launches."""
+"""Launches the kernels of a repeated computation at once, as a CUDA graph; for kernels shorter than their launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _lock = threading.Lock()  # a recording's inputs are written and then read by it
 
 
 def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
-    """``function(*tensors)``, from the third call with the same name and shapes on by replaying a recording.
+    """Computes ``function(*tensors)``; from the third call with the same name and shapes on it replays a recording.
 
     Args:
         name: says what the function computes; functions of the same name are taken for the same.
@@ -31,7 +31,7 @@ def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | Non
     Returns:
         What the function returns, in memory of its own.
     """
-    if torch.cuda.is_current_stream_capturing():  # it becomes a part of somebody else's graph
+    if torch.cuda.is_current_stream_capturing():  # the kernels become a part of the caller's graph
         return function(*tensors)
     with _lock, torch.cuda.device_of(tensors[0]):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
@@ -61,7 +61,7 @@ class _Recording:
             try:
                 self._record(function, tensors)
             except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-                # Without a recording less memory is enough, as it was before; any other error will come again.
+                # Without a recording, less memory is enough. Any other error will occur again.
                 _logger.warning("A small loss is not replayed as a CUDA graph: %s", error)
                 self._inputs = self._outputs = ()
         if self._graph is None:
@@ -73,9 +73,9 @@ class _Recording:
     def _record(self, function: Callable[..., Tensors], tensors: Tensors) -> None:
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
-        function(*self._inputs)  # compiles what depends on how they are aligned, which a recording cannot
+        function(*self._inputs)  # compiles kernels for their alignment, which is impossible while recording
         graph = torch.cuda.CUDAGraph()
-        # A stream of its own, for cuBLAS keeps a workspace per stream. Other threads may go on.
+        # The recording has its own stream, because cuBLAS keeps a workspace per stream. Other threads may go on.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
             self._outputs = function(*self._inputs)
         self._graph = graph

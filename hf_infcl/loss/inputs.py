@@ -1,4 +1,4 @@
-"""The arguments of `contrastive_loss`, and which of them are refused, on all processes alike."""
+"""The arguments of `contrastive_loss` and the checks that refuse unusable ones on all processes alike."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Inputs:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 return f"{name} must have one element, got shape {list(value.shape)}."
-            # Reading a value from a GPU stalls the stream; several processes have to compare theirs all the same.
+            # Reading a value from a GPU stalls the stream, but several processes have to compare their values.
             if alone and self.image_embeds.device.type != "cpu":
                 return ""
             value = value.detach()
@@ -112,7 +112,7 @@ class Inputs:
         return ""
 
     def _signature(self) -> list[float]:
-        """Numbers that have to be equal on all processes; the first tells usable arguments from none."""
+        """Numbers that have to be equal on all processes; the first says whether the arguments are usable."""
         return [
             1,
             *self.image_embeds.shape,

@@ -1,4 +1,4 @@
-"""Processes as a ring: blocks travel around it while each process computes on the block that it holds.
+"""A ring of processes: blocks travel around it while each process computes on the block that it holds.
 
 Transfers are point to point. They are started before the computation that they overlap and waited for after it. With
 NCCL waiting only orders streams, so the host never stops. One process is a ring of one, in which nothing travels.

@@ -273,7 +273,7 @@ class LocalStrategy(DiscoStrategy):
         def of_cross_entropies(
             rows: Tensor, columns: Tensor, lse: Tensor, positive: Tensor, want_rows: bool, want_columns: bool
         ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            """What the cross entropies of the rows give to the gradients of the scale, the rows and the columns."""
+            """The gradients of the rows' cross entropies by the scale, the rows and the columns."""
             all_columns, column_ids = self.gather(columns, shard.ids)
             # An infinite log-sum-exp leaves the columns' cross entropies out of the coefficients.
             no_columns = lse.new_full((len(all_columns),), torch.inf)

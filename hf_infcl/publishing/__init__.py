@@ -1,4 +1,4 @@
-"""What is published beside a trained model: its record, its card and its curves."""
+"""The record, the card and the curves that are published beside a trained model."""
 
 from .callback import CURVES_FILE, CardCallback, write_publication
 from .card import model_card

@@ -1,4 +1,4 @@
-"""Keeping the card beside a model up to date while it trains, so that every push to the Hub carries it."""
+"""Keeps the card beside a model up to date while it trains, so that every push to the Hub includes it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _OBJECTIVES = {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as 
 
 
 def model_card(record: TrainingRecord, *, curves: str | None = None) -> ModelCard:
-    """The card of a trained model: the data, the method, the results, and what is not known about it.
+    """The card of a trained model: its data, its method, its results and the facts that are unknown.
 
     Args:
         record: the facts.
@@ -263,6 +263,6 @@ def _one_line(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; pipes within cells are escaped, within code too, where the tables of the Hub ask for it."""
+    """A Markdown table; pipes within cells are escaped, also within code, as the tables of the Hub require."""
     cells = [[_one_line(cell).replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells])

@@ -26,7 +26,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     Raises:
         ValueError: the history holds no training loss.
     """
-    # Not pyplot: it keeps global state and chooses a screen, neither of which is a library's business.
+    # pyplot is avoided because it keeps global state and chooses a display, which a library should not do.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
