@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or do not count: killed, starved, damaged, and asked to end."""
+"""Only complete checkpoints are resumed from, after a kill, on a full disk, if damaged, and after a signal to end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hf_infcl.training.checkpoints import (
 )
 from hf_infcl.training.preemption import Preempted, Preemption
 
-# Two windows an epoch; dropout shows every random state that is not the saved one.
+# Two windows an epoch; with dropout the weights show if the random state was not restored.
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
 
@@ -58,7 +58,7 @@ def written(folder: Path, step: int, content: str = "content") -> Path:
     return checkpoint.folder
 
 
-# ---- What is complete ----
+# ---- Complete checkpoints ----
 
 
 def test_a_checkpoint_has_its_name_once_it_is_complete(tmp_path):
@@ -155,7 +155,7 @@ def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
         save_total_limit=1,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,  # the first
+        greater_is_better=True,  # so the first is the best
     )
     best.train()
     assert best.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -240,7 +240,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(tmp_path)
 
 
 def let_files_grow_to(limit: int) -> None:
-    """Writing beyond so many bytes of a file is an OSError, in Python, torch and safetensors alike."""
+    """Makes writing beyond ``limit`` bytes of a file an OSError, in Python, torch and safetensors alike."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -284,7 +284,7 @@ def test_a_rank_that_cannot_write_costs_all_this_checkpoint(ranks, tmp_path):
 
 
 def count_calls(work: Callable[[], None], kill_at: int | None = None) -> int:
-    """How many functions of the interpreter a piece of work calls; kills this process at one of them if asked to."""
+    """Counts the functions of the interpreter that ``work`` calls; kills this process at call ``kill_at`` if given."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -376,7 +376,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, 
 def signalled_twice() -> None:
     with Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # what a launcher passes on
+        os.kill(os.getpid(), signal.SIGTERM)  # the signal that a launcher passes on
         assert preemption.signal == signal.SIGTERM
         preemption._since -= 60
         os.kill(os.getpid(), signal.SIGTERM)

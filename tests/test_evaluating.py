@@ -22,7 +22,7 @@ SIZES = range(1, 14)
 
 
 def embeddings(model: torch.nn.Module, data: ZeroShotDataset) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all images and all prompts, at once."""
+    """The embeddings of all images and of all prompts, each computed as one batch."""
     encoder, collate = DualEncoder(model.eval()), LabelledImages()
     with torch.no_grad():
         images = encoder.encode_images(collate([data[i] for i in range(len(data))]))
@@ -149,7 +149,7 @@ def rank_predictions(rank: int, world_size: int, folder: str, collator: Any) -> 
 
 
 def unsorted(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The captions of the last image first."""
+    """A collator that puts the captions of the last image first."""
     batch = collate_captions(items)
     order = torch.argsort(batch["caption_image"], descending=True, stable=True)
     texts = {name: batch[name][order] for name in ("input_ids", "attention_mask", "caption_image")}

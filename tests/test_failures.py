@@ -1,4 +1,4 @@
-"""One of two launched processes really fails, in every phase of a step: all end, and the launcher says why.
+"""One of two launched processes fails, in every phase of a step: both end, and the launcher reports the cause.
 
 The training that fails is this file itself, run as a script. A timeout here means a hang; no other time is measured.
 """
@@ -27,8 +27,8 @@ from hf_infcl.training.checkpoints import newest_complete
 ROOT = Path(__file__).parent.parent
 HANG = 120
 
-# What the launcher's output has to hold. With two micro-batches a window has three forwards, the last of which belongs
-# to the second pass; everything happens in the second window.
+# The text that the launcher's output must contain. With two micro-batches a window has three forwards,
+# the last of which belongs to the second pass; everything happens in the second window.
 FAILURES = {
     "data": "MemoryError: no room for this batch",
     "keys": "dict with pixel_values and input_ids at least, got keys ['input_ids', 'attention_mask']",
@@ -38,7 +38,7 @@ FAILURES = {
     "not finite": "(those of ranks [1] are not)",
     "killed": "Signal 9 (SIGKILL) received",
 }
-# Signals to the launcher. It passes the first on; of the second, which it cannot handle, it dies.
+# Signals to the launcher. It passes the first on; it does not handle the second and dies.
 ASKED = ("SIGTERM", "SIGKILL")
 
 
@@ -54,12 +54,12 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def launch(kind: str, backend: str) -> tuple[int, str]:
-    """Trains with two processes; the launcher's exit code and output, once all of them are gone."""
+    """Trains with two processes, and returns the launcher's exit code and output once all of them have ended."""
     launcher = start(kind, backend)
     try:
         output, _ = launcher.communicate(timeout=HANG)
     finally:
-        launcher.terminate()  # which ends its processes too, where it has not ended
+        launcher.terminate()  # if it still runs; it then ends its processes
         launcher.wait()
     for pid in [int(line.split()[-1]) for line in output.splitlines() if line.startswith("training in process")]:
         with pytest.raises(ProcessLookupError):
@@ -140,7 +140,7 @@ def too_much() -> torch.Tensor:
 
 
 def exhaust_memory(model: torch.nn.Module, forward: int) -> None:
-    """Lets the model's n-th forward ask for more memory than there is."""
+    """Makes forward number ``forward`` of the model allocate more memory than there is."""
     calls = iter(range(1, 1000))
     model.register_forward_pre_hook(lambda module, args: too_much() if next(calls) == forward else None)
 
@@ -176,7 +176,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
     own = kind if os.environ["RANK"] == "1" else "none"
     model = models.clip()
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
-    if kind.startswith("asked"):  # a training without an end
+    if kind.startswith("asked"):  # this training has to last until the signal
         options |= {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 100_000}
         options["callbacks"] = [SayWhenTraining()]
     trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})

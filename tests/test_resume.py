@@ -1,4 +1,4 @@
-"""A training that stops and goes on: the same windows, random state and weights, or an error that says why not."""
+"""A resumed training has the same windows, random state and weights, or raises an error that gives the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIONS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_
 
 
 def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **options: Any) -> None:
-    """Stopped after a step and continued by a trainer of other weights and random state, a run ends the same."""
+    """A run that stops and is continued by a trainer with other weights and random state ends with the same weights."""
     options = {**OPTIONS, "save_steps": stop, **options}
     whole = trainer_for(f"{folder}/whole", models.clip(dropout=0.3), data, **{**options, "save_strategy": "no"})
     whole.train()

@@ -1,6 +1,6 @@
 """`InfCLTrainer` as a Trainer: logs, options and errors.
 
-Gradients are in test_parity.py, the windows of a training in test_windows.py, going on after a stop in test_resume.py.
+Gradients are in test_parity.py, the windows of a training in test_windows.py, resuming in test_resume.py.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def test_bf16_is_within_its_rounding(tmp_path):
     plain, mixed = _gradients(tmp_path), _gradients(tmp_path, bf16=True)
     whole = torch.stack([g.norm() for g in plain.values()]).norm()
     difference = torch.stack([(mixed[name] - g).norm() for name, g in plain.items()]).norm()
-    assert 1e-6 * whole < difference < 0.05 * whole  # bf16 was in use, and is all that changed
+    assert 1e-6 * whole < difference < 0.05 * whole  # bf16 was in use, and nothing else changed
 
 
 def test_matrices_alone_decay(tmp_path):
@@ -162,7 +162,7 @@ def test_model_init_starts_sigmoid_where_it_should(tmp_path):
 
 
 class Breaks:
-    """A collator that fails at one rank's batch of this number."""
+    """A collator that fails at the batch of a given number on one rank."""
 
     def __init__(self, here: bool, batch: int) -> None:
         self.here, self.batch, self.calls = here, batch, 0
@@ -234,7 +234,7 @@ def test_training_on_several_captions_at_once_is_refused(tmp_path):
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Pairs before they are processed, with images of several sizes."""
+    """Unprocessed pairs, with images of several sizes."""
 
     def __len__(self) -> int:
         return 16
@@ -244,7 +244,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def test_images_travel_in_uint8_and_train_and_evaluate_like_normalised_ones(tmp_path):
-    """Also the default collator: its captions fit the text tower, and with them the model trains."""
+    """Tests the default collator as well: its captions fit the text tower, and the model trains on them."""
     seen = {}
     for name, collator in (("default", None), ("float", ContrastiveCollator(clip_processor(), max_length=16))):
         trainer = InfCLTrainer(
@@ -341,7 +341,7 @@ def rank_timeout(rank: int, world_size: int, folder: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
-    # As torchrun does it: the store is there already.
+    # As under torchrun, the store exists already.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     arguments(folder, ddp_timeout=2)
     if rank == 1:
@@ -362,7 +362,7 @@ def test_ddp_timeout_holds_on_cpus(ranks, tmp_path):
 
 
 def rank_apart(rank: int, world_size: int, folder: str) -> None:
-    # As on CPUs without use_cpu: torch.distributed is there, and TrainingArguments do not look at it.
+    # As on CPUs without use_cpu, torch.distributed is initialised and TrainingArguments ignore it.
     with (
         mock.patch.object(InfCLTrainingArguments, "world_size", 1),
         pytest.raises(ValueError, match="2 processes were"),

@@ -55,7 +55,7 @@ def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
 
 
 class Epochs(models.Pairs):
-    """Notes the epochs that it is told."""
+    """Records the epochs that are set."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
@@ -75,7 +75,7 @@ class StreamOfEpochs(models.Stream):
 
 
 class Wrapper(Dataset):
-    """What a user writes to transform the items of another data set."""
+    """A data set such as users write to transform the items of another one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -115,7 +115,7 @@ def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
     calls, agree = [], Processes.agree
     monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
     trainer_for(tmp_path, data=models.Stream(20), max_steps=6, logging_strategy="no").train()
-    # Two full windows a pass, and the one that was not in the two passes that came to it.
+    # Agreements: two full windows in each of three passes, and an incomplete one in the two passes that reached it.
     assert len(calls) == 3 + 3 + 2
 
 
@@ -158,7 +158,7 @@ def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world
 
 
 def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
-    # By itself accelerate would fill the window with rows that it has already.
+    # Without InfCLTrainer accelerate would fill the window with rows that it already has.
     trainer = trainer_for(folder, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
     with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
         trainer.train()
@@ -171,7 +171,7 @@ def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispat
 
 
 class Uneven(models.Stream):
-    """Of two workers one has ten rows and the other the rest."""
+    """A stream of which one of two workers has ten rows and the other has the rest."""
 
     def __iter__(self):
         first = torch.utils.data.get_worker_info().id == 0
@@ -187,7 +187,7 @@ def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
 
 
 class Parts(models.Stream):
-    """Every worker has a part of the rows, of unequal sizes."""
+    """A stream of which every worker has a part of the rows; the parts have unequal sizes."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()

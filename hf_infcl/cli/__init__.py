@@ -43,8 +43,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
         command = parser.parse_args(words[:1]).command
         words = words[1:]
-    # Imported here: torch and transformers take seconds, which `infcl --help` has no need of.
-    from .. import training  # noqa: F401  # first, since it says what is wrong with a torchvision that does not fit
+    # Imported here: importing torch and transformers takes seconds, and `infcl --help` needs neither.
+    from .. import training  # noqa: F401  # first, as its error names a torchvision that does not fit
 
     if command == "train":
         from .train import train as run
@@ -58,7 +58,7 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
 
 
 def versions() -> str:
-    """One line for each: this package, Python, the system, the packages that are installed, the GPUs."""
+    """One line each for this package, Python, the system, every installed package of the list, and the GPUs."""
     import torch
 
     lines = [f"hf_infcl {__version__}", f"python {platform.python_version()}", f"system {platform.platform()}"]

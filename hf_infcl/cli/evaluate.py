@@ -41,12 +41,12 @@ def evaluate(words: Sequence[str]) -> None:
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:
-    """The model in fp32, which the optimizer needs whatever the checkpoint was saved in, and the processor."""
+    """The model, in fp32 for the optimizer whatever dtype the checkpoint was saved in, and the processor."""
     return AutoModel.from_pretrained(checkpoint, dtype=torch.float32), AutoProcessor.from_pretrained(checkpoint)
 
 
 def evaluation_datasets(columns: ColumnOptions, options: EvaluationOptions) -> dict[str, Any]:
-    """The data sets to measure on, by the name that the metrics begin with: "pairs" and "zero_shot", as asked for."""
+    """The requested data sets to evaluate on, by the prefix of their metrics: "pairs" and "zero_shot"."""
     found: dict[str, Any] = {}
     if options.eval_dataset:
         rows = load_pairs(options.eval_dataset, split=options.eval_split)

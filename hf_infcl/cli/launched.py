@@ -1,4 +1,4 @@
-"""A command as one of several launched processes: a mistake is told once, and all processes end together."""
+"""Runs a command as one of several launched processes: an error is printed once, and all processes end together."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def tell(command: str, message: str) -> None:
-    """Prints an error as one line, on whichever of torchrun's or accelerate's processes comes to it first.
+    """Prints an error as one line, on the first of torchrun's or accelerate's processes that calls this.
 
     That process prints before it ends. The launcher then ends the others, which need not have met the error.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The launcher's own store. The processes need not have joined a group yet.
+        # This is the launcher's store. The processes need not have joined a group yet.
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
@@ -35,12 +35,12 @@ def tell(command: str, message: str) -> None:
 def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     """Ends the program with exit code 1 and one line, without a traceback, for a mistake of the user.
 
-    A process that stops because another one failed says nothing: the other one has given the reason.
+    A process that stops because another one failed prints nothing, since the other one has printed the reason.
 
     Args:
-        command: for the line.
-        of_libraries: a ValueError or OSError from any library counts, as it should where data and models are opened;
-            otherwise a ValueError that this package raises.
+        command: the command's name, which the line begins with.
+        of_libraries: treat a ValueError or OSError of any library as the user's mistake, as is right where data and
+            models are opened; otherwise only a ValueError that this package raises.
     """
     try:
         yield
@@ -62,16 +62,16 @@ def _raised_here(error: Exception) -> bool:
 
 
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:
-    """The processes end together, with this exit code and without Python's own clean-up at the end.
+    """Ends all processes together, with this exit code and without Python's clean-up at exit.
 
     On gloo a process sometimes aborted ("terminate called without an active exception") after all its work was done: in
-    one of 47 runs that waited for each other here. The cause is presumed, not known, to be a thread that outlives the
-    group and meets that clean-up.
+    one of 47 runs that waited for each other here. The presumed cause, which is not proved, is a thread that outlives
+    the group and still runs during that clean-up.
     """
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
     if trainer.args.world_size > 1:
-        atexit._run_exitfuncs()  # trackers finish here
+        atexit._run_exitfuncs()  # experiment trackers finish here
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""The options of the commands, and how they are read: from the command line, or from a file and what follows it."""
+"""The options of the commands, read from the command line, or from a file and the options that follow it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Parser(HfArgumentParser):
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """As ArgumentParser's; options of InfCLTrainingArguments, which names no group, go into one of two."""
+        """Adds an option. InfCLTrainingArguments names no group for its options, so they go into one of two."""
         if names[0] == "-h":
             return super().add_argument(*names, **settings)
         ours, transformers = self._of_training
@@ -173,7 +173,7 @@ class Parser(HfArgumentParser):
         return group.add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with one line, which one of several processes prints."""
+        """Ends the program with one line, which only one of several processes prints."""
         tell(self.prog, message)
         sys.exit(2)
 
@@ -228,7 +228,7 @@ class Parser(HfArgumentParser):
         raise ValueError(f"There is no option --{name}. {hint}")
 
     def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """The values of a file that have no form on the command line, and the words for all others."""
+        """The values of a file that cannot be written on the command line, and the words of all others for it."""
         values: dict[str, Any] = {}
         words: list[str] = []
         for key, (value, text) in _load(path).items():
@@ -256,7 +256,7 @@ class Parser(HfArgumentParser):
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number. In PyYAML's YAML 1.1 they are not."""
+    """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number, unlike in PyYAML's YAML 1.1."""
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -285,7 +285,7 @@ def _load(path: Path) -> dict[str, tuple[Any, Any]]:
             texts = yaml.load(content, Loader=yaml.BaseLoader)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: line {error.lineno}: {error.msg}.") from None
-    except yaml.MarkedYAMLError as error:  # without the excerpt that its text holds, for it might be a token
+    except yaml.MarkedYAMLError as error:  # its text has an excerpt of the file, which might be a token
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ValueError(f"{path} is not YAML: line {line}: {error.problem}.") from None
     except (

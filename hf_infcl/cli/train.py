@@ -1,4 +1,4 @@
-"""`infcl train`: from options to a trained checkpoint with its results, curves and model card."""
+"""`infcl train`: trains a model and writes the checkpoint with its results, curves and model card."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "te
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
 
 
-@record  # the launcher's last words are then the error of the process that failed first
+@record  # so the launcher's last lines are the error of the process that failed first
 def train(words: Sequence[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
     parser = Parser(
@@ -102,14 +102,14 @@ def train(words: Sequence[str]) -> None:
         except Preempted as ended:
             leave(trainer, int(ended.code or 0))
             raise
-    if trainer.steps_trained == 0:  # the trainer has said that the run was complete
+    if trainer.steps_trained == 0:  # the trainer has logged that the run was complete
         if trainer.is_world_process_zero():
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
         leave(trainer)
         return
     trainer.log_metrics("train", trained.metrics)
     trainer.save_metrics("train", trained.metrics)
-    trainer.save_model(_internal_call=True)  # without a push: the results belong to what is pushed
+    trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     if eval_datasets:
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             measured = trainer.evaluate()
@@ -127,7 +127,7 @@ def train(words: Sequence[str]) -> None:
 
 
 def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
-    """Chooses how often to log, save and evaluate where the user did not.
+    """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
     Trainer's defaults of 500 steps are made for many small steps, but a run of large batches may have 50 in all. Such a
     run logs every step (or every hundredth part of the run, if that is longer), and saves and evaluates every epoch (or
@@ -155,7 +155,7 @@ def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
 
 
 def check_best_metric(namespace: argparse.Namespace, classes: int | None = None) -> None:
-    """Raises a ValueError if the checkpoint that is best by some metric is wanted and that metric is not measured.
+    """Raises a ValueError if the best checkpoint is asked for by a metric that is not measured.
 
     Args:
         namespace: all options.

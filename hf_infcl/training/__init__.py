@@ -1,4 +1,4 @@
-"""`InfCLTrainer` and what it is made of."""
+"""`InfCLTrainer` and its parts."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,7 @@ import torch
 
 
 def _check_torchvision() -> None:
-    """transformers imports an installed torchvision with Trainer, and does not say so where that fails.
+    """Imports an installed torchvision, as transformers does with Trainer, whose error would not name torchvision.
 
     Raises:
         ImportError: torchvision is installed and cannot be imported, as happens beside another release of torch.

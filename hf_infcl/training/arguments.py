@@ -101,7 +101,7 @@ class InfCLTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         self.check()
         if self.use_cpu:
-            # TrainingArguments form the group without the timeout on CPUs; an existing one they take as it is.
+            # TrainingArguments form the group without the timeout on CPUs; they use an existing group as it is.
             PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         super().__post_init__()
         if getattr(self.accelerator_config, "split_batches", False):
@@ -116,7 +116,7 @@ class InfCLTrainingArguments(TrainingArguments):
                 "counted."
             )
         if self.ddp_find_unused_parameters is None:
-            # Every parameter that trains takes part in every window; searching for others costs time and copies.
+            # Every trained parameter takes part in every window; searching for unused ones costs time and copies.
             self.ddp_find_unused_parameters = False
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The part of `InfCLTrainer` that saves and resumes: when checkpoints are written, chosen and removed.
 
-How a checkpoint becomes complete, and how a damaged one is found, stands in `checkpoints.py`.
+`checkpoints.py` describes how a checkpoint becomes complete and how a damaged one is found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.get_logger(__name__)
 
 
 class CheckpointingTrainer(Trainer):
-    """A Trainer whose checkpoints are complete or do not count, and that saves one when it is asked to end.
+    """A Trainer that resumes from complete checkpoints only, and saves one when a signal asks it to end.
 
     Attributes:
         _resumed: the record of the checkpoint that this training goes on from, or None.
@@ -38,7 +38,7 @@ class CheckpointingTrainer(Trainer):
         self._resumed: RunRecord | None = None
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
-        self._first_step = 0  # of the last call of `train`; transformers 5.17 does not keep it
+        self._first_step = 0  # the first step of the last `train`; transformers 5.17 does not keep it
         self._preemption = Preemption()
         super().__init__(*args, **kwargs)
 
@@ -53,21 +53,21 @@ class CheckpointingTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """As Trainer's, with checkpoints that are complete or do not count (see `hf_infcl.training.checkpoints`).
+        """Trains as Trainer does, but resumes from complete checkpoints only (see `hf_infcl.training.checkpoints`).
 
-        A run that is complete already trains, saves and evaluates nothing. When any process gets SIGTERM or SIGUSR1,
-        all of them end the step and save a checkpoint.
+        If the run is complete already, nothing is trained, saved or evaluated. When any process gets SIGTERM or
+        SIGUSR1, all of them end the step and save a checkpoint.
 
         Args:
             resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
-                ``"auto"`` for that as well, or to start anew where there is none.
+                ``"auto"`` for the newest complete one, or for a new start if there is no checkpoint.
             trial: as Trainer's.
             ignore_keys_for_eval: as Trainer's.
 
         Raises:
-            ValueError: besides Trainer's reasons, the checkpoint is damaged, or is of a run with another global batch
-                size, objective, model or training set, and ``resume_with_changes`` is off; another run is training in
-                ``output_dir``, or nothing can be written to it.
+            ValueError: besides Trainer's reasons, the checkpoint is damaged, or comes from a run with another global
+                batch size, objective, model or training set while ``resume_with_changes`` is off; another run is
+                training in ``output_dir``, or nothing can be written to it.
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
         """
         self._trial = trial
@@ -102,7 +102,7 @@ class CheckpointingTrainer(Trainer):
         return self.state.global_step - self._first_step
 
     def _end_early(self, number: int) -> NoReturn:
-        """Saves what is trained, between two steps, on all processes alike."""
+        """Saves a checkpoint between two steps and ends the training, on all processes alike."""
         step = self.state.global_step
         if self.steps_trained and self._saved_step != step:
             self._save_checkpoint(self.model_wrapped, self._trial)
@@ -115,10 +115,11 @@ class CheckpointingTrainer(Trainer):
         raise Preempted(128 + number)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As Trainer's, but complete or not at all.
+        """Writes Trainer's checkpoint completely or not at all.
 
-        What keeps a process from writing, such as a full disk, is logged on all of them, and the training goes on to
-        the next save. Under FSDP and DeepSpeed it ends the training, since there the writing is collective.
+        If a process cannot write, for instance because the disk is full, all processes log the error, and the training
+        goes on to the next save. Under FSDP and DeepSpeed the error ends the training, since their writing is
+        collective.
         """
         record = self._record()
         checkpoint = Checkpoint(super()._get_output_dir(trial), self.state.global_step)
@@ -157,7 +158,7 @@ class CheckpointingTrainer(Trainer):
 
     def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
         best_step = self.state.best_global_step
-        # Trainer would wait for the other processes, and look for the best checkpoint beside the one in the making.
+        # Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
         self.state.best_global_step = None
         self._partial_dir = str(checkpoint.partial_dir)
         try:
@@ -176,5 +177,5 @@ class CheckpointingTrainer(Trainer):
         return self._partial_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._partial_dir is None:  # or else it is uploaded when it is complete
+        if self._partial_dir is None:  # otherwise it is uploaded once it is complete
             super()._push_from_checkpoint(checkpoint_folder)

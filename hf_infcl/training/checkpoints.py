@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or do not count, and that say which run they are of.
+"""Checkpoints that are ignored unless they are complete, and that name the run that wrote them.
 
 A checkpoint is written into a folder ``_partial-checkpoint-N``. Once all processes have written and flushed their part,
 a manifest of all files is added, and the folder is renamed to ``checkpoint-N``. A process or a machine that stops at
-any moment therefore leaves either a whole checkpoint or one that nobody resumes from, and files that are damaged later
-are found by their checksums.
+any moment therefore leaves either a whole checkpoint or a folder that is never resumed from, and files
+that are damaged later are found by their checksums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same from the first step of a run to the last.
+    """The properties of a run that stay the same from its first step to its last.
 
     Another number of processes, another micro-batch or another strategy give the same windows and, within rounding,
     the same weights, so they are not part of it.
@@ -57,12 +57,12 @@ class Run:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A file in every checkpoint: the run, and how far it was.
+    """The content of a file in every checkpoint: the run that wrote it, and its progress.
 
     Args:
         run: the run that wrote the checkpoint.
         epoch: passes over the data that were completed.
-        windows: windows trained in the present one.
+        windows: windows trained in the epoch that was not completed.
         skipped_samples: bad samples that the data has passed over; None if the data does not count them.
         processes: how many wrote the checkpoint, each with its random state.
         only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
@@ -99,15 +99,17 @@ class RunRecord:
 
 
 def differences(before: Run, now: Run) -> Iterator[str]:
-    """A sentence's part for each thing that is not the same in two runs."""
+    """Yields a phrase for a message about each property that differs between two runs."""
     for (name, old), new in zip(asdict(before).items(), asdict(now).values(), strict=True):
         if old != new:
             yield f"{name} was {old!r} and is {new!r}"
 
 
 class Checkpoint:
-    """A checkpoint in the making. `begin`, `flush` and `complete` are called in this order, with the writing after the
-    first; every process has to be done with one before any process calls the next.
+    """A checkpoint while it is written.
+
+    `begin`, `flush` and `complete` are called in this order, and the files are written between the first two. Every
+    process has to return from one before any process calls the next.
 
     Args:
         output_dir: where the checkpoints of the run are.
@@ -115,7 +117,7 @@ class Checkpoint:
 
     Attributes:
         folder: its place when it is complete.
-        partial_dir: what stands for ``output_dir`` while it is written.
+        partial_dir: the folder that replaces ``output_dir`` while it is written.
         partial: its place while it is written, in ``partial_dir``.
     """
 
@@ -134,7 +136,7 @@ class Checkpoint:
         record.write(self.partial)
 
     def flush(self) -> None:
-        """Everything that was written reaches the disk, so that not even a power failure can take it back."""
+        """Flushes all written files to the disk, so that they survive a power failure."""
         for path in (*self.partial_dir.rglob("*"), self.partial_dir):
             _flush(path)
 
@@ -159,7 +161,7 @@ class Checkpoint:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Removes what is left of the writing."""
+        """Removes the partly written files."""
         shutil.rmtree(self.partial_dir, ignore_errors=True)
 
 
@@ -180,11 +182,11 @@ def _describe(path: Path) -> dict[str, int]:
 
 
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
-    """What is wrong with a checkpoint, as a sentence that names the file; None if it is as it was written.
+    """A sentence that names the damaged or missing file of a checkpoint, or None if all are as they were written.
 
     Args:
         checkpoint: its folder.
-        checksums: also read all files through. Without, only their presence and their sizes are looked at.
+        checksums: also read all files and compare their checksums. Otherwise only presence and sizes are checked.
     """
     manifest = Path(checkpoint, MANIFEST_NAME)
     if not manifest.is_file():
@@ -212,7 +214,7 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
 
 
 def _folders(output_dir: str | Path) -> list[Path]:
-    """Those named as checkpoints, the last written first; those without a manifest come last."""
+    """The folders named as checkpoints, the last written first; those without a manifest come last."""
 
     def written(folder: Path) -> tuple[int, int]:
         try:
@@ -226,7 +228,7 @@ def _folders(output_dir: str | Path) -> list[Path]:
 
 
 def newest_complete(output_dir: str | Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that was written last among those without damage, and what is wrong with those written later."""
+    """The newest checkpoint without damage, and a sentence about the damage of each one written later."""
     passed_over: list[str] = []
     for folder in _folders(output_dir):
         if (reason := damage(folder)) is None:
@@ -236,9 +238,9 @@ def newest_complete(output_dir: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
-    """Removes the oldest complete checkpoints but for the ``limit`` newest ones and those to ``keep``.
+    """Removes all complete checkpoints except the ``limit`` newest ones and those to ``keep``.
 
-    Folders that are no complete checkpoints are neither counted nor removed.
+    Folders that are not complete checkpoints are neither counted nor removed.
     """
     if limit is None or limit <= 0:
         return
@@ -251,12 +253,12 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
 
 
 def choose(output_dir: str, wanted: str | bool | None) -> str | None:
-    """The checkpoint to go on from, looked for and checked by the main process for all.
+    """The checkpoint to go on from, which the main process finds and checks for all processes.
 
     Args:
         output_dir: where the checkpoints of the run are.
         wanted: a checkpoint's folder, which must be without damage; True for the newest complete one; ``"auto"`` for
-            that as well, but None where there is no checkpoint yet; None or False to start anew.
+            the newest complete one, or a new start if there is no checkpoint yet; None or False to start anew.
 
     Returns:
         Its folder, or None to start anew.
@@ -298,7 +300,7 @@ def choose(output_dir: str, wanted: str | bool | None) -> str | None:
 
 @contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
-    """Keeps other runs from training in the same folder; the lock ends with the process, however that ends.
+    """Keeps other runs from training in the same folder; the lock is released however the process ends.
 
     Raises:
         ValueError: on every process: another run holds the lock, or the folder cannot be written to.

@@ -1,4 +1,4 @@
-"""How much of a training's time goes into waiting for data."""
+"""Measures the share of the training time that a process waits for data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A warning is due if the share of the time since the training began is larger, after so many windows.
+# A warning is logged if the share since the training began exceeds the first, after the second number of windows.
 WAIT_SHARE, WAIT_WINDOWS = 0.1, 20
 
 
 class DataWait:
-    """The seconds that a process trains, and those among them that it waits for data.
+    """Counts the seconds that a process trains, and the seconds of these that it waits for data.
 
     The first window does not count, because the workers start in it. Evaluations and checkpoints do not count either:
     the clock stands still from `stop` to `start`.
@@ -27,7 +27,7 @@ class DataWait:
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """To be called after each window."""
+        """Stops the clock; called after each window."""
         self.windows += 1
         if self.windows == 0:
             self._trained = self._waited = 0.0
@@ -41,11 +41,11 @@ class DataWait:
         self._waited += time.perf_counter() - began
 
     def share(self) -> float:
-        """Since the training began."""
+        """The share of the time since the training began."""
         return self._waited / self._trained if self._trained else 0.0
 
     def share_since_last(self) -> float:
-        """Since the last call of this method."""
+        """The share of the time since the last call of this method."""
         trained, waited = self._trained - self._logged[0], self._waited - self._logged[1]
         self._logged = self._trained, self._waited
         return waited / trained if trained > 0 else 0.0

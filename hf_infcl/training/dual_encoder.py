@@ -1,4 +1,4 @@
-"""What depends on the class of a model: its embeddings, temperature, objective and towers."""
+"""A common view of the supported model classes: embeddings, temperature, objective and towers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class DualEncoder:
 
     def scale_and_bias(self, parameters: Iterable[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """logit_scale, the multiplier, and logit_bias or None, from `temperature_parameters` or copies of them."""
-        # FSDP leaves a process with a part of a parameter; the temperature is needed whole.
+        # Under FSDP a process holds a part of each parameter, but the whole temperature is needed.
         whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in parameters or self.temperature_parameters)
         scale, *bias = whole
         if self._divides:
@@ -148,8 +148,8 @@ class DualEncoder:
                 DDP's synchronisation of gradients.
             batch: the inputs of one micro-batch; other entries are ignored. ``image_features`` [images, H] are the
                 pooled output of the frozen image tower, which then does not run at all.
-            frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. Empty in its first pass;
-                in its second pass the frozen towers do not run.
+            frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
+                first pass; in the second pass the frozen towers do not run.
         """
         if (features := batch.get("image_features")) is not None:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
@@ -202,7 +202,7 @@ class DualEncoder:
         return F.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
     def batch_norms(self) -> list[str]:
-        """Names of the batch norms that train: their outputs depend on the micro-batch, which no window can mend."""
+        """Names of the batch norms that train: their outputs, and so the gradient, depend on the micro-batch."""
         constant = {module for part in self.frozen_parts() for module in part.modules()}
         return [
             name
@@ -230,7 +230,7 @@ def _remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterato
         if overridden:
             tower.forward = forward
         else:
-            del tower.forward  # the class's own again
+            del tower.forward  # restores the method of the class
 
 
 def _select(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

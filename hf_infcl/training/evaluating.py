@@ -1,4 +1,4 @@
-"""The evaluation of a dual encoder by several processes: embeddings gathered, then metrics of the whole set."""
+"""Evaluates a dual encoder on several processes: gathers the embeddings, then computes metrics of the whole set."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 def gather_rows(tensors: Any) -> Any:
-    """Every process's rows, in the order of the ranks, of one tensor or a tuple of them.
+    """Gathers the rows of all processes, in the order of the ranks, for one tensor or a tuple of tensors.
 
     Args:
         tensors: [n, ...] each; n may differ between the processes and may be 0.
@@ -56,7 +56,7 @@ def gather_rows(tensors: Any) -> Any:
 
 
 def rows_to_keep(batch_size: int, rank: int) -> int:
-    """How many rows of this rank's batch are rows of the data set.
+    """The number of rows in this rank's batch that are not repeated.
 
     accelerate gives all ranks batches of one size and repeats rows to fill the last ones. The rows that are not
     repeated come first: those of rank 0, then those of rank 1 and so on.
@@ -68,11 +68,11 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
 
 
 def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batch_size: int) -> Tensor:
-    """This rank's share of the embeddings of all prompts, as many rows on every rank.
+    """This rank's share of the embeddings of all prompts; every rank has the same number of rows.
 
     All ranks encode equally often, since under FSDP a forward communicates. The shares follow each other in the order
-    of the ranks, and the last prompt is repeated to fill the last ones: gathered, the first ``len(prompts)`` rows are
-    the embeddings of all prompts in their order.
+    of the ranks, and the last prompt is repeated to fill the last ones. The first ``len(prompts)`` rows of the
+    gathered shares are therefore the embeddings of all prompts in their order.
     """
     processes = Processes()
     size = -(-len(prompts) // processes.world_size)
@@ -83,7 +83,7 @@ def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batc
 
 @contextmanager
 def failures_announced() -> Iterator[None]:
-    """The other processes learn of an error inside in their next `Processes.agree`."""
+    """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`."""
     try:
         yield
     except Exception as error:
@@ -92,7 +92,7 @@ def failures_announced() -> Iterator[None]:
 
 
 class AnnouncingDataLoader:
-    """A data loader whose errors stop all processes, which must come to `Processes.agree` once for each batch."""
+    """A data loader that announces its errors to all processes; each calls `Processes.agree` once for each batch."""
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
@@ -115,7 +115,7 @@ class AnnouncingDataLoader:
 
 
 class EvaluatingTrainer(Trainer):
-    """The part of `InfCLTrainer` that evaluates: exact metrics of the whole set, on every process alike."""
+    """The part of `InfCLTrainer` that evaluates: every process computes the same exact metrics of the whole set."""
 
     args: InfCLTrainingArguments
 
@@ -126,7 +126,7 @@ class EvaluatingTrainer(Trainer):
 
     @property
     def contrastive_objective(self) -> str:
-        """``"softmax"`` or ``"sigmoid"``: the argument, or what the model was made for."""
+        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was made for."""
         return self.args.objective or self.dual_encoder.objective
 
     def prediction_step(
@@ -145,7 +145,7 @@ class EvaluatingTrainer(Trainer):
         return None, predictions, labels
 
     def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
-        """What `compute_metrics` gets, for one batch; without the rows that accelerate repeated to fill it."""
+        """The predictions and labels of one batch for `compute_metrics`, without the rows that accelerate repeated."""
         batch = self._prepare_inputs(inputs)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
@@ -172,7 +172,7 @@ class EvaluatingTrainer(Trainer):
             predictions, labels = (images[:rows], texts[order]), (counts.to(images.device), ids)
             if "pair_ids" in batch:
                 labels += (batch["pair_ids"][:rows],)
-        if "inputs" in self.args.include_for_metrics:  # Trainer gathers this one of the inputs after us
+        if "inputs" in self.args.include_for_metrics:  # Trainer gathers this input after this method returns
             name: str = getattr(self.model, "main_input_name", "input_ids")
             if name not in batch:
                 raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
@@ -180,7 +180,7 @@ class EvaluatingTrainer(Trainer):
         return predictions, labels
 
     def _failures_announced(self) -> AbstractContextManager[None]:
-        """For work that needs no other process; under FSDP a forward does, and the others may be waiting within it."""
+        """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
         return nullcontext() if self.is_fsdp_enabled else failures_announced()
 
     def evaluation_loop(
@@ -191,10 +191,10 @@ class EvaluatingTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Trainer's loop over embeddings, then the exact metrics of the whole set, the same on every process.
+        """Runs Trainer's loop over embeddings, then computes the same exact metrics of the whole set on every process.
 
-        Pairs: ``loss``, the contrastive loss of the whole set as one batch (of each image with its first caption), and
-        retrieval recalls over all captions. A `ZeroShotDataset`: accuracies.
+        For pairs these are ``loss``, the contrastive loss of the whole set as one batch (each image with its first
+        caption), and retrieval recalls over all captions; for a `ZeroShotDataset` they are accuracies.
         """
         self.gather_function = gather_rows
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.

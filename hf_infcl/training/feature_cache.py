@@ -31,11 +31,10 @@ ROWS_OF_SHARD = 4096
 class CachedImages(Dataset[dict[str, Any]]):
     """The pairs of an `ImageTextDataset` with the features of a frozen tower in place of the images.
 
-    Item i is that of the data set without ``image``, and with
-        image_features: [H] fp32.
+    Item i is that of the data set with ``image`` replaced by ``image_features`` [H] fp32.
 
     Args:
-        pairs: the data set whose captions and pair ids are used, and whose `set_epoch` is called along.
+        pairs: the data set whose captions and pair ids are used, and whose `set_epoch` is called with this one's.
         features: the bytes of the features, a row for each row of ``pairs``, as `cache_images` writes them.
     """
 
@@ -69,11 +68,11 @@ def cache_images(
 
     Args:
         pairs: the training set.
-        folder: one that all processes see, for any number of data sets and models.
+        folder: a folder that all processes can read, shared by any number of data sets and models.
         tower: the frozen tower, whose weights count for the fingerprint.
         encode: maps a batch of the collator to the tower's pooled output [b, H].
         collator: prepares the images.
-        dtype: of the tower's computation, for the fingerprint.
+        dtype: the dtype of the tower's computation, for the fingerprint.
         **loading: options of the DataLoader.
 
     Raises:
@@ -96,7 +95,7 @@ def cache_images(
     except Exception as error:
         announce_failure(error)
         raise
-    processes.agree([])  # all shards are there
+    processes.agree([])  # waits until all shards are written
     parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
     return CachedImages(pairs, datasets.concatenate_datasets(parts))
 
@@ -124,7 +123,7 @@ def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, shard
 
 
 def fingerprint(pairs: ImageTextDataset, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """32 hexadecimal digits of all that the features of a data set depend on."""
+    """A hash, 32 hexadecimal digits, of everything that the features of a data set depend on."""
     digest = hashlib.sha256(f"1 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     digest.update(collator.processor.image_processor.to_json_string().encode())
     digest.update(pairs.image_fingerprint().encode())

@@ -1,8 +1,8 @@
 """Gradient caching: the gradient of a loss over many micro-batches in the activation memory of one.
 
 The method is GradCache (arXiv 2101.06983). Each micro-batch has a random seed of its own, so that dropout draws the
-same masks in both passes. This module knows callables and tensors only: a function that encodes a micro-batch, and a
-loss of the features of all of them.
+same masks in both passes. This module works with callables and tensors only: a function that encodes a
+micro-batch, and a loss of the features of all micro-batches.
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ class CachedWindow:
         Args:
             loss: ``loss(features, parameters)`` maps the features of the whole window, each [all rows, ...], to a
                 scalar.
-            parameters: returns what else the loss depends on (logit_scale, logit_bias). ``loss`` gets detached copies;
+            parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` gets detached copies;
                 their gradients are part of the last micro-batch's surrogate, because that is the one whose backward
-                DDP synchronises. Called again for that surrogate, since FSDP replaces the tensors in every forward.
+                DDP synchronises. It is called again for that surrogate, since FSDP replaces the tensors in every
+                forward.
         """
-        # Whether a feature requires a gradient (a frozen tower's does not) is known from a graph alone.
+        # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
         leaves = tuple(
             feature.requires_grad_(graph.requires_grad)
             for feature, graph in zip(self._features, self._graphs[0], strict=True)
@@ -140,8 +141,8 @@ class CachedWindow:
     def surrogate(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient, or None without one.
 
-        To be called once for each index, in order, after `evaluate`, and differentiated before the next call. Unless
-        the graph of the micro-batch was kept, it is encoded again with the random seed of the first pass.
+        Call it once for each index, in order, after `evaluate`, and run the backward before the next call. Unless the
+        graph of the micro-batch was kept, it is encoded again with the random seed of the first pass.
         """
         if index in self._graphs:
             features = self._graphs.pop(index)
@@ -166,7 +167,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
     These are the generators of the CPU and of ``device``.
     """
-    # Without a device of its own, any type that torch knows: before torch 2.13 it could not be None.
+    # Without a device any type that torch knows will do, because None is allowed only since torch 2.13.
     devices, kind = ((), "cuda") if device is None or device.type == "cpu" else ((device.index or 0,), device.type)
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(seed)
@@ -174,7 +175,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 class GraphBudget:
-    """How many micro-batches of a window keep their autograd graph.
+    """Decides for how many micro-batches of a window the autograd graph is kept.
 
     Args:
         wanted: the number, or None for as many as fit into the memory of the GPU. That is measured in the second

@@ -28,7 +28,7 @@ class Fetcher:
 
     def fetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yields each batch on the device, ready for the current stream, after it has started to copy the next."""
-        # A batch that was yielded must not be referred to here, or it would stay on the device with the next two.
+        # A reference here to a yielded batch would keep it on the device together with the next two.
         arriving: deque[dict[str, Any]] = deque()
         for following in chain(batches, [None]):
             if arriving:

@@ -14,9 +14,9 @@ _ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has 
 
 
 class Preempted(SystemExit):
-    """Training has ended before its last step, because it was asked to.
+    """Training has ended before its last step, because a signal asked for it.
 
-    As the exit code of a process it is 128 and the number of the signal: 143 for SIGTERM, 138 for SIGUSR1.
+    The exit code of the process is 128 plus the number of the signal: 143 for SIGTERM, 138 for SIGUSR1.
     """
 
 
@@ -24,7 +24,7 @@ class Preemption:
     """While the context is open, the first signal is noted and the second, 3 seconds later or more, ends the process.
 
     A process whose launcher has gone counts as one that got SIGTERM: nobody would ever end or restart it. Signals are
-    noted by a program's main thread alone; elsewhere they do what they do otherwise.
+    noted only if the context is opened in the main thread of the program; otherwise they keep their usual effect.
     """
 
     def __init__(self) -> None:

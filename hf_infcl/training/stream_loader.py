@@ -1,4 +1,4 @@
-"""The batches of an `ImageTextStream` on their way into a training, and the place that the training has reached."""
+"""Loads the batches of an `ImageTextStream` for training, and records the place in it that the training has reached."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .arguments import InfCLTrainingArguments
 class StreamLoader(DataLoader[Any]):
     """The training loader of a stream. Its length is that of an epoch, but its iterator lasts for the whole training.
 
-    So the workers read ahead over the ends of epochs. Trainer begins a new iteration with each epoch and skips batches
-    when it resumes. Neither has an effect here: the next batch is always the one after those that were consumed.
+    The workers therefore read ahead across the ends of epochs. Trainer begins a new iteration with each epoch and skips
+    batches when it resumes. Neither has an effect here: the next batch always follows those that were consumed.
 
     Args:
         stream: the training set.
         collate: the data collator.
-        args: of the training.
-        device: to which batches are moved; None leaves them in host memory.
+        args: the arguments of the training.
+        device: the device that batches are moved to; None leaves them in host memory.
         states: `state` of every process of the checkpoint to resume from.
 
     Raises:
@@ -85,7 +85,7 @@ class StreamLoader(DataLoader[Any]):
                     if args.dataloader_num_workers
                     else None,
                     prefetch_factor=args.dataloader_prefetch_factor,
-                    # Its own, since torch draws a seed for workers from it: dropout's would depend on resumes.
+                    # torch draws the workers' seed from it. If dropout used the same one, resumes would change it.
                     generator=torch.Generator(),
                 )
             )
@@ -97,7 +97,7 @@ class StreamLoader(DataLoader[Any]):
         return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)
 
     def consume(self) -> None:
-        """Records that the batches given since the last call are trained on, which a checkpoint then holds."""
+        """Records, for the next checkpoint, that the batches given since the last call have been trained on."""
         for tag in self._fetched:
             self._batches.consume(tag)
         self._fetched = []
@@ -111,9 +111,9 @@ class StreamLoader(DataLoader[Any]):
         return self._batches.state()
 
     def progress(self) -> dict[str, float]:
-        """Of this process: what was consumed since the run began, and the samples per second that its workers can make.
+        """This process's consumption since the run began, and the samples per second that its workers can prepare.
 
-        The rate is that since the last call, from the seconds that the workers spent on each batch.
+        The rate is measured since the last call, from the seconds that the workers spent on each batch.
         """
         workers = max(1, self._args.dataloader_num_workers)
         made = self._made * self._args.per_device_train_batch_size * workers

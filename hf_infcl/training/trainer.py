@@ -1,6 +1,6 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch.
 
-Its evaluation stands in `evaluating.py`, its saving and resuming in `checkpointing.py`.
+`evaluating.py` holds its evaluation, `checkpointing.py` its saving and resuming.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
                 f"{args.world_size}. On CPUs pass use_cpu=True."
             )
         if model is not None:
-            DualEncoder(model)  # raises for any other model, before something else does less clearly
+            DualEncoder(model)  # raises here for any other model, with a clear message
         if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
             kwargs["processing_class"] = data_collator.processor  # so that it is saved beside the model
         processor = kwargs.get("processing_class")
@@ -126,11 +126,11 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
             )
         self._sampler: WindowSampler | None = None
         self._stream: IterableDataset | None = None
-        self._stream_loader: StreamLoader | None = None  # of an ImageTextStream
-        self._dispatcher: DataLoaderDispatcher | None = None  # of a stream that the main process reads for all
+        self._stream_loader: StreamLoader | None = None  # for an ImageTextStream
+        self._dispatcher: DataLoaderDispatcher | None = None  # for a stream that the main process reads for all
         self._worker_seeds = torch.Generator()
         super().__init__(model, args, data_collator, **kwargs)
-        if model is not None:  # or else `call_model_init` has prepared it
+        if model is not None:  # otherwise `call_model_init` has prepared it
             self._prepare_model(self.model)
         if data_collator is None and processor is not None:
             config = getattr(self.model, "config", None)  # not before: `model_init` has made a model by now
@@ -151,24 +151,24 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         self._graph_budget = GraphBudget(None if retain == "auto" else int(retain), self.args.device)
         self._fetcher = Fetcher(self.args.device) if self.args.offload_inputs else None
         self._windows_trained = 0
-        # None as long as the data does not report it. What is known of the run so far counts on the main process.
+        # None until the data reports it. The count of the run before a resume is added on the main process.
         self._skipped = None if self._resumed is None else self._resumed.skipped_samples
         if self._skipped is not None and not self.is_world_process_zero():
             self._skipped = 0
         self._last_log = time.perf_counter(), self.state.global_step
         self._data_wait, self._has_warned_of_wait = DataWait(), False
-        # The part of the training before an interruption counts as well.
+        # The time trained before an interruption counts.
         logged = (entry["train_seconds"] for entry in reversed(self.state.log_history) if "train_seconds" in entry)
         self._began = time.perf_counter() - next(logged, 0.0)
         self._begin_epoch(0)
         self._begin_window([])
 
     def _begin_epoch(self, epoch: int, windows: int = 0) -> None:
-        """Begins a pass over the data, of which so many windows are trained already."""
-        self._exhausted = False  # a stream, until the next pass
+        """Begins a pass over the data, in which ``windows`` windows are trained already."""
+        self._exhausted = False  # whether a stream is exhausted in this pass
         self._epoch, self._windows_of_epoch = epoch, windows
-        # torch's loaders draw seeds for their workers, and how often depends on the options and on resuming. Drawn from
-        # the state that dropout uses, they would change the training.
+        # torch's loaders draw seeds for their workers; the number of draws depends on the options and on resuming. If
+        # they came from the random state that dropout uses, they would change the training.
         self._worker_seeds.manual_seed(self.args.seed + epoch)
         # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
         if self._sampler is not None:
@@ -193,7 +193,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         self.args.check()  # the trial has changed them
 
     def _prepare_model(self, model: Any) -> None:
-        """Everything that has to happen to a model before it is wrapped and its optimizer is created."""
+        """Prepares a model before it is wrapped and its optimizer is created."""
         check_wrapper(self.accelerator)
         dual_encoder = DualEncoder(model)
         dual_encoder.freeze_unused()
@@ -234,7 +234,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
             )
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As Trainer's, without vectors and scalars: CLIP decays matrices only, and logit_scale never."""
+        """Trainer's names without vectors and scalars: as in CLIP, only matrices are decayed, never logit_scale."""
         flat = {name for name, parameter in model.named_parameters() if parameter.ndim <= 1}
         return [name for name in super().get_decay_parameter_names(model) if name not in flat]
 
@@ -265,7 +265,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        """As Trainer's for data sets. A stream gives only full batches in training and every row once in evaluation."""
+        """Trainer's loader. A stream gives only full batches in training, and every row once in evaluation."""
         if not isinstance(dataset, IterableDataset):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.args
@@ -285,7 +285,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         return self.accelerator.prepare(loader) if is_training else stream_for_evaluation(loader, args.device)
 
     def get_train_dataloader(self) -> DataLoader:
-        """With ``offload_inputs``, one whose batches stay in host memory: they are fetched when their turn comes."""
+        """The training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched."""
         pairs = self.train_dataset
         if self.args.cache_features is not None:
             self.train_dataset = self._with_cached_images(pairs, self.args.cache_features)
@@ -320,7 +320,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def set_initial_training_values(
         self, args: Any, dataloader: DataLoader
     ) -> tuple[int, int, int, int, int, int | None, int]:
-        """As Trainer's, but counting full windows only, and samples that are trained."""
+        """Trainer's values, computed from full windows and trained samples only."""
         epochs, windows, examples, _, batch, micro_batches, max_steps = super().set_initial_training_values(
             args, dataloader
         )
@@ -345,7 +345,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         rows = f", {len(data)} rows" if has_length(data) else ""
         order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
         model = self.dual_encoder.model
-        kind = type(model).__name__.removeprefix("FSDP")  # of the wrapped class
+        kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
         return Run(
             global_batch_size=self.args.global_batch_size,
             objective=self.contrastive_objective,
@@ -361,7 +361,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """The epochs and the micro-batches of the next one that are not trained any more."""
+        """The epochs that are trained already, and the trained micro-batches of the next one."""
         epochs, micro_batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -390,10 +390,11 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """Fetches a window, or nothing where a stream's rest does not fill one.
+        """Fetches a window, or nothing if the remaining rows of a stream do not fill one.
 
-        All processes agree here on having one, so that an error in the data of one stops them all, and a signal to one
-        ends the training on all. No forward happens here: on resume Trainer restores the random state after this call.
+        All processes agree here that they have a window, so that an error in the data of one process stops all of them,
+        and a signal to one ends the training on all. No forward happens here: on resume Trainer restores the
+        random state after this call.
         """
         self._begin_window([])
         if self._exhausted:
@@ -416,7 +417,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
             else:
                 # The main process reads the stream. The others wait in a broadcast, where they learn of no error.
                 if isinstance(error, TypeError) and self._dispatcher._stop_iteration and self.state.global_step == 0:
-                    # On every process alike: without a full micro-batch for each, accelerate has nothing to send.
+                    # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._stream_too_short([0] * self.args.world_size) from error
                 raise
         agreed = Processes().agree([rows, self._preemption.signal])
@@ -425,7 +426,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         seen = [int(rows) for rows, _ in agreed]
         wanted = self.args.global_batch_size // self.args.world_size
         if seen != [wanted] * len(seen):
-            # Trained on, a short window would be another objective; Trainer would also leave its gradient behind.
+            # Training on a short window would change the objective, and Trainer would leave its gradient behind.
             if self.state.global_step == 0:
                 raise self._stream_too_short(seen)
             self._exhausted = True
@@ -446,7 +447,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """The share of one micro-batch in the gradient of its window; with the first, also the first pass and the loss.
+        """Adds the gradient of one micro-batch; the first of a window also runs the first pass and the loss.
 
         Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order.
         ``inputs`` only says that the next one is due: the data is the window's.
@@ -510,7 +511,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
                 announce_failure(error)
             raise
         finite = torch.stack([f.isfinite().all() for f in features]).all()
-        del features  # as large as the window
+        del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
             loss = window.evaluate(self._loss, lambda: self.dual_encoder.temperature_parameters)
         if not loss.isfinite():  # the same on every process, before anything has been changed
@@ -552,14 +553,14 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures of a contrastive run to the training logs.
 
-        logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs; samples_per_second, the rate of
-        pairs since the last log, the evaluations in between included; train_seconds, the duration of the training up to
-        here, the parts before an interruption included; peak_memory of this GPU in bytes; skipped_samples since the
-        training began, if the data reports them; data_wait, the share of the time since the last log, evaluations and
-        checkpoints apart, that the slowest process waited for data.
+        The figures are logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs;
+        samples_per_second, the rate of pairs since the last log, the evaluations in between included; train_seconds,
+        the duration of the training so far, the parts before an interruption included; peak_memory of this GPU in
+        bytes; skipped_samples since the training began, if the data reports them; data_wait, the share of the
+        time since the last log, evaluations and checkpoints apart, that the slowest process waited for data.
 
-        Of an `ImageTextStream` also stream_samples and stream_shards, trained and opened since the run began, and
-        loader_samples_per_second, which is what the workers can make.
+        For an `ImageTextStream` the logs also have stream_samples, trained since the run began, stream_shards, opened
+        since then, and loader_samples_per_second, the rate that the workers can reach.
         """
         if "loss" in logs:
             scale, bias = self.dual_encoder.scale_and_bias()
@@ -581,7 +582,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         super().log(logs, start_time)
 
     def _log_data(self, logs: dict[str, float]) -> None:
-        """Adds how the data comes along, over all processes, and warns of a wait; collective."""
+        """Adds the data figures of all processes to the logs, and warns if the training waits for data; collective."""
         wait = self._data_wait
         progress = None if self._stream_loader is None else self._stream_loader.progress()
         numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
@@ -624,7 +625,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         )
 
     def _places_in_stream(self) -> list[dict[str, Any]] | None:
-        """Of all processes, what they have trained on of an `ImageTextStream`; collective."""
+        """For each process, the part of an `ImageTextStream` that it has trained on; collective."""
         if self._stream_loader is None:
             return None
         return [json.loads(state) for state in Processes().gather_text(json.dumps(self._stream_loader.state()))]
@@ -669,18 +670,18 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
                 "or let the collator have a method normalise(pixel_values) such as ContrastiveCollator's, not "
                 f"{type(self.data_collator).__name__}."
             )
-        # Trainer's own preparation once more: under DeepSpeed it casts to the dtype of the model.
+        # Trainer's preparation runs once more, because under DeepSpeed it casts to the dtype of the model.
         return {**inputs, "pixel_values": self._prepare_input(self.data_collator.normalise(pixel_values))}
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's draft, unless the folder already has the card that `hf_infcl.publishing` keeps up to date."""
+        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""
         card = Path(str(self.args.output_dir), "README.md")
         if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
             super().create_model_card(*args, **kwargs)
 
 
 class _LoopEvents(TrainerCallback):
-    """What has to happen at points of Trainer's loop that no method of it marks."""
+    """Callbacks at points of Trainer's loop for which it has no method to override."""
 
     def __init__(self, trainer: InfCLTrainer) -> None:
         self._trainer = trainer

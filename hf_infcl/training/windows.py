@@ -74,12 +74,12 @@ def set_epoch(dataset: Any, epoch: int) -> None:
 def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
     """A loader of a stream that gives every row once, on any number of processes.
 
-    The main process reads the stream and sends each process its part of the rows. By any other way accelerate would
-    make all batches of one size by repeating rows, and could not tell them apart at the end of a stream.
+    The main process reads the stream and sends each process its part of the rows. Otherwise accelerate would
+    repeat rows to make all batches of one size, and the repeated rows at the end of a stream could not be recognised.
 
     Args:
-        loader: of the whole stream, with at most one worker: the batches of several end at different rows.
-        device: to which the batches are moved.
+        loader: a loader of the whole stream, with at most one worker: the batches of several end at different rows.
+        device: the device that the batches are moved to.
     """
     return prepare_data_loader(
         loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=_rows_of_one_process
@@ -100,7 +100,7 @@ def _rows_of_one_process(
 
 
 def check_batch(batch: Any) -> None:
-    """Raises a ValueError for what no data collator should give in training."""
+    """Raises a ValueError if a data collator gives a batch that cannot be trained on."""
     if not isinstance(batch, Mapping) or not {"pixel_values", "input_ids"} <= batch.keys():
         got = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(f"The data collator must give a dict with pixel_values and input_ids at least, got {got}.")

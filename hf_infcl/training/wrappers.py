@@ -1,7 +1,7 @@
-"""What DDP, FSDP2 and DeepSpeed need so that a window of several micro-batches has one loss and one exact gradient.
+"""Adapts DDP, FSDP2 and DeepSpeed so that a window of several micro-batches has one loss and one exact gradient.
 
-`check_wrapper` and `prepare_for_wrapper` come before a model is wrapped; `wrapper_of` tells what the windows of a
-wrapped model need.
+`check_wrapper` and `prepare_for_wrapper` are called before a model is wrapped; `wrapper_of` returns the adaptation for
+a wrapped model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def check_wrapper(accelerator: Accelerator) -> None:
 
 
 def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
-    """Changes what the wrapper cannot take.
+    """Changes parameters and modules that the wrapper does not support.
 
-    FSDP2 and DeepSpeed cannot take a scalar parameter: the temperature becomes a vector of one element, which
-    `stock_shapes` undoes in what is saved. FSDP2 would also shard the embeddings twice: because of their modules' entry
-    in ``_no_split_modules``, and as the input embeddings, which CLIP does not name.
+    FSDP2 and DeepSpeed do not support a scalar parameter, so the temperature becomes a vector of one element;
+    `stock_shapes` undoes this in saved states. FSDP2 would also shard the embeddings twice: because of their modules'
+    entry in ``_no_split_modules``, and as the input embeddings, which CLIP does not name.
 
     Raises:
         ValueError: under FSDP2 only the temperature trains.
@@ -104,7 +104,7 @@ def without_compiler(model: Any) -> Any:
 
 
 class Wrapper:
-    """A model without a wrapper. Its subclasses say what a wrapper needs beside that.
+    """A model without a wrapper. A subclass for each wrapper overrides the methods that it needs.
 
     Args:
         model: the model as the training loop calls it.
@@ -123,24 +123,24 @@ class Wrapper:
         self.model = without_compiler(model)
 
     def begin_training(self, encoder: DualEncoder, broadcast_buffers: bool | None) -> None:
-        """Before the first window. ``broadcast_buffers`` is ``args.ddp_broadcast_buffers``."""
+        """Called before the first window. ``broadcast_buffers`` is ``args.ddp_broadcast_buffers``."""
 
     def begin_window(self) -> None:
-        """Before the first forward of a window."""
+        """Called before the first forward of a window."""
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """A context for the forward and backward of a micro-batch; ``last`` of its window, gradients are exchanged."""
+        """A context for a micro-batch's forward and backward; gradients are exchanged for the ``last`` of a window."""
         return contextlib.nullcontext()
 
     def check_gradients(self) -> None:
-        """After the first window.
+        """Called after the first window.
 
         Raises:
-            ValueError: parameters that train got no gradient, and the wrapper waits for one.
+            ValueError: parameters that train got no gradient although the wrapper waits for one.
         """
 
     def clamp_logit_scale(self, encoder: DualEncoder, maximum: float) -> None:
-        """As `DualEncoder.clamp_logit_scale`, after an optimizer step."""
+        """Clamps logit_scale as `DualEncoder.clamp_logit_scale` does; called after an optimizer step."""
         encoder.clamp_logit_scale(maximum)
 
 
@@ -202,7 +202,7 @@ class DeepSpeed(Wrapper):
 
 
 def wrapper_of(model: nn.Module, kind: DistributedType) -> Wrapper:
-    """What the windows of ``model``, as the training loop calls it, need. ``kind`` is accelerate's."""
+    """The `Wrapper` for ``model`` as the training loop calls it. ``kind`` is accelerate's."""
     if kind == DistributedType.FSDP:
         return FSDP2(model)
     if kind == DistributedType.DEEPSPEED:
