@@ -1,4 +1,4 @@
-"""Both losses written as their definitions, with the B×B logits in memory: every test compares with them.
+"""Both losses written as their definitions, with the B×B logits in memory. Every test compares with them.
 
 Plain differentiable torch for one process that holds the whole batch, in any floating dtype. Compare in float64.
 """

@@ -17,7 +17,7 @@ from .ranking import checked_embeds, checked_index, fraction, positive_ranks
 def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
     """One weight vector per class: the normalised mean of the class's normalised prompt embeddings.
 
-    Prompt ensembling of CLIP (Radford et al. 2021, arXiv 2103.00020, section 3.1.4).
+    This is the prompt ensembling of CLIP (Radford et al. 2021, arXiv 2103.00020, section 3.1.4).
 
     Args:
         text_embeds: [C * num_templates, D] float, class-major: the prompts of class 0, then those of class 1, ...

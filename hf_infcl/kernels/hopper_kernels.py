@@ -49,7 +49,7 @@ _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 STAGES = gl.constexpr(6)  # stages of the buffer, 32 KiB each; with 32 KiB of outgoing tiles they fill shared memory
-# A processor has 168 registers for each thread of three warpgroups, as one of which the producer's single warp counts.
+# A processor has 168 registers for each thread of three warpgroups; the producer's single warp counts as one of them.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
 

@@ -35,8 +35,8 @@ from .triton_tiling import INTERPRETED, boxes, cdiv
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
 CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
-NEAR_PAYS = 1 << 25  # logits from which on saved exponentials are worth a second launch
-HOPPER_PAYS = 1 << 27  # logits from which on `hopper_kernels` are faster
+NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
+HOPPER_PAYS = 1 << 27  # number of logits from which on `hopper_kernels` are faster
 HOPPER_SUMS_PAY = 512  # dimensions from which on this holds for the sums; at 256 they take a quarter longer
 GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton in which they compile: Gluon is experimental
 

@@ -39,8 +39,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-REACH = tl.constexpr(44.0)  # between references: e^-87, the least exponential of a row, is then e^-43 in its column
-LIMIT = tl.constexpr(1e36)  # of products whose reciprocals are normal numbers
+REACH = tl.constexpr(44.0)  # maximal distance of references: a row's least exponential, e^-87, is e^-43 in its column
+LIMIT = tl.constexpr(1e36)  # limit of products whose reciprocals are normal numbers
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
 
 
