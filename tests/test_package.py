@@ -78,7 +78,7 @@ for name in {EXTRAS}:
     sys.modules[name] = None  # importing it raises ImportError
 import hf_infcl
 assert hf_infcl.__file__.startswith({str(tmp_path)!r}), hf_infcl.__file__
-kernels = ("triton_backend", "triton_kernels", "hopper_kernels")
+kernels = ("triton_backend", "triton_kernels", "triton_operands", "triton_tiling", "hopper_kernels")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.endswith((*kernels, "__main__")):
         importlib.import_module(module.name)
