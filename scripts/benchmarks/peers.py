@@ -131,3 +131,10 @@ def inf_cl_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     loss = importlib.import_module("inf_cl").cal_inf_loss
     x, y = x.float(), y.float()
     return (loss(x, y, scale=scale) + loss(y, x, scale=scale)) / 2
+
+
+def siglip_kernel_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """siglip-kernel's ring of texts, whose backward sends their gradients round in reverse."""
+    processes = Processes()
+    ring = importlib.import_module("siglip_kernel.distributed").DistributedSigLIPLoss
+    return ring(strategy="ring", rank=processes.rank, world_size=processes.world_size)(x, y, scale, bias)

@@ -15,8 +15,8 @@ where kernels take longer than their launches, of which the yardstick has as man
 ``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
 ``gradient_difference`` is that of the images' gradient to the first row's, relative. "hf_infcl ring" is the ring also
 where its texts are so small that by default they are gathered; elsewhere it is the same as "hf_infcl". "ring untiled"
-is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl is measured
-where it is installed; it converts to fp32, as it demands.
+is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl and
+siglip-kernel are measured where they are installed; inf_cl converts to fp32, as it demands.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def untiled() -> Iterator[None]:
 
 
 def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
-    """This package's strategies, the ring first, and for softmax the others."""
+    """This package's strategies, the ring first, and the others that have this objective."""
     ours = functools.partial(contrastive_loss, objective=objective)
     known = {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
     known |= {
@@ -93,6 +93,8 @@ def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
         known["DisCo-CLIP"] = Implementation(peers.disco, rows)
         if importlib.util.find_spec("inf_cl") is not None:
             known["inf_cl ring"] = Implementation(peers.inf_cl_ring)
+    elif importlib.util.find_spec("siglip_kernel") is not None:
+        known["siglip-kernel ring"] = Implementation(peers.siglip_kernel_ring)
     return known
 
 
