@@ -283,9 +283,11 @@ def test_precision_of_float32(setting: Callable[[], None], least: float, limit: 
 
 
 @pytest.mark.parametrize("diagonal", [None, 0, 5, 40])
-def test_rectangular_blocks(diagonal: int | None) -> None:
-    """What strategies ask for: m images against n texts, with the positives elsewhere."""
-    m, n = 33, 75
+def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of strategies: m images against n texts, with the positives elsewhere, in two launches each."""
+    monkeypatch.setattr(backend, "NEAR_PAYS", 0)
+    tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
+    m, n = tile + 1, 3 * tile + 4
     x, y = pairs(n, 16, torch.float16)
     x = x[:m]
     scale, bias = torch.tensor(20.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE)

@@ -76,7 +76,7 @@ def _left_over(first, end, column, m, n, diagonal, tiles, whole, BM: tl.constexp
     beyond = tl.maximum(column - diagonal, 0)  # the diagonal's rows in this column block: from here to BN further on
     start = tl.minimum(tl.maximum(beyond // BM, first), end)
     stop = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(column - diagonal + BN, 0), BM), start), end)
-    at_end = (end == tiles) & (stop < end) & (m % BM != 0)
+    at_end = (end == tiles) & (m % BM != 0) & ((stop < end) | (start == end))
     whole = whole | (column + BN > n)
     start = tl.where(whole, first, start)
     ordinary = tl.where(whole, end, stop) - start
