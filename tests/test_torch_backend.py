@@ -158,6 +158,59 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
     torch.testing.assert_close(grad_y, expected.t() @ x)
 
 
+@pytest.mark.parametrize("tile", [1, 12, 1 << 20])
+def test_blocks_with_several_positives(tile, monkeypatch):
+    monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", tile)
+    m, n, d, scale = 7, 11, 5, torch.tensor(4.0, dtype=torch.float64)
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (m, n))
+    reference_x, relative_x, reference_y, relative_y = (
+        torch.randn(rows, generator=g, dtype=torch.float64) for rows in (m, m, n, n)
+    )
+    ids_x = torch.tensor([0, 1, 1, 2, 3, 4, 9], dtype=torch.int32)
+    ids_y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 5, 5, 6], dtype=torch.int32)
+    share_x = torch.tensor([0.3, 0.5, 0.5, 0.5, -0.2, 0.0, 0.0], dtype=torch.float64)  # of row 4: a single positive
+    share_y = torch.tensor([-0.1, -1e-37, -0.3, 0.5, 0.5, -0.6, -0.7, -0.8, 0, 0, 0], dtype=torch.float64)
+    relative_x[5:], relative_y[8:] = math.inf, math.inf  # without a loss of their own
+    logits = scale * x @ y.t()
+    positive = ids_x[:, None] == ids_y[None]
+
+    block = (x, y, scale, reference_x, reference_y, ids_x, ids_y)
+    statistics = torch_backend.multi_positive_statistics(*block)
+    for relative, dim, seen in (
+        (logits - reference_x[:, None], 1, statistics[:3]),
+        (logits - reference_y[None], 0, statistics[3:]),
+    ):
+        torch.testing.assert_close(seen[0], torch.logsumexp(relative.masked_fill(positive, -math.inf), dim))
+        torch.testing.assert_close(seen[1], torch.logsumexp(relative.masked_fill(~positive, -math.inf), dim))
+        torch.testing.assert_close(seen[2], relative.masked_fill(~positive, 0).sum(dim))
+
+    coefficients = torch.zeros_like(logits)
+    for i in range(m):
+        for j in range(n):
+            row = math.exp(logits[i, j] - reference_x[i] - relative_x[i])
+            column = math.exp(logits[i, j] - reference_y[j] - relative_y[j])
+            if positive[i, j]:
+                row = share_x[i] if share_x[i] < 0 else row - share_x[i]
+                column = share_y[j] if share_y[j] < 0 else column - share_y[j]
+            coefficients[i, j] = row + column
+    grad_x, grad_y = torch.ones(m, d, dtype=torch.float64), torch.ones(n, d, dtype=torch.float64)
+    vectors = (reference_x, reference_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y)
+    of_scale = torch_backend.multi_positive_gradients(x, y, scale, *vectors, grad_x, grad_y)
+    torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
+    torch.testing.assert_close(grad_x, 1 + coefficients @ y)
+    torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
+
+    sign = torch.where(positive, -1.0, 1.0).double()
+    block = (x, y, scale, scale * 0 - 2, ids_x, ids_y)
+    loss, of_bias, of_scale = torch_backend.multi_positive_sigmoid(*block, grad_x=grad_x.zero_(), grad_y=None)
+    expected = sign * torch.sigmoid(sign * (logits - 2))
+    torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
+    torch.testing.assert_close(of_bias, expected.sum())
+    torch.testing.assert_close(of_scale, (expected * (x @ y.t())).sum())
+    torch.testing.assert_close(grad_x, expected @ y)
+
+
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_memory_grows_linearly(objective):
     largest = {}

@@ -1,14 +1,20 @@
 """The contrastive losses of a block of images and texts, computed without ever storing the logits.
 
-Four operators of `torch.library`, which know nothing of autograd and torch.distributed. Each is computed by one of two
+Operators of `torch.library`, which know nothing of autograd and torch.distributed. Each is computed by one of two
 modules, the `Backend` that its argument ``backend`` selects: `torch_backend` in plain torch on any device, or
 `triton_backend`, whose kernels `triton_kernels` explains.
 
 Common words: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j
-(+ bias). scale and bias are 0-dim tensors on the features' device, so that nothing waits for their values.
-``diagonal`` says where the block's positives lie: image i belongs to text i + diagonal; None: the block has no
-positives. ``ids_x`` [m] and ``ids_y`` [n] are int64, both or neither: a cell with equal ids that is not a positive is
-excluded, as if it were not there. Scalars, vectors and gradients are fp32 (fp64 for fp64 features).
+(+ bias). scale and bias are 0-dim tensors on the features' device, so that nothing waits for their values. Scalars,
+vectors and gradients are fp32 (fp64 for fp64 features). ``ids_x`` [m] and ``ids_y`` [n] are int32, in any order; the
+kernels are faster where rows and columns are sorted by them, because only few tiles then hold equal ids.
+
+The operators of *pairs* take ``diagonal``, which says where the block's positives lie: image i belongs to text
+i + diagonal; None: the block has no positives. Ids are given for both sides or for neither: a cell with equal ids that
+is not a positive is excluded, as if it were not there.
+
+The operators of *several positives*, whose names begin with ``multi_positive``, take ids for both sides: cells with
+equal ids are positives, all others are negatives.
 """
 
 from __future__ import annotations
@@ -69,6 +75,46 @@ class Backend(Protocol):
         ids_x: Tensor | None = None,
         ids_y: Tensor | None = None,
         diagonal: int | None = None,
+        grad_x: Tensor | None = None,
+        grad_y: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def multi_positive_statistics(
+        self,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        reference_x: Tensor,
+        reference_y: Tensor,
+        ids_x: Tensor,
+        ids_y: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+    def multi_positive_gradients(
+        self,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        reference_x: Tensor,
+        reference_y: Tensor,
+        relative_x: Tensor,
+        relative_y: Tensor,
+        share_x: Tensor,
+        share_y: Tensor,
+        ids_x: Tensor,
+        ids_y: Tensor,
+        grad_x: Tensor | None = None,
+        grad_y: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def multi_positive_sigmoid(
+        self,
+        x: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        ids_x: Tensor,
+        ids_y: Tensor,
         grad_x: Tensor | None = None,
         grad_y: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -229,6 +275,101 @@ def sigmoid_block(
     return torch.ops.hf_infcl.sigmoid_block(x, y, scale, bias, ids_x, ids_y, diagonal, grad_x, grad_y, backend)
 
 
+def multi_positive_statistics(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    reference_x: Tensor,
+    reference_y: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the softmax loss with several positives has to know of each row and each column of a block.
+
+    With d_ij = z_ij - reference_x_i, the statistics of row i are
+
+    - the negatives' log Σ_j exp(d_ij), over the columns with other ids; -inf if there is none,
+    - the positives' log Σ_j exp(d_ij), over the columns with the same id; -inf if there is none,
+    - the positives' distance Σ_j d_ij, a plain sum; 0 if there is none,
+
+    and those of the columns likewise with z_ij - reference_y_j and sums over i. The statistics of blocks combine by
+    `torch.logaddexp`, `torch.logaddexp` and addition.
+
+    Args:
+        reference_x: [m], one logit of each image, preferably with a positive and computed by `positive_logits`;
+            reference_y: [n] likewise. None of the results overflows or underflows to zero, whichever logits these are.
+
+    Returns:
+        Negatives, positives and distance of the rows, each [m], and of the columns, each [n].
+    """
+    return torch.ops.hf_infcl.multi_positive_statistics(x, y, scale, reference_x, reference_y, ids_x, ids_y, backend)
+
+
+def multi_positive_gradients(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    reference_x: Tensor,
+    reference_y: Tensor,
+    relative_x: Tensor,
+    relative_y: Tensor,
+    share_x: Tensor,
+    share_y: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    *,
+    grad_x: Tensor | None,
+    grad_y: Tensor | None,
+    backend: str = "auto",
+) -> Tensor:
+    """Adds the products of the block's coefficients: ``grad_x += C·y`` and ``grad_y += Cᵀ·x`` (None: not wanted).
+
+    C_ij is a term of the row plus a term of the column. With e = exp((z_ij - reference_x_i) - relative_x_i), that of
+    the row is
+
+    - e for negatives,
+    - e - share_x_i for positives of a row with share_x_i >= 0,
+    - share_x_i itself for positives of a row with share_x_i < 0, which has a single positive: the difference would
+      lose the digits of a small gradient;
+
+    that of the column likewise. All terms are at most 1 in magnitude. A row without a loss of its own has
+    relative_x_i = +inf and share_x_i = 0.
+
+    Args:
+        reference_x: [m], as in `multi_positive_statistics`; reference_y: [n] likewise.
+        relative_x: [m], the log-sum-exp of each image's logits over the whole batch, less its reference and less the
+            logarithm of its weight; relative_y: [n] likewise. Reference and relative are apart, because the rounding of
+            their sum would be that of a large number.
+        share_x: [m], share_y: [n].
+        grad_x: [m, D], grad_y: [n, D].
+
+    Returns:
+        Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
+    """
+    return torch.ops.hf_infcl.multi_positive_gradients(
+        *(x, y, scale, reference_x, reference_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y),
+        *(grad_x, grad_y, backend),
+    )
+
+
+def multi_positive_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    *,
+    grad_x: Tensor | None,
+    grad_y: Tensor | None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `sigmoid_block`, with t = +1 for all cells with equal ids and -1 for all others."""
+    return torch.ops.hf_infcl.multi_positive_sigmoid(x, y, scale, bias, ids_x, ids_y, grad_x, grad_y, backend)
+
+
 def _register(signature: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Defines an operator.
 
@@ -261,5 +402,27 @@ _register(
     "sigmoid_block(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor? ids_x, Tensor? ids_y, int? diagonal, "
     "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
     lambda x, *operands: select(operands[-1], x).sigmoid_block(x, *operands[:-1]),
+    lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
+)
+_register(
+    "multi_positive_statistics(Tensor x, Tensor y, Tensor scale, Tensor reference_x, Tensor reference_y, Tensor ids_x, "
+    "Tensor ids_y, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    lambda x, *operands: select(operands[-1], x).multi_positive_statistics(x, *operands[:-1]),
+    lambda x, y, scale, reference_x, reference_y, *rest: (
+        *(torch.empty_like(reference_x) for _ in range(3)),
+        *(torch.empty_like(reference_y) for _ in range(3)),
+    ),
+)
+_register(
+    "multi_positive_gradients(Tensor x, Tensor y, Tensor scale, Tensor reference_x, Tensor reference_y, "
+    "Tensor relative_x, Tensor relative_y, Tensor share_x, Tensor share_y, Tensor ids_x, Tensor ids_y, "
+    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> Tensor",
+    lambda x, *operands: select(operands[-1], x).multi_positive_gradients(x, *operands[:-1]),
+    lambda x, y, scale, *rest: torch.empty_like(scale),
+)
+_register(
+    "multi_positive_sigmoid(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor ids_x, Tensor ids_y, "
+    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
+    lambda x, *operands: select(operands[-1], x).multi_positive_sigmoid(x, *operands[:-1]),
     lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
 )

@@ -119,6 +119,83 @@ def sigmoid_block(
     return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
 
 
+def multi_positive_statistics(
+    x: Tensor, y: Tensor, scale: Tensor, reference_x: Tensor, reference_y: Tensor, ids_x: Tensor, ids_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_x, of_y = (
+        (torch.full_like(reference, -torch.inf), torch.full_like(reference, -torch.inf), torch.zeros_like(reference))
+        for reference in (reference_x, reference_y)
+    )
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines.mul_(scale)
+        equal = ids_x[r, None] == ids_y[None, c]
+        sides = ((of_x, r, reference_x[r, None], 1), (of_y, c, reference_y[None, c], 0))
+        for (negatives, positives, distance), part, reference, dim in sides:
+            relative = logits - reference
+            negative = torch.logsumexp(relative.masked_fill(equal, -torch.inf), dim)
+            negatives[part] = torch.logaddexp(negatives[part], negative)
+            positive = torch.logsumexp(relative.masked_fill(~equal, -torch.inf), dim)
+            positives[part] = torch.logaddexp(positives[part], positive)
+            distance[part] += relative.masked_fill_(~equal, 0).sum(dim)
+    return *of_x, *of_y
+
+
+def multi_positive_gradients(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    reference_x: Tensor,
+    reference_y: Tensor,
+    relative_x: Tensor,
+    relative_y: Tensor,
+    share_x: Tensor,
+    share_y: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
+) -> Tensor:
+    of_scale = torch.zeros((), dtype=accumulate_dtype(x), device=x.device)
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines * scale
+        equal = ids_x[r, None] == ids_y[None, c]
+        coefficients = torch.zeros_like(logits)
+        sides = (
+            (reference_x[r, None], relative_x[r, None], share_x[r, None]),
+            (reference_y[None, c], relative_y[None, c], share_y[None, c]),
+        )
+        for reference, relative, share in sides:
+            terms = torch.exp(logits - reference - relative)
+            coefficients += torch.where(equal, torch.where(share < 0, share, terms - share), terms)
+        of_scale += cosines.mul_(coefficients).sum()
+        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+    return of_scale
+
+
+def multi_positive_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, of_bias, of_scale = torch.zeros(3, dtype=accumulate_dtype(x), device=x.device)
+    for r, c, cosines in _tiles(x, y):
+        logits = cosines * scale + bias
+        equal = ids_x[r, None] == ids_y[None, c]
+        negated = torch.where(equal, -logits, logits)  # -t·z
+        loss += F.softplus(negated, threshold=40).sum()
+        coefficients = negated.sigmoid_()
+        coefficients = torch.where(equal, -coefficients, coefficients)
+        of_bias += coefficients.sum()
+        of_scale += cosines.mul_(coefficients).sum()
+        _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
+    return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
+
+
 def _chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 

@@ -29,6 +29,9 @@ import triton
 from torch import Tensor
 
 from . import triton_kernels
+from .torch_backend import multi_positive_gradients as multi_positive_gradients
+from .torch_backend import multi_positive_sigmoid as multi_positive_sigmoid
+from .torch_backend import multi_positive_statistics as multi_positive_statistics
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
