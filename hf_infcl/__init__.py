@@ -10,6 +10,8 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `import hf_infcl` is light and needs neither triton nor datasets nor evaluate.
 _HOME = {
     "contrastive_loss": "loss",
+    "ContrastiveLoss": "loss",
+    "cached_backward": "training.own_loop",
     "InfCLTrainer": "training.trainer",
     "InfCLTrainingArguments": "training.arguments",
     "ContrastiveCollator": "data",
@@ -21,19 +23,22 @@ _HOME = {
 
 __all__ = [
     "ContrastiveCollator",
+    "ContrastiveLoss",
     "ImageTextDataset",
     "ImageTextStream",
     "InfCLTrainer",
     "InfCLTrainingArguments",
     "ZeroShotDataset",
+    "cached_backward",
     "contrastive_loss",
     "load_pairs",
 ]
 
 if TYPE_CHECKING:
     from .data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
-    from .loss import contrastive_loss
+    from .loss import ContrastiveLoss, contrastive_loss
     from .training.arguments import InfCLTrainingArguments
+    from .training.own_loop import cached_backward
     from .training.trainer import InfCLTrainer
 
 

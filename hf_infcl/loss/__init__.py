@@ -1,6 +1,7 @@
 """The contrastive loss of a batch that is spread over processes."""
 
 from .contrastive import contrastive_loss, local_contrastive_loss
+from .module import ContrastiveLoss
 from .strategies import OBJECTIVES, STRATEGIES
 
-__all__ = ["OBJECTIVES", "STRATEGIES", "contrastive_loss", "local_contrastive_loss"]
+__all__ = ["OBJECTIVES", "STRATEGIES", "ContrastiveLoss", "contrastive_loss", "local_contrastive_loss"]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
-from accelerate.utils import is_compiled_module
 from accelerate.utils.memory import clear_device_cache
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from .grad_cache import CachedWindow, Features, GraphBudget
 from .offload import Fetcher
 from .stream_loader import StreamLoader
 from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
-from .wrappers import check_wrapper, prepare_for_wrapper, stock_shapes, wrapper_of
+from .wrappers import check_wrapper, is_compiled, prepare_for_wrapper, stock_shapes, wrapper_of
 
 logger = logging.get_logger(__name__)
 
@@ -145,8 +144,7 @@ class InfCLTrainer(EvaluatingTrainer, CheckpointingTrainer):
         vars(self).pop("dual_encoder", None)  # `model_init` may have made another model
         self._wrapper = wrapper_of(self.model_wrapped, self.accelerator.distributed_type)
         self._wrapper.begin_training(self.dual_encoder, self.args.ddp_broadcast_buffers)
-        modules = self.model_wrapped.modules()
-        self._compiled = is_compiled_module(self.model_wrapped) or any(m._compiled_call_impl for m in modules)
+        self._compiled = is_compiled(self.model_wrapped)
         retain = self.args.retain_graphs
         self._graph_budget = GraphBudget(None if retain == "auto" else int(retain), self.args.device)
         self._fetcher = Fetcher(self.args.device) if self.args.offload_inputs else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
@@ -101,6 +101,11 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
 def without_compiler(model: Any) -> Any:
     """The module that `torch.compile` made ``model`` from, or ``model`` itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` compiles the model or a part of it."""
+    return is_compiled_module(model) or any(module._compiled_call_impl for module in model.modules())
 
 
 class Wrapper:

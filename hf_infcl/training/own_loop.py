@@ -1,0 +1,133 @@
+"""One loss over several micro-batches, with its exact gradient, for a training loop without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from .grad_cache import CachedWindow, Features
+from .wrappers import is_compiled, without_compiler, wrapper_of
+
+
+def cached_backward(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    encode: Callable[[Any], Features],
+    loss: Callable[..., Tensor],
+    parameters: Sequence[Tensor] = (),
+    *,
+    retain_graphs: int = 1,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+) -> Tensor:
+    """Adds the gradient of one loss over a window of micro-batches to the parameters' ``grad``.
+
+    Memory holds the activations of ``retain_graphs`` micro-batches, and the other micro-batches are encoded twice
+    (GradCache, arXiv 2101.06983; see `hf_infcl.training.grad_cache`). Dropout draws the same masks in both passes.
+    Under DDP the gradients are exchanged once, in the last backward. With `hf_infcl.contrastive_loss` as the loss the
+    gradient is that of one process that holds the windows of all processes.
+
+        def encode(batch):
+            outputs = ddp(**batch)
+            return outputs.image_embeds, outputs.text_embeds
+
+        def loss(images, texts, logit_scale):
+            return contrastive_loss(images, texts, logit_scale.exp())
+
+        value = cached_backward(ddp, micro_batches, encode, loss, [ddp.module.logit_scale])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: the module that ``encode`` calls: without a wrapper or in DistributedDataParallel, perhaps compiled.
+        micro_batches: the window, at least one micro-batch, and as many on every process.
+        encode: maps a micro-batch to its features, each [rows, ...], by a call of ``model``. It runs under autocast if
+            it enters autocast itself.
+        loss: ``loss(*features, *parameters)`` maps the features of the whole window, each [all rows, ...], and the
+            parameters to a scalar.
+        parameters: what else the loss depends on, such as logit_scale and logit_bias: parameters of ``model``.
+        retain_graphs: the number of micro-batches whose autograd graph is kept, which saves their second forward.
+        backward: runs the backward of a scalar: ``accelerator.backward``, or that of a gradient scaler,
+            ``lambda scalar: scaler.scale(scalar).backward()``.
+
+    Returns:
+        The loss, detached.
+
+    Raises:
+        ValueError: there is no micro-batch; the model is in a wrapper other than DDP; the loss depends on a tensor that
+            requires a gradient and is not among ``parameters``; ``backward`` is that of an `Accelerator` that divides
+            by its gradient_accumulation_steps; under DDP a parameter gets no gradient.
+    """
+    if not micro_batches:
+        raise ValueError("cached_backward needs at least one micro-batch, got none.")
+    _check_wrapper(model)
+    accelerator = getattr(backward, "__self__", None)
+    if isinstance(accelerator, Accelerator) and accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            "accelerator.backward divides by the Accelerator's gradient_accumulation_steps, which is "
+            f"{accelerator.gradient_accumulation_steps}; but a window has one loss, that of all its micro-batches. "
+            "Create the Accelerator without gradient_accumulation_steps."
+        )
+
+    def checked_loss(features: Features, copies: tuple[Tensor, ...]) -> Tensor:
+        value = loss(*features, *copies)
+        known = set(map(id, (*features, *copies)))
+        for leaf in _leaves(value):
+            if id(leaf) not in known:
+                raise ValueError(
+                    f"The loss depends on a tensor of shape {list(leaf.shape)} that requires a gradient and is neither "
+                    "a feature nor one of the parameters, so that it would get no gradient. Pass it in `parameters`, "
+                    "and let the loss take it as an argument."
+                )
+        return value
+
+    count = len(micro_batches)
+    wrapper = wrapper_of(model, DistributedType.NO)
+    window = CachedWindow(
+        encode,
+        micro_batches,
+        device=next(model.parameters()).device,
+        # DDP prepares for the exchange of gradients in the forward before it, that of the last micro-batch.
+        retain=min(retain_graphs, max(1, count - 1)) if wrapper.synchronises else retain_graphs,
+        keep_grad_mode=is_compiled(model),
+        buffers=model.buffers(),
+    )
+    wrapper.begin_window()
+    with wrapper.gradient_sync(last=count == 1):
+        window.encode()
+        window.evaluate(checked_loss, lambda: parameters)
+    for index in range(count):
+        with wrapper.gradient_sync(last=index == count - 1):
+            surrogate = window.surrogate(index)
+            if surrogate is not None:
+                backward(surrogate)
+    wrapper.check_gradients()
+    return window.loss
+
+
+def _check_wrapper(model: nn.Module) -> None:
+    module = without_compiler(model)
+    wraps_another = isinstance(getattr(module, "module", None), nn.Module)
+    if isinstance(module, FSDPModule) or (wraps_another and not isinstance(module, DistributedDataParallel)):
+        raise ValueError(
+            "cached_backward takes a model without a wrapper or in DistributedDataParallel, got a "
+            f"{type(module).__name__}. FSDP2 and DeepSpeed need InfCLTrainer."
+        )
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """The leaves of a scalar's autograd graph."""
+    pending, seen = [value.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:  # of an AccumulateGrad
+            yield leaf
+        pending += [function for function, _ in node.next_functions]

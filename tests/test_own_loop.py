@@ -1,0 +1,165 @@
+"""`cached_backward` in a plain loop: the gradient of one process that holds the micro-batches of all."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import models
+from helpers.numerics import relative_error
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_infcl import cached_backward, contrastive_loss, reference
+from hf_infcl.training.dual_encoder import DualEncoder
+
+ROWS = 24
+(README_LOOP,) = [
+    block
+    for block in re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    if "cached_backward(" in block
+]
+
+
+def model_for(objective: str) -> Any:
+    model = models.clip() if objective == "softmax" else models.siglip()
+    DualEncoder(model).initialise_sigmoid()
+    return model
+
+
+def expected(objective: str) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of one process that holds all rows."""
+    model = model_for(objective)
+    encoder = DualEncoder(model)
+    embeds = encoder.embed(model, models.Pairs(ROWS).batch())
+    loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=objective)
+    loss.sum().backward()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def windows(rank: int, world_size: int, count: int) -> list[dict[str, Tensor]]:
+    """This process's micro-batches."""
+    parts = torch.arange(ROWS).chunk(world_size)[rank].chunk(count)
+    return [models.Pairs(ROWS).batch(part) for part in parts]
+
+
+def check(seen: tuple[float, dict[str, Tensor]], objective: str) -> None:
+    loss, truth = expected(objective)
+    whole = torch.stack([g.norm() for g in truth.values()]).norm()
+    assert seen[0] == pytest.approx(loss, rel=1e-5)
+    assert seen[1].keys() == truth.keys()
+    for name, gradient in truth.items():
+        assert (seen[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * whole, name
+
+
+def rank_readme(rank: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
+    model, steps = model_for("softmax"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(gradients(model)))
+    names = {
+        "ddp": DistributedDataParallel(model),
+        "loader": windows(rank, world_size, 4),
+        "optimizer": optimizer,
+    }
+    exec(README_LOOP, names)
+    (step,) = steps
+    return names["value"].item(), step
+
+
+def test_the_readme_s_loop(ranks):
+    for seen in ranks.run(rank_readme, 2, always_ring=True):
+        check(seen, "softmax")
+
+
+def rank_loop(
+    rank: int, world_size: int, objective: str, count: int, retain: int, accelerated: bool
+) -> tuple[float, dict[str, Tensor]]:
+    model, options = model_for(objective), {}
+    if accelerated:
+        accelerator = Accelerator(cpu=True)
+        wrapped = accelerator.prepare(model)
+        options["backward"] = accelerator.backward
+        assert isinstance(wrapped, DistributedDataParallel)
+    else:
+        wrapped = DistributedDataParallel(model)
+
+    def encode(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        outputs = wrapped(**batch)
+        return outputs.image_embeds, outputs.text_embeds
+
+    def loss(images: Tensor, texts: Tensor, scale: Tensor, *bias: Tensor) -> Tensor:
+        return contrastive_loss(images, texts, scale.exp(), *bias, objective=objective)
+
+    parameters = DualEncoder(model).temperature_parameters
+    value = cached_backward(
+        wrapped, windows(rank, world_size, count), encode, loss, parameters, retain_graphs=retain, **options
+    )
+    return value.item(), gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "objective", "count", "retain", "accelerated"),
+    [
+        (1, "softmax", 3, 1, False),
+        (1, "sigmoid", 3, 3, True),
+        (2, "softmax", 1, 1, False),
+        (2, "sigmoid", 3, 9, False),
+        (2, "softmax", 3, 2, True),
+    ],
+)
+def test_a_window_s_gradient_is_that_of_one_process(ranks, world_size, objective, count, retain, accelerated):
+    for seen in ranks.run(rank_loop, world_size, objective, count, retain, accelerated):
+        check(seen, objective)
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tower(x), self.tower(x.flip(0))
+
+
+def test_wrong_uses_are_refused():
+    towers, batches = Towers(), [torch.randn(5, 4), torch.randn(5, 4)]
+
+    def forgets_the_scale(images: Tensor, texts: Tensor) -> Tensor:
+        return contrastive_loss(images, texts, towers.scale.exp())
+
+    with pytest.raises(ValueError, match=r"a tensor of shape \[\] that requires a gradient"):
+        cached_backward(towers, batches, towers, forgets_the_scale)
+    assert all(p.grad is None for p in towers.parameters())
+    loss = partial(contrastive_loss, logit_scale=1.0)
+    with pytest.raises(ValueError, match="at least one micro-batch"):
+        cached_backward(towers, [], towers, loss)
+    with pytest.raises(ValueError, match="got a DataParallel"):
+        cached_backward(nn.DataParallel(towers), batches, towers, loss)
+    dividing = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps, which is 2"):
+        cached_backward(towers, batches, towers, loss, backward=dividing.backward)
+
+
+def test_a_scaled_backward_scales_every_gradient():
+    towers, batches = Towers(), [torch.randn(5, 4), torch.randn(5, 4)]
+
+    def loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        return contrastive_loss(images, texts, scale.exp())
+
+    cached_backward(towers, batches, towers, loss, [towers.scale])
+    plain = gradients(towers)
+    towers.zero_grad()
+    cached_backward(towers, batches, towers, loss, [towers.scale], backward=lambda scalar: (8 * scalar).backward())
+    for name, gradient in gradients(towers).items():
+        assert relative_error(gradient, 8 * plain[name]) < 1e-6
