@@ -108,14 +108,14 @@ def rank_originals(rank: int, world_size: int) -> dict[str, Any]:
     return seen
 
 
-def test_openclip_s_own_losses_give_the_gradients_that_the_guide_says(ranks):
-    """The table of hf_infcl/loss/README.md."""
+def test_openclip_s_own_losses_give_the_gradients_that_the_guide_says(fresh_ranks):
+    """The table of hf_infcl/loss/README.md. `torch.distributed.nn` keeps the first group that it has seen."""
     module = originals()
     for original in (module.ClipLoss, module.SigLipLoss):
         theirs = inspect.signature(original.forward).parameters
         ours = inspect.signature(ContrastiveLoss.forward).parameters
         assert list(theirs) == list(ours)
-    by_rank = ranks.run(rank_originals, WORLD_SIZE)
+    by_rank = fresh_ranks.run(rank_originals, WORLD_SIZE)
     for name in by_rank[0]:
         loss, truth = whole_batch("sigmoid" if "siglip" in name else "softmax")
         per_rank = [results[name][0] for results in by_rank]

@@ -13,7 +13,7 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", ROOT / "hf_infcl" / "data" / "README.md"]
+GUIDES = [ROOT / "README.md", ROOT / "hf_infcl" / "data" / "README.md", ROOT / "hf_infcl" / "loss" / "README.md"]
 OPTIONS = {
     "train": (ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
     "evaluate": (ModelOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
