@@ -19,10 +19,16 @@ if not torch.cuda.is_available():
 
 import hypothesis
 from helpers.demo import SCRIPTS
-from helpers.processes import FreshRanks, Ranks
+from helpers.processes import FreshRanks, Ranks, leave_out_of_collections
 
 # pytest --hypothesis-profile=long
 hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast_collections() -> None:
+    """A module's tests do not collect garbage among the objects that its imports have made."""
+    leave_out_of_collections()
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from datetime import timedelta
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers import models
 from helpers.numerics import relative_error
+from helpers.processes import context
 from helpers.shards import number_of, pair, write_parquet, write_tar, write_tars
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
@@ -209,20 +208,16 @@ def serve(rank, port, folder, output):
     made.accelerator.end_training()
 
 
-def test_three_hard_kills_leave_no_trace(tmp_path, monkeypatch):
+def test_three_hard_kills_leave_no_trace(tmp_path):
     """2 processes × 2 workers over more than two passes: the same windows in the same order, and the same weights."""
     write_tars(tmp_path / "shards", [9] * 8)
-    # A server imports the packages once, and the processes of all launches are its forks.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.trainers", "test_stream_training"])
     draw = random.Random(3)
 
     def launch(output, kill_after=None):
         output.mkdir(exist_ok=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         places = str(tmp_path / "shards"), str(output)
-        processes = [context.Process(target=serve, args=(rank, store.port, *places)) for rank in (0, 1)]
+        processes = [context().Process(target=serve, args=(rank, store.port, *places)) for rank in (0, 1)]
         for process in processes:
             process.start()
         while kill_after is not None and all(process.is_alive() for process in processes):

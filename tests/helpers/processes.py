@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
@@ -14,9 +18,37 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Imported once for all processes of the tests. accelerate imports deepspeed in every training if it is installed.
+PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "deepspeed"]
+
+
+@functools.cache
+def context() -> Any:
+    """The multiprocessing context of the tests: processes are forks of a server that has imported the packages.
+
+    Importing them takes seconds, longer than most tests. On machines with CUDA, which does not survive a fork,
+    every process imports them itself.
+    """
+    if torch.cuda.is_available():
+        return mp.get_context("spawn")
+    forks = mp.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # or it would not find helpers
+        forkserver.ensure_running()
+    return forks
+
+
+def leave_out_of_collections() -> None:
+    """Leaves all objects that exist now out of later garbage collections.
+
+    accelerate collects garbage in every training, which takes 0.3 s with the objects of all imported modules.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 class Ranks:
-    """A pool of processes. Started once, because importing torch takes longer than most tests."""
+    """A pool of processes that lives as long as the tests."""
 
     def __init__(self) -> None:
         self._pipes: list[Any] = []
@@ -42,8 +74,8 @@ class Ranks:
             AssertionError: the function raised on some ranks; the message holds their tracebacks.
         """
         while len(self._processes) < world_size:
-            parent, child = mp.get_context("spawn").Pipe()
-            process = mp.get_context("spawn").Process(target=_serve, args=(child,), daemon=True)
+            parent, child = context().Pipe()
+            process = context().Process(target=_serve, args=(child,), daemon=True)
             process.start()
             self._pipes.append(parent)
             self._processes.append(process)
@@ -75,6 +107,7 @@ def _serve(pipe: Any) -> None:
     from hf_infcl.loss import strategies
 
     torch.set_num_threads(1)
+    leave_out_of_collections()
     while True:
         try:
             function, rank, world_size, port, backend, always_ring, args = pipe.recv()
