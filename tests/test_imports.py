@@ -54,6 +54,8 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.grad_cache": ("hf_infcl", *HUGGING_FACE),
     "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
     "hf_infcl.training.own_loop": ("transformers", *rooms("loss", "kernels", "data", "training.trainer")),
+    "hf_infcl.training.loading": rooms("kernels", "reference", "publishing", "loss", "training.trainer"),
+    "hf_infcl.training.preparation": (*TRAINER[:2], *rooms("kernels", "loss", "data", "training.trainer")),
     "hf_infcl.training.feature_cache": (*MODELS, *TRAINER, *rooms("loss", "kernels", "training")),
     "hf_infcl.training.offload": (*HUGGING_FACE, *rooms("loss", "training.trainer")),
     "hf_infcl.training.dual_encoder": (*TRAINER, *rooms("loss", "kernels", "training.trainer")),

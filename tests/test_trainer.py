@@ -34,7 +34,7 @@ from hf_infcl.processes import Processes
 def test_images_are_let_go_after_their_last_use(tmp_path):
     class Watch(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            assert trainer._cached is None
+            assert trainer._passes.cached is None
             assert trainer._window
             assert all("pixel_values" not in batch for batch in trainer._window)
             assert all("input_ids" in batch for batch in trainer._window)

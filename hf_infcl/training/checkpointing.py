@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -96,6 +98,34 @@ class CheckpointingTrainer(Trainer):
                 f"{self.args.world_size}. The global batches are the same, but dropout draws anew."
             )
 
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """The epochs that are trained already, and the trained micro-batches of the next one."""
+        epochs, micro_batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        self._first_step = self.state.global_step
+        if self.state.global_step >= max_steps:
+            # Trainer looks at the number of steps only after it has trained one.
+            logger.warning(
+                f"Nothing is left to train: {resume_from_checkpoint} was saved after step {self.state.global_step}, "
+                f"and the run has {max_steps} steps."
+            )
+            return num_train_epochs, 0
+        if self._resumed is not None and not self.args.ignore_data_skip:
+            # Trainer divides the steps by those of an epoch, which a stream does not know.
+            rows = self._resumed.windows * self._resumed.run.global_batch_size
+            windows = math.ceil(rows / self.args.global_batch_size)
+            epochs = self._resumed.epoch + windows // num_update_steps_per_epoch
+            micro_batches = windows % num_update_steps_per_epoch * self.args.gradient_accumulation_steps
+        return epochs, micro_batches
+
     @property
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
@@ -179,3 +209,9 @@ class CheckpointingTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._partial_dir is None:  # otherwise it is uploaded once it is complete
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""
+        card = Path(str(self.args.output_dir), "README.md")
+        if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
+            super().create_model_card(*args, **kwargs)

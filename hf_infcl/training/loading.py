@@ -1,0 +1,417 @@
+"""The part of `InfCLTrainer` that loads data, forms the windows of the training, and records its place in the data.
+
+`windows.py` holds what makes up a window, `stream_loader.py` the loader of an `ImageTextStream`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
+from transformers.trainer_utils import has_length
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..processes import Processes, announce_failure
+from .arguments import InfCLTrainingArguments
+from .checkpointing import CheckpointingTrainer
+from .checkpoints import Run, RunRecord
+from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
+from .evaluating import EvaluatingTrainer
+from .feature_cache import CachedImages, cache_images, check_cacheable
+from .stream_loader import StreamLoader
+from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class _Source:
+    """The parts of the training loader that are needed while it is read; None for those that it does not have."""
+
+    sampler: WindowSampler | None = None
+    stream: IterableDataset | None = None
+    stream_loader: StreamLoader | None = None  # for an ImageTextStream
+    dispatcher: DataLoaderDispatcher | None = None  # for a stream that the main process reads for all
+
+
+@dataclass
+class _Epoch:
+    """A pass over the data."""
+
+    number: int = 0
+    windows: int = 0  # trained in it
+    exhausted: bool = False  # for a stream
+
+
+class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
+    """A Trainer whose batches come in windows, the micro-batches of one optimizer step, on all processes or on none.
+
+    Evaluations of streams are loaded here as well.
+
+    Attributes:
+        _window: the micro-batches of this process for the step that is trained, as the data loader gave them.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, args: InfCLTrainingArguments, data_collator: Any = None, **kwargs: Any
+    ) -> None:
+        if kwargs.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
+            kwargs["processing_class"] = data_collator.processor  # so that it is saved beside the model
+        processor = kwargs.get("processing_class")
+        needs_processor = _needs_processor(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        if data_collator is None and processor is None and needs_processor:
+            raise ValueError(
+                "Images and captions have to be prepared for the model: pass "
+                "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
+            )
+        self._source = _Source()
+        self._worker_seeds = torch.Generator()
+        super().__init__(model, args, data_collator, **kwargs)
+        if data_collator is None and processor is not None:
+            config = getattr(self.model, "config", None)  # not before: `model_init` has made a model by now
+            self.data_collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+
+    # ---- State, by its lifetime: a training, a pass over the data, a window ----
+
+    def _begin_training(self) -> None:
+        # None until the data reports it. The count of the run before a resume is added on the main process.
+        self._skipped = None if self._resumed is None else self._resumed.skipped_samples
+        if self._skipped is not None and not self.is_world_process_zero():
+            self._skipped = 0
+        self._data_wait, self._has_warned_of_wait = DataWait(), False
+        self._begin_epoch(0)
+        self._begin_window([])
+
+    def _end_training(self) -> None:
+        self._begin_window([])
+        if self._source.stream_loader is not None:
+            self._source.stream_loader.close()
+
+    def _begin_epoch(self, epoch: int, windows: int = 0) -> None:
+        """Begins a pass over the data, in which ``windows`` windows are trained already."""
+        self._epoch = _Epoch(epoch, windows)
+        # torch's loaders draw seeds for their workers; the number of draws depends on the options and on resuming. If
+        # they came from the random state that dropout uses, they would change the training.
+        self._worker_seeds.manual_seed(self.args.seed + epoch)
+        # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
+        if self._source.sampler is not None:
+            self._source.sampler.set_epoch(epoch)
+        set_epoch(self._source.stream, epoch)
+
+    def _begin_window(self, batches: list[Any]) -> None:
+        self._window = batches
+
+    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+        resumed = epoch == kwargs["epochs_trained"]
+        trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
+        self._begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
+        super()._run_epoch(model, epoch, *args, **kwargs)
+
+    # ---- Loaders ----
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        if dataset is None or not has_length(dataset):
+            return None
+        sampler = WindowSampler(
+            dataset,
+            self.args.global_batch_size,
+            shuffle=self.args.train_sampling_strategy == "random",
+            seed=self._data_seed,
+        )
+        self._source.sampler = sampler
+        return sampler
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        """Trainer's loader. A stream gives only full batches in training, and every row once in evaluation."""
+        if not isinstance(dataset, IterableDataset):
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        args = self.args
+        workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
+        loader: DataLoader = DataLoader(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description),
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers and is_training,
+            multiprocessing_context=args.dataloader_multiprocessing_context if workers else None,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            in_order=args.dataloader_in_order,
+            drop_last=is_training,
+        )
+        return self.accelerator.prepare(loader) if is_training else stream_for_evaluation(loader, args.device)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched."""
+        self._source = source = _Source()
+        pairs: Any = self.train_dataset
+        if self.args.cache_features is not None:
+            self.train_dataset = self._with_cached_images(pairs, self.args.cache_features)
+        if isinstance(pairs, ImageTextStream):
+            source.stream = pairs
+            device = None if self.args.offload_inputs else self.args.device
+            states = (self._resumed and self._resumed.stream) or []
+            source.stream_loader = StreamLoader(pairs, self.data_collator, self.args, device=device, states=states)
+            return source.stream_loader
+        dataloader: Any = super().get_train_dataloader()
+        self.train_dataset = pairs
+        source.dispatcher = dataloader if isinstance(dataloader, DataLoaderDispatcher) else None
+        source.stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
+        if source.dispatcher is not None and source.stream is None:
+            raise ValueError(
+                "accelerator_config has dispatch_batches=True, which is for streams only: the main process would read "
+                "all rows, and a resumed run would not find its place. Leave it out, and every process reads its own."
+            )
+        dataloader.base_dataloader.generator = self._worker_seeds
+        if self.args.offload_inputs:
+            if source.dispatcher is not None:
+                raise ValueError(
+                    "offload_inputs keeps batches in host memory, but this stream is read by the main process and sent "
+                    'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
+                )
+            dataloader.device = None
+        return dataloader
+
+    def _with_cached_images(self, pairs: Any, folder: str) -> CachedImages:
+        """The training set with features in place of images, which are computed now if the folder lacks them."""
+        tower: Any = self.dual_encoder.frozen_towers().get("image")
+        collator: Any = self.data_collator
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        check_cacheable(pairs, tower, collator, sharded=sharded, compiled=self.args.torch_compile)
+
+        def encode(batch: dict[str, Any]) -> Tensor:
+            with torch.no_grad(), self.accelerator.autocast():
+                return self.dual_encoder.image_features(self._prepare_inputs(batch))
+
+        return cache_images(
+            pairs,
+            folder,
+            tower.eval(),
+            encode,
+            collator,
+            dtype=self.accelerator.mixed_precision,
+            batch_size=self.args.per_device_train_batch_size,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: DataLoader
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Trainer's values, computed from full windows and trained samples only."""
+        epochs, windows, examples, _, batch, micro_batches, max_steps = super().set_initial_training_values(
+            args, dataloader
+        )
+        if self._source.stream is not None and has_length(dataloader):
+            windows = max(1, len(dataloader) // args.gradient_accumulation_steps)
+            micro_batches = windows * args.gradient_accumulation_steps
+            if args.max_steps < 0:
+                max_steps = math.ceil(args.num_train_epochs * windows)
+            epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
+        return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
+
+    # ---- Windows ----
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """Fetches a window, or nothing if the remaining rows of a stream do not fill one.
+
+        All processes agree here that they have a window, so that an error in the data of one process stops all of them,
+        and a signal to one ends the training on all. No forward happens here: on resume Trainer restores the
+        random state after this call.
+        """
+        self._begin_window([])
+        source = self._source
+        if self._epoch.exhausted:
+            return [], None
+        window: list[Any] = []
+        rows = 0
+        try:
+            batches = epoch_iterator if source.stream_loader is None else source.stream_loader
+            with self._data_wait.waiting():
+                window, _ = super().get_batch_samples(batches, num_batches, device)
+            for batch in window:
+                check_batch(batch)
+            rows = sum(len(batch["pixel_values"]) for batch in window)
+        except Exception as error:
+            if source.dispatcher is None:
+                # The signal that asks a process to end may have ended the workers that load its data.
+                if not self._preemption.signal:
+                    announce_failure(error)
+                    raise
+            else:
+                # The main process reads the stream. The others wait in a broadcast, where they learn of no error.
+                if isinstance(error, TypeError) and source.dispatcher._stop_iteration and self.state.global_step == 0:
+                    # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
+                    raise self._stream_too_short([0] * self.args.world_size) from error
+                raise
+        agreed = Processes().agree([rows, self._preemption.signal])
+        if signals := {int(number) for _, number in agreed if number}:
+            self._end_early(max(signals))
+        seen = [int(rows) for rows, _ in agreed]
+        wanted = self.args.global_batch_size // self.args.world_size
+        if seen != [wanted] * len(seen):
+            # Training on a short window would change the objective, and Trainer would leave its gradient behind.
+            if self.state.global_step == 0:
+                raise self._stream_too_short(seen)
+            self._epoch.exhausted = True
+            return [], None
+        self._begin_window(window)
+        self._epoch.windows += 1
+        if skipped := [int(batch["skipped"].sum()) for batch in window if "skipped" in batch]:
+            self._skipped = (self._skipped or 0) + sum(skipped)
+        if source.stream_loader is not None:
+            source.stream_loader.consume()
+        return window, None
+
+    def _stream_too_short(self, seen: list[int]) -> ValueError:
+        wanted = self.args.global_batch_size // self.args.world_size
+        return ValueError(
+            f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: the "
+            f"processes got {seen} of {wanted} each in full micro-batches. Lower the batch, or use more data."
+        )
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Moves a batch to the device, and there normalises images that the data loader gave as uint8."""
+        inputs = super()._prepare_inputs(inputs)
+        pixel_values = inputs.get("pixel_values")
+        if pixel_values is None or pixel_values.dtype != torch.uint8:
+            return inputs
+        if not hasattr(self.data_collator, "normalise"):
+            raise ValueError(
+                "The data collator gives pixel_values in uint8, which no model takes as they are. Give floating point, "
+                "or let the collator have a method normalise(pixel_values) such as ContrastiveCollator's, not "
+                f"{type(self.data_collator).__name__}."
+            )
+        # Trainer's preparation runs once more, because under DeepSpeed it casts to the dtype of the model.
+        return {**inputs, "pixel_values": self._prepare_input(self.data_collator.normalise(pixel_values))}
+
+    # ---- Logs ----
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._data_wait.stop()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._data_wait.start()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds figures of the data to the training logs; collective.
+
+        The figures are skipped_samples since the training began, if the data reports them, and data_wait, the share of
+        the time since the last log, evaluations and checkpoints apart, that the slowest process waited for data.
+
+        For an `ImageTextStream` the logs also have stream_samples, trained since the run began, stream_shards, opened
+        since then, and loader_samples_per_second, the rate that the workers can reach.
+        """
+        if "loss" in logs:
+            if (skipped := self._skipped_samples()) is not None:
+                logs["skipped_samples"] = skipped
+            self._log_waiting(logs)
+        super().log(logs, start_time)
+
+    def _log_waiting(self, logs: dict[str, float]) -> None:
+        """Adds how the loaders of all processes keep up to the logs, and warns if the training waits for them."""
+        wait = self._data_wait
+        loader = self._source.stream_loader
+        progress = None if loader is None else loader.progress()
+        numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
+        recent, overall, *sums = zip(*Processes().agree(numbers), strict=True)
+        if wait.windows > 0:
+            logs["data_wait"] = round(max(recent), 4)
+        if progress is not None:
+            totals = dict(zip(progress, map(sum, sums), strict=True))
+            logs["stream_samples"], logs["stream_shards"] = int(totals["samples"]), int(totals["shards"])
+            logs["loader_samples_per_second"] = round(totals["rate"], 1)
+        if wait.windows >= WAIT_WINDOWS and max(overall) > WAIT_SHARE and not self._has_warned_of_wait:
+            self._has_warned_of_wait = True
+            workers = self.args.dataloader_num_workers
+            logger.warning(
+                f"The training has waited for its data in {max(overall):.0%} of the time. Set dataloader_num_workers "
+                f"higher, which is {workers}, as far as there are CPU cores; decode JPEGs faster (pip install "
+                '"hf_infcl[fast]"); or store smaller images.'
+            )
+
+    def _skipped_samples(self) -> int | None:
+        """The sum over all processes since the run began, or None if the data does not report them; collective."""
+        if self._skipped is None:
+            return None
+        return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
+
+    # ---- Checkpoints ----
+
+    def _check_same_run(self, checkpoint: str) -> None:
+        if isinstance(self.train_dataset, ImageTextStream) and not (self._resumed and self._resumed.stream):
+            raise ValueError(
+                f"{checkpoint} holds no place in a stream, because it was not written by a training on one. Start a "
+                "new run from its model."
+            )
+        super()._check_same_run(checkpoint)
+
+    def _run(self) -> Run:
+        data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
+        rows = f", {len(data)} rows" if has_length(data) else ""
+        order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
+        model = self.dual_encoder.model
+        kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
+        return Run(
+            global_batch_size=self.args.global_batch_size,
+            objective=self.contrastive_objective,
+            model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
+            data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
+        )
+
+    def _record(self) -> RunRecord:
+        return RunRecord(
+            self._run(),
+            self._epoch.number,
+            self._epoch.windows,
+            self._skipped_samples(),
+            processes=self.args.world_size,
+            only_model=self.args.save_only_model,
+            stream=self._places_in_stream(),
+        )
+
+    def _places_in_stream(self) -> list[dict[str, Any]] | None:
+        """For each process, the part of an `ImageTextStream` that it has trained on; collective."""
+        loader = self._source.stream_loader
+        if loader is None:
+            return None
+        return [json.loads(state) for state in Processes().gather_text(json.dumps(loader.state()))]
+
+
+def _needs_processor(*datasets: Any) -> bool:
+    """Whether one of the data sets, or of those in a dictionary, gives images and captions that are not prepared."""
+    pending = list(datasets)
+    while pending:
+        dataset = pending.pop()
+        if isinstance(dataset, (ImageTextDataset, ImageTextStream, ZeroShotDataset)):
+            return True
+        if isinstance(dataset, Mapping):
+            pending += dataset.values()
+        elif isinstance(dataset, Subset):
+            pending.append(dataset.dataset)
+        elif isinstance(dataset, ConcatDataset):
+            pending += dataset.datasets
+    return False

@@ -1,0 +1,69 @@
+"""Prepares a dual encoder for its training: freezing, the temperature, and warnings about the model's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from transformers.utils import logging
+
+from .arguments import InfCLTrainingArguments
+from .dual_encoder import DualEncoder
+from .wrappers import check_wrapper, prepare_for_wrapper
+
+logger = logging.get_logger(__name__)
+
+
+def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+    """Prepares a model before it is wrapped and its optimizer is created.
+
+    Freezes what ``args.freeze`` names and what no embedding depends on, gives parameters the shapes that the wrapper
+    supports, starts a new SigLIP's temperature, and warns of settings under which a training goes worse than it could.
+
+    Raises:
+        ValueError: the model is not a dual encoder, the wrapper is not supported, or the objective is sigmoid for a
+            model without logit_bias.
+    """
+    check_wrapper(accelerator)
+    dual_encoder = DualEncoder(model)
+    dual_encoder.freeze_unused()
+    if args.freeze is not None:
+        dual_encoder.freeze(args.freeze)
+    prepare_for_wrapper(dual_encoder, accelerator.distributed_type)
+    scale, *bias = dual_encoder.temperature_parameters
+    if args.objective == "sigmoid" and not bias:
+        raise ValueError(
+            f"{type(dual_encoder.base).__name__} has no logit_bias, without which the sigmoid loss of a large "
+            "batch starts far from where it can train. Train a SiglipModel or Siglip2Model, keep "
+            "objective='softmax', or add SigLIP's start to the model before: model.logit_bias = "
+            "torch.nn.Parameter(torch.full((1,), -10.0)) and model.logit_scale.data.fill_(math.log(10)). What is "
+            "saved then holds a logit_bias that from_pretrained of this class leaves out."
+        )
+    trains = any(p.requires_grad for p in model.parameters())
+    if trains and not scale.requires_grad:
+        value = dual_encoder.scale_and_bias()[0].item()
+        logger.warning(
+            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}: peft, for one, freezes "
+            "all parameters but the adapters. To train it, call "
+            f"model.{dual_encoder.temperature_name}.requires_grad_(True); peft does not save it with an adapter."
+        )
+    half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
+    wrapper = accelerator.distributed_type
+    in_fp32 = wrapper == DistributedType.DEEPSPEED or (
+        wrapper == DistributedType.FSDP and accelerator.mixed_precision != "no"
+    )
+    if half and not in_fp32:  # for the optimizer
+        logger.warning(
+            f"The parameters that train are in {half.pop()}, whose rounding swallows small steps. Load the model "
+            "with from_pretrained(..., dtype=torch.float32); bf16=True then still computes in bf16."
+        )
+    if dual_encoder.initialise_sigmoid():
+        logger.warning("logit_scale and logit_bias were both 0; they now start as SigLIP's, at ln 10 and -10.")
+    one_micro_batch = args.global_batch_size == args.per_device_train_batch_size
+    if not one_micro_batch and (names := dual_encoder.batch_norms()):
+        logger.warning(
+            f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
+            "batch, but the outputs of these layers depend on the size of the micro-batch."
+        )
