@@ -6,6 +6,7 @@ This file holds the training step. The other parts of the trainer are in `loadin
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -216,6 +217,8 @@ class InfCLTrainer(LoadingTrainer):
         passes.cached = None
         if training.windows == 0:
             training.wrapper.check_gradients()
+            if training.compiled:
+                gc.collect()  # compiling leaves reference cycles, which hold the graph of a micro-batch
         training.windows += 1
         return loss
 
