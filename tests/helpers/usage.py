@@ -1,0 +1,56 @@
+"""What a process holds while it trains, so that a leak shows."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # no growth of anything else
+
+
+class Usage(TrainerCallback):
+    """Notes what the process holds, so often in a training, and ends the training after some minutes."""
+
+    def __init__(self, steps: int, notes: int = 100, minutes: float = float("inf")) -> None:
+        self.every = max(1, steps // notes)
+        self.end = time.monotonic() + 60 * minutes
+        self.seen: list[dict[str, float]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= time.monotonic() > self.end
+        if state.global_step % self.every == 0:
+            gc.collect()
+            self.seen.append(usage())
+
+    def growth(self) -> dict[str, float]:
+        """How much more is held at most in the second half of the training than in the second quarter."""
+        quarter = len(self.seen) // 4
+        early, late = self.seen[quarter : 2 * quarter], self.seen[2 * quarter :]
+        return {name: max(s[name] for s in late) - max(s[name] for s in early) for name in late[0]}
+
+    def grown(self) -> dict[str, float]:
+        """The growth of what has grown by more than is allowed."""
+        return {name: more for name, more in self.growth().items() if more > ALLOWED_GROWTH.get(name, 0)}
+
+
+def usage() -> dict[str, float]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    held: dict[str, float] = {
+        "resident MiB": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "open files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "Python threads": threading.active_count(),
+        "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
+    }
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        held["allocated MiB"] = torch.cuda.memory_allocated() / 2**20
+        held["reserved MiB"] = torch.cuda.memory_reserved() / 2**20
+    return held

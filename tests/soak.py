@@ -1,0 +1,229 @@
+"""Long checks that the suite runs only in a short form; each appends a row to tests/results/soak.csv.
+
+python tests/soak.py loss                          10,000 random cases of the loss against float64, in this process
+python tests/soak.py loss --world_sizes 1 2 3 4    as many for every number of processes (GPUs, where there are any)
+python tests/soak.py train --steps 5000            training for so many steps, with memory, files and threads flat
+python tests/soak.py text                          10,000 random files, command lines and model cards each
+
+``--minutes`` ends the cases or steps earlier; the row says how many there were. A wrong result ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from helpers.fuzz import Findings, rank_cases
+from helpers.processes import Ranks
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "soak.csv"
+COLUMNS = ("date", "commit", "device", "python", "torch", "triton", "transformers", "check", "processes", "count")
+COLUMNS += ("seconds", "failures", "detail")
+CASES_AT_A_TIME = 100
+ON_GPU = torch.cuda.is_available()
+
+
+def write_row(results: Path, **values: Any) -> None:
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "device": torch.cuda.get_device_name() if ON_GPU else "CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **values,
+    }
+    for package in ("triton", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            row[package] = importlib.metadata.version(package)
+    begun = results.exists()
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        if not begun:
+            writer.writeheader()
+        writer.writerow(row)
+    print(*(f"{name}={row[name]}" for name in COLUMNS[7:]), flush=True)
+
+
+def commit() -> str:
+    """Short hash of the commit, with "-dirty" where files differ from it; HF_INFCL_COMMIT where there is no history."""
+    if named := os.environ.get("HF_INFCL_COMMIT"):
+        return named
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
+
+
+# ---- The loss ----
+
+
+def fuzz_loss(options: argparse.Namespace) -> int:
+    """Random cases on every number of processes; how many numbers were wrong."""
+    wrong = 0
+    for world_size in options.world_sizes:
+        begin, findings = time.monotonic(), Findings()
+        for found in several_ranks(world_size, options) if world_size > 1 else one_process(options):
+            findings.add(found)
+            print(f"{world_size} processes: {findings.cases} cases, {len(findings.failures)} failures", flush=True)
+            if time.monotonic() - begin > 60 * options.minutes:
+                break
+        for failure in findings.failures[:20]:
+            print(failure)
+        ratios = sorted(findings.ratios)
+        write_row(
+            options.results,
+            check="loss",
+            processes=world_size,
+            count=findings.cases,
+            seconds=round(time.monotonic() - begin),
+            failures=len(findings.failures),
+            detail=(
+                f"seeds from {options.first_seed}; {len(ratios)} errors are {median(ratios):.2g} of plain torch's in "
+                f"the median; beyond what rounding explains, but not beyond plain torch: {findings.beyond_rounding}"
+            ),
+        )
+        wrong += len(findings.failures)
+    return wrong
+
+
+def jobs(options: argparse.Namespace) -> Iterator[range]:
+    last = options.first_seed + options.cases
+    for first in range(options.first_seed, last, CASES_AT_A_TIME):
+        yield range(first, min(first + CASES_AT_A_TIME, last))
+
+
+def one_process(options: argparse.Namespace) -> Iterator[Findings]:
+    """Workers compute cases of one process each: most of the time goes into compiling kernels and launching them."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, context, torch.set_num_threads, (1,)) as pool:
+        device = "cuda" if ON_GPU else "cpu"
+        tasks = [pool.submit(rank_cases, 0, 1, device, seeds) for seeds in jobs(options)]
+        try:
+            for task in tasks:
+                yield task.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Findings]:
+    """Every other hundred of cases sends texts around a ring that it would gather, because they are small."""
+    pool = Ranks()
+    try:
+        for number, seeds in enumerate(jobs(options)):
+            by_rank = pool.run(
+                *(rank_cases, world_size, "cuda" if ON_GPU else "cpu", seeds),
+                backend="nccl" if ON_GPU else "gloo",
+                timeout=600,
+                always_ring=number % 2 == 1,
+            )
+            for other in by_rank[1:]:
+                by_rank[0].failures += other.failures
+            yield by_rank[0]
+    finally:
+        pool.close()
+
+
+# ---- Training ----
+
+
+def train(options: argparse.Namespace) -> int:
+    """Trains, evaluates and saves; how many measures have grown."""
+    from helpers import models  # not above, where every process of the loss would import transformers
+    from helpers.trainers import trainer_for
+    from helpers.usage import Usage
+
+    begin, seen = time.monotonic(), Usage(options.steps, minutes=options.minutes)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(
+            folder,
+            models.clip(dropout=0.1),
+            models.Pairs(512),
+            max_steps=options.steps,
+            callbacks=[seen],
+            eval_dataset=models.Pairs(16, seed=1),
+            eval_strategy="steps",
+            eval_steps=max(1, options.steps // 20),
+            save_strategy="steps",
+            save_steps=max(1, options.steps // 20),
+            save_total_limit=2,
+            logging_steps=max(1, options.steps // 20),
+            use_cpu=not ON_GPU,
+            bf16=ON_GPU,
+            max_grad_norm=1.0,
+        )
+        trainer.train()
+    growth, grown, last = seen.growth(), seen.grown(), seen.seen[-1]
+    write_row(
+        options.results,
+        check="train",
+        processes=1,
+        count=trainer.state.global_step,
+        seconds=round(time.monotonic() - begin),
+        failures=len(grown),
+        detail="; ".join(f"{name} {last[name]:.6g} ({growth[name]:+.3g})" for name in last),
+    )
+    return len(grown)
+
+
+# ---- Text ----
+
+
+def fuzz_text(options: argparse.Namespace) -> int:
+    """The tests of tests/test_cli.py and tests/test_fuzz.py that draw random input, with 10,000 cases each."""
+    command = ["-m", "pytest", "-q", "-m", "hypothesis", "--hypothesis-profile=long", "--hypothesis-show-statistics"]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *command, "tests/test_cli.py", "tests/test_fuzz.py"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    print(done.stdout)
+    found = re.findall(r"^tests/test_\w+\.py::(.*):\n[\s\S]*?(\d+) passing examples, (\d+) failing", done.stdout, re.M)
+    for name, passing, failing in found:
+        write_row(
+            options.results, check="text", processes=1, count=int(passing) + int(failing), failures=failing, detail=name
+        )
+    print(f"{time.monotonic() - begin:.0f} s")
+    return done.returncode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=("loss", "train", "text"))
+    parser.add_argument("--cases", type=int, default=10_000, help="random cases of the loss, for each world size")
+    parser.add_argument("--first_seed", type=int, default=0, help="the seed of the first case")
+    parser.add_argument("--world_sizes", type=int, nargs="+", default=[1], help="numbers of processes of a case")
+    parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="processes that compute cases of one")
+    parser.add_argument("--steps", type=int, default=1000 if ON_GPU else 5000, help="optimizer steps of the training")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest duration of each row")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV that the rows are appended to")
+    options = parser.parse_args()
+    wrong = {"loss": fuzz_loss, "train": train, "text": fuzz_text}[options.check](options)
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

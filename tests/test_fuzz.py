@@ -1,0 +1,177 @@
+"""Random input, in a short form; tests/soak.py draws 10,000 cases of everything here."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+import yaml
+from helpers import fuzz, models
+from helpers.trainers import trainer_for
+from helpers.usage import Usage
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_infcl import InfCLTrainingArguments
+from hf_infcl.cli.options import DataOptions, EvaluationOptions, ModelOptions, Parser
+from hf_infcl.loss import contrastive
+from hf_infcl.publishing import Evaluation, Source, TrainingRecord, model_card
+
+# ---- The loss ----
+
+
+def test_any_loss_is_as_exact_as_plain_torch():
+    found = fuzz.rank_cases(0, 1, "cpu", range(200))
+    assert found.cases == 200
+    assert not found.failures, found.failures
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_loss_of_several_processes_is_as_exact_as_plain_torch(ranks, world_size):
+    for found in ranks.run(fuzz.rank_cases, world_size, "cpu", range(40), always_ring=True):
+        assert not found.failures, found.failures
+
+
+def test_a_slightly_wrong_gradient_is_found(monkeypatch):
+    right = contrastive._scaled
+    monkeypatch.setattr(contrastive, "_scaled", lambda products, factor, *args: right(products, 1.001 * factor, *args))
+    failures = fuzz.rank_cases(0, 1, "cpu", range(40)).failures
+    assert len(failures) > 10
+    assert not [text for text in failures if "_embeds" not in text.partition(" in Case")[0]]
+
+
+# ---- The command line ----
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+WORD = TEXT.filter(lambda text: not text.startswith("-"))
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "run_name": TEXT,
+    "use_cpu": st.booleans(),
+    "max_steps": st.integers(-(10**12), 10**12),
+    "learning_rate": st.floats(allow_nan=False),
+    "templates": st.lists(WORD, min_size=1, max_size=3),
+    "freeze": st.sampled_from(["image", "text"]),
+}
+
+
+@functools.cache
+def parser() -> Parser:
+    return Parser("train", "For tests.", ModelOptions, DataOptions, EvaluationOptions, InfCLTrainingArguments)
+
+
+@settings(deadline=None)
+@given(values=st.fixed_dictionaries({}, optional=VALUES), order=st.randoms(use_true_random=False))
+def test_any_value_comes_out_of_the_command_line_as_it_went_in(values, order):
+    groups = [["--model", "m"], ["--dataset", "d"]]
+    for name, value in values.items():
+        if isinstance(value, list):
+            groups.append([f"--{name}", *value])
+        else:  # with = a value may begin with a dash
+            groups.append([f"--{name}={value}"])
+    order.shuffle(groups)
+    namespace, given_names = parser().read([word for group in groups for word in group])
+    assert given_names == {"model", "dataset", *values}
+    for name, value in values.items():
+        assert getattr(namespace, name) == value
+        assert type(getattr(namespace, name)) is type(value)
+
+
+@settings(deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(
+            ["--model", "--dataset", "--seed", "--use_cpu", "--no_use_cpu", "--optim=", "--", "-h", "a.yaml"]
+        )
+        | TEXT
+        | TEXT.map("--{}".format)
+        | st.text("-= \n\0x0~{}[]", max_size=8),
+        max_size=8,
+    )
+)
+def test_no_command_line_leads_to_a_traceback(words):
+    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
+        parser().read(words)
+
+
+# ---- The model card ----
+
+NUMBER = st.floats(-1e9, 1e9)
+SOURCE = st.builds(
+    *(Source, TEXT, st.booleans()),
+    split=TEXT,
+    license=st.none() | TEXT,
+    weight=st.none() | st.floats(0, 1),
+)
+EVALUATION = st.builds(
+    *(Evaluation, TEXT, st.booleans(), TEXT, st.integers(0, 10**9), TEXT),
+    metrics=st.dictionaries(
+        st.sampled_from(["acc1", "acc5", "mean_per_class_recall", "loss", "image_retrieval_recall@1", "runtime"])
+        | TEXT,
+        NUMBER | st.just(float("nan")),
+        max_size=3,
+    ),
+    templates=st.lists(TEXT, max_size=2),
+    class_names=st.lists(TEXT, max_size=3),
+)
+COUNT = st.integers(1, 10**6)
+RECORD = st.builds(
+    TrainingRecord,
+    **dict.fromkeys(("name", "location", "start", "device"), TEXT),
+    model_class=st.just("CLIPModel"),
+    objective=st.sampled_from(["softmax", "sigmoid"]),
+    strategy=st.sampled_from(["ring", "disco"]),
+    **dict.fromkeys(("start_on_hub", "adapter", "measured_during_training", "best"), st.booleans()),
+    **dict.fromkeys(("per_device_batch_size", "accumulation_steps", "processes", "steps"), COUNT),
+    **dict.fromkeys(("pairs", "peak_memory"), st.none() | COUNT),
+    pair_id_column=st.none() | TEXT,
+    frozen=st.sampled_from([None, "image", "text"]),
+    seconds=st.floats(0, 1e9),
+    skipped=st.integers(0, 10**6),
+    sources=st.lists(SOURCE, min_size=1, max_size=2),
+    **dict.fromkeys(("versions", "settings"), st.dictionaries(TEXT, TEXT, max_size=2)),
+    evaluations=st.lists(EVALUATION, max_size=2),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(record=RECORD)
+def test_any_record_makes_a_card_that_can_be_read(tmp_path_factory, record):
+    content = model_card(record).content
+    header, _, text = content.removeprefix("---\n").partition("\n---\n")
+    metadata = yaml.safe_load(header)
+    assert metadata.get("base_model") == (record.start if record.start_on_hub else None)
+    for snippet in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        ast.parse(snippet)
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        assert len({len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}) == 1, block
+    if all(math.isfinite(value) for e in record.evaluations for value in e.metrics.values()):  # JSON has no NaN
+        folder = tmp_path_factory.getbasetemp()
+        record.save(folder)
+        assert TrainingRecord.load(folder) == record
+
+
+# ---- Many steps ----
+
+
+def test_training_holds_on_to_nothing(tmp_path):
+    seen = Usage(40, notes=8)
+    often = {f"{what}_steps": 10 for what in ("eval", "save", "logging")}
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "save_total_limit": 1, **often}
+    trainer_for(
+        *(tmp_path, None, models.Pairs(64)), callbacks=[seen], max_steps=40, eval_dataset=models.Pairs(8), **options
+    ).train()
+    assert len(seen.seen) == 8
+    assert seen.grown().keys() <= {"resident MiB"}, "which says nothing in so few steps"
+
+
+def test_what_is_held_on_to_is_found(tmp_path):
+    seen, kept = Usage(8, notes=8), []
+    trainer = trainer_for(tmp_path, callbacks=[seen], max_steps=8)
+    trainer.model.register_forward_hook(lambda model, inputs, outputs: kept.append(outputs.image_embeds.detach()))
+    trainer.train()
+    assert "tensors" in seen.grown()
