@@ -1,4 +1,4 @@
-"""Both losses written as their definitions, with the B×B logits in memory. Every test compares with them.
+"""Both losses written as their definitions, with the matrix of logits in memory. Every test compares with them.
 
 Plain differentiable torch for one process that holds the whole batch, in any floating dtype. Compare in float64.
 """
@@ -18,41 +18,63 @@ def contrastive_loss(
     *,
     objective: str = "softmax",
     pair_ids: Tensor | None = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    negative_texts: Tensor | None = None,
 ) -> Tensor:
-    """The contrastive loss of a batch of B pairs.
+    """The contrastive loss of a batch of n images and m texts.
 
-    With the logits z_ij = logit_scale · x_i·y_j + logit_bias:
+    The logits are z_ij = logit_scale · x_i·y_j + logit_bias, and a cell (i, j) is positive if image i and text j belong
+    together: on the diagonal, or with ids wherever image_ids_i = text_ids_j. Let n' be the number of images, and m' the
+    number of texts, that have a positive. The others have no loss of their own and are negatives of the other side.
 
-    - ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020): the mean of two cross entropies, of the rows of z and of its
-      columns, each with the diagonal as the target.
-    - ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1): -1/B Σ_ij log σ(t_ij z_ij), t = +1 on the diagonal, -1 off it.
+    - ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020; with ids UniCL, arXiv 2204.03610): the cross entropy of a row of z
+      is the mean of -log softmax(z_i)_j over its positives j, that of a column likewise. The loss is half the mean over
+      the n' rows plus half the mean over the m' columns.
+    - ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1): -½(1/n' + 1/m') Σ_ij log σ(t_ij z_ij), t = +1 for positives, -1
+      for all other cells. Of B pairs the factor is 1/B.
 
     Args:
-        image_embeds: [B, D] floating.
-        text_embeds: [B, D] floating.
+        image_embeds: [n, D] floating.
+        text_embeds: [m, D] floating; n = m unless ids are given.
         logit_scale: one element, the multiplier of the cosines (already exponentiated).
         logit_bias: one element; None is 0.
         objective: ``"softmax"`` or ``"sigmoid"``.
-        pair_ids: [B] int64. Off the diagonal, a cell whose row and column have equal ids is no negative: it drops out
+        pair_ids: [n] int64. Off the diagonal, a cell whose row and column have equal ids is no negative: it drops out
             of both denominators (softmax) or out of the sum (sigmoid).
+        image_ids: [n] int64, text_ids: [m] int64, both or neither, and not beside pair_ids.
+        negative_texts: [h, D], further columns without a positive: hard negatives (NegCLIP, arXiv 2210.01936).
 
     Returns:
-        The loss, a scalar in the dtype of the embeddings.
+        The loss, a scalar in the dtype of the embeddings; not finite if nothing is positive.
 
     Raises:
         ValueError: the objective is unknown.
     """
+    n, m = len(image_embeds), len(text_embeds)
+    if image_ids is not None and text_ids is not None:
+        positive = image_ids[:, None] == text_ids[None, :]
+    else:
+        positive = torch.eye(n, m, dtype=torch.bool, device=image_embeds.device)
+    excluded = torch.zeros_like(positive) if pair_ids is None else (pair_ids[:, None] == pair_ids[None, :]) & ~positive
+    if negative_texts is not None:
+        text_embeds = torch.cat((text_embeds, negative_texts))
+        positive, excluded = (F.pad(cells, (0, len(negative_texts))) for cells in (positive, excluded))
     logits = logit_scale * image_embeds @ text_embeds.t()
     if logit_bias is not None:
         logits = logits + logit_bias
-    batch = len(logits)
-    positive = torch.eye(batch, dtype=torch.bool, device=logits.device)
-    excluded = torch.zeros_like(positive) if pair_ids is None else (pair_ids[:, None] == pair_ids[None, :]) & ~positive
     if objective == "softmax":
         logits = logits.masked_fill(excluded, -torch.inf)
-        target = torch.arange(batch, device=logits.device)
-        return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
+        return (_cross_entropy(logits, positive) + _cross_entropy(logits.t(), positive.t())) / 2
     if objective == "sigmoid":
         losses = -F.logsigmoid(torch.where(positive, logits, -logits))
-        return losses.masked_fill(excluded, 0).sum() / batch
+        images, texts = (positive.any(dim).sum().to(losses.dtype) for dim in (1, 0))
+        return losses.masked_fill(excluded, 0).sum() * (1 / images + 1 / texts) / 2
     raise ValueError(f"objective must be 'softmax' or 'sigmoid', got {objective!r}.")
+
+
+def _cross_entropy(logits: Tensor, positive: Tensor) -> Tensor:
+    """The mean over the rows with positives of the mean of -log softmax over their positives."""
+    log_probabilities = F.log_softmax(logits, 1).masked_fill(~positive, 0)
+    positives = positive.sum(1)
+    return (-log_probabilities.sum(1) / positives.clamp_min(1))[positives > 0].mean()

@@ -17,6 +17,7 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
     x, y = features(4, 8)
     wrong = rank == 1
     ids = torch.arange(4)
+    both = {"image_ids": ids, "text_ids": ids}
     return {
         "model output": ((x, (y,) if wrong else y, 1.0), {}, r"rank 1: text_embeds must be a tensor, .*got a tuple"),
         "text scale": ((x, y, "1" if wrong else 1.0), {}, "rank 1: logit_scale must be a number .*got a str"),
@@ -29,7 +30,7 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         "rows": ((x[:3], y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 0: .*\[4, 8\].*\n.*rank 1: .*\[3, 8\]"),
         "width": ((x[:, :5], y[:, :5], 1.0) if wrong else (x, y, 1.0), {}, r"\[4, 8\][\s\S]*\[4, 5\]"),
         "towers": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[4, 8\] and \[3, 8\]"),
-        "one dimension": ((x[0], y[0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[b, D\].*\[8\]"),
+        "one dimension": ((x[0], y[0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[n, D\].*\[8\]"),
         "nothing": ((x[:0], y[:0], 1.0) if wrong else (x, y, 1.0), {}, r"rank 1: .*\[0, 8\]"),
         "dtype": ((x.double(), y.double(), 1.0) if wrong else (x, y, 1.0), {}, "float32[\\s\\S]*float64"),
         "integers": ((x.long(), y.long(), 1.0) if wrong else (x, y, 1.0), {}, "rank 1: .*floating.*int64"),
@@ -39,10 +40,48 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         "vector scale": ((x, y, torch.ones(2) if wrong else 1.0), {}, "rank 1: .*one element.*\\[2\\]"),
         "bias": ((x, y, 1.0, torch.inf if wrong else 0.0), {}, "rank 1: .*logit_bias must be finite.*inf"),
         "no bias": ((x, y, 1.0, None if wrong else 0.0), {}, "logit_bias 0[\\s\\S]*logit_bias None"),
-        "ids": ((x, y, 1.0), {"pair_ids": None if wrong else ids}, "with pair_ids[\\s\\S]*no pair_ids"),
+        "ids": ((x, y, 1.0), {"pair_ids": None if wrong else ids}, "0: .*pair_ids[\\s\\S]*1: .*no ids"),
         "ids' dtype": ((x, y, 1.0), {"pair_ids": ids.int() if wrong else ids}, "rank 1: .*\\[4\\] int64.*int32"),
         "ids' shape": ((x, y, 1.0), {"pair_ids": ids[:2] if wrong else ids}, "rank 1: .*\\[4\\] int64.*\\[2\\]"),
         "ids' type": ((x, y, 1.0), {"pair_ids": [0, 1, 2, 3] if wrong else ids}, "rank 1: .*tensor.*got a list"),
+        "texts of no image": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, "rank 1: Pairs.*text_ids.*as negative_t"),
+        "half of the ids": ((x, y, 1.0), {"image_ids": ids} | ({} if wrong else both), "rank 1: .*got image_ids alone"),
+        "two kinds of ids": (
+            (x, y, 1.0),
+            both | ({"pair_ids": ids} if wrong else {}),
+            "rank 1: pair_ids exclude",
+        ),
+        "other ids": ((x, y, 1.0), {} if wrong else both, "0: .* image_ids and text_ids[\\s\\S]*1: .*no ids"),
+        "text_ids' shape": (
+            (x, y[:3], 1.0),
+            {"image_ids": ids, "text_ids": ids if wrong else ids[:3]},
+            r"rank 1: text_ids must be \[3\] int64, got \[4\]",
+        ),
+        "text_ids' dtype": ((x, y, 1.0), both | {"text_ids": ids.float() if wrong else ids}, "rank 1: text_ids.*float"),
+        "image_ids' device": (
+            (x, y, 1.0),
+            both | {"image_ids": ids.to("meta") if wrong else ids},
+            "rank 1: image_ids must be on .*meta",
+        ),
+        "images": ((x[:3] if wrong else x, y, 1.0), both | {"image_ids": ids[:3] if wrong else ids}, "equally many"),
+        "no text": (
+            (x, y[:0] if wrong else y, 1.0),
+            both | {"text_ids": ids[:0] if wrong else ids},
+            r"1: .*m, D >=",
+        ),
+        "negatives": ((x, y, 1.0), {"negative_texts": None if wrong else y}, r"0: .*negative_texts \[4, 8\][\s\S]*1: "),
+        "negatives' type": (
+            (x, y, 1.0),
+            {"negative_texts": [y] if wrong else y},
+            "1: negative_texts.*tensor.*list",
+        ),
+        "negatives' width": (
+            (x, y, 1.0),
+            {"negative_texts": y[:, :5] if wrong else y},
+            r"rank 1: negative_texts must be \[h, D\] = \[h, 8\], got \[4, 5\]",
+        ),
+        "negatives' dtype": ((x, y, 1.0), {"negative_texts": y.double() if wrong else y}, "rank 1: negative.*float64"),
+        "negatives' device": ((x, y, 1.0), {"negative_texts": y.to("meta") if wrong else y}, "rank 1: negative.*meta"),
         "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for image_embeds"),
         "objective": ((x, y, 1.0), {"objective": "clip" if wrong else "softmax"}, "rank 1: objective .*'clip'"),
         "objectives": ((x, y, 1.0), {"objective": "sigmoid" if wrong else "softmax"}, "softmax[\\s\\S]*sigmoid"),
@@ -69,7 +108,10 @@ def test_every_process_is_told_what_is_wrong_on_one(ranks):
 
 @pytest.mark.parametrize(
     "name",
-    ["model output", "text scale", "towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"],
+    [
+        *("model output", "text scale", "towers", "one dimension", "scale", "vector scale", "ids' shape", "objective"),
+        *("texts of no image", "half of the ids", "two kinds of ids", "text_ids' shape", "negatives' width"),
+    ],
 )
 def test_a_single_process_is_told_what_is_wrong(name):
     args, options, message = bad_inputs(1)[name]

@@ -14,8 +14,8 @@ def rank_travel(rank: int, world_size: int, group: dist.ProcessGroup | None = No
     ring = Ring(Processes(group))
     block = torch.full((3, 2), float(rank))
     ids = torch.full((3,), rank)
-    visits = RingReduction(ring, torch.add)
-    largest = RingReduction(ring, torch.logaddexp)
+    visits = RingReduction(ring, torch.add, 3)
+    largest = RingReduction(ring, torch.logaddexp, 2)
     sources, addresses = [], set()
     for source, (held, none, held_ids) in ring.rotate(block, None, ids):
         assert none is None

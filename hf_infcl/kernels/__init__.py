@@ -370,6 +370,11 @@ def multi_positive_sigmoid(
     return torch.ops.hf_infcl.multi_positive_sigmoid(x, y, scale, bias, ids_x, ids_y, grad_x, grad_y, backend)
 
 
+def _module(backend: str, x: Tensor, y: Tensor) -> Backend:
+    """As `select`; an empty block needs no kernels."""
+    return select(backend, x) if len(x) and len(y) else torch_backend
+
+
 def _register(signature: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Defines an operator.
 
@@ -389,25 +394,25 @@ _register(
 _register(
     "softmax_statistics(Tensor x, Tensor y, Tensor scale, Tensor positive_x, Tensor positive_y, Tensor? ids_x, "
     "Tensor? ids_y, int? diagonal, str backend) -> (Tensor, Tensor)",
-    lambda x, *operands: select(operands[-1], x).softmax_statistics(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).softmax_statistics(x, y, *operands[:-1]),
     lambda x, y, scale, positive_x, positive_y, *rest: (torch.empty_like(positive_x), torch.empty_like(positive_y)),
 )
 _register(
     "softmax_gradients(Tensor x, Tensor y, Tensor scale, Tensor lse_x, Tensor lse_y, Tensor? positive_coefficient, "
     "Tensor? ids_x, Tensor? ids_y, int? diagonal, Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> Tensor",
-    lambda x, *operands: select(operands[-1], x).softmax_gradients(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).softmax_gradients(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: torch.empty_like(scale),
 )
 _register(
     "sigmoid_block(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor? ids_x, Tensor? ids_y, int? diagonal, "
     "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda x, *operands: select(operands[-1], x).sigmoid_block(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).sigmoid_block(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
 )
 _register(
     "multi_positive_statistics(Tensor x, Tensor y, Tensor scale, Tensor reference_x, Tensor reference_y, Tensor ids_x, "
     "Tensor ids_y, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    lambda x, *operands: select(operands[-1], x).multi_positive_statistics(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).multi_positive_statistics(x, y, *operands[:-1]),
     lambda x, y, scale, reference_x, reference_y, *rest: (
         *(torch.empty_like(reference_x) for _ in range(3)),
         *(torch.empty_like(reference_y) for _ in range(3)),
@@ -417,12 +422,12 @@ _register(
     "multi_positive_gradients(Tensor x, Tensor y, Tensor scale, Tensor reference_x, Tensor reference_y, "
     "Tensor relative_x, Tensor relative_y, Tensor share_x, Tensor share_y, Tensor ids_x, Tensor ids_y, "
     "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> Tensor",
-    lambda x, *operands: select(operands[-1], x).multi_positive_gradients(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).multi_positive_gradients(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: torch.empty_like(scale),
 )
 _register(
     "multi_positive_sigmoid(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor ids_x, Tensor ids_y, "
     "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
-    lambda x, *operands: select(operands[-1], x).multi_positive_sigmoid(x, *operands[:-1]),
+    lambda x, y, *operands: _module(operands[-1], x, y).multi_positive_sigmoid(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
 )

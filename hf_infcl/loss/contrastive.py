@@ -12,11 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from .. import kernels
 from ..processes import Processes
-from . import cuda_graphs
+from . import cuda_graphs, pairs, several_positives
+from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
-from .strategies import Shard, Strategy, select_strategy
+from .strategies import Strategy, select_strategy
 
-RECORDED_WORK = 160e9  # b²·D, multiplications of a product: up to here (2 ms on an H100) launches take longer
+RECORDED_WORK = 160e9  # n·m·D, multiplications of a product: up to here (2 ms on an H100) launches take longer
 
 
 def contrastive_loss(
@@ -29,26 +30,36 @@ def contrastive_loss(
     strategy: str = "ring",
     backend: str = "auto",
     pair_ids: Tensor | None = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
+    negative_texts: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The contrastive loss of the global batch, which consists of the b pairs of every process.
+    """The contrastive loss of the global batch, which consists of the images and texts of every process.
 
-    It equals `hf_infcl.reference.contrastive_loss` of the concatenated embeddings of all B = world_size · b pairs. The
-    logits z_ij = logit_scale · x_i·y_j + logit_bias are computed in tiles and never stored as a matrix.
+    It equals `hf_infcl.reference.contrastive_loss` of the concatenated arguments of all processes. The logits
+    z_ij = logit_scale · x_i·y_j + logit_bias are computed in tiles and never stored as a matrix.
+
+    By default image i and text i of a process are a pair, and every other text of the global batch is a negative of the
+    image. With ``image_ids`` and ``text_ids`` an image and a text belong together if their ids are equal, on whichever
+    process they are: several captions of an image, several images of a class (UniCL, arXiv 2204.03610), or none. The
+    loss of a row or column with several positives is the mean of theirs, so that its least value with K positives is
+    log K, not 0. Rows and columns without a positive are negatives of the others and have no loss of their own.
 
     The gradient is that of the sum of the returned losses over the processes. DDP and FSDP average gradients over the
     processes and so give every parameter the gradient of one process that holds the whole batch. The embeddings have to
     come from the forward of the wrapped model, not from its module.
 
-    A single process on a GPU replays the kernels of small batches (b²·D up to 1.6e11: 17,677 pairs of 512 dimensions)
+    A single process on a GPU replays the kernels of small batches (n·m·D up to 1.6e11: 17,677 pairs of 512 dimensions)
     as a CUDA graph, from the third call with the same shapes on, because launching them takes longer than running them.
     The two latest graphs keep their memory (in bf16 192 MiB for 8,192 pairs of 512 dimensions, 352 MiB for 16,384);
     without enough memory for that, no graph is recorded.
 
     Args:
-        image_embeds: [b, D] fp32, bf16 or fp16, with the torch backend also fp64; b is equal on all processes. CLIP and
+        image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and
             SigLIP normalise the rows to length 1; the loss does not need it.
-        text_embeds: [b, D], of the same dtype and on the same device. Text j belongs to image j.
+        text_embeds: [m, D], of the same dtype and on the same device. Without ids m = n; with ids m >= 1, and it may
+            differ between the processes.
         logit_scale: one element, the multiplier of the cosines (already exponentiated), equal on all processes.
         logit_bias: one element, equal on all processes; None is 0. The softmax loss does not depend on it, so that its
             gradient is zero there, not None.
@@ -59,13 +70,20 @@ def contrastive_loss(
             (OpenCLIP's local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D) memory; see
             `hf_infcl.loss.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on the GPUs that it supports, else torch.
-        pair_ids: [b] int64. Pairs with equal ids show the same image or caption and are not each other's negatives:
+        pair_ids: [n] int64. Pairs with equal ids show the same image or caption and are not each other's negatives:
             their cell drops out of both denominators (softmax) or out of the sum (sigmoid).
+        image_ids: [n] int64, text_ids: [m] int64: equal ids belong together. Both or neither, and not with pair_ids.
+            Of k captions per image, text_ids = image_ids[the image of each caption]; of labelled images, both are
+            labels.
+        negative_texts: [h, D], texts that belong to no image, such as captions that were made wrong on purpose: further
+            negatives of all images, without a loss of their own (NegCLIP, arXiv 2210.01936). h may be 0, and may differ
+            between the processes.
         process_group: the processes that share the batch; None is the default group, or this process alone if
             torch.distributed is not initialised.
 
     Returns:
-        The loss, an fp32 scalar (fp64 for fp64 inputs), the same on every process.
+        The loss, an fp32 scalar (fp64 for fp64 inputs), the same on every process. It is not finite if no image and
+        no text of the global batch belong together.
 
     Raises:
         ValueError: on every process alike, if an argument is unusable, logit_scale or logit_bias is not finite, or
@@ -73,7 +91,10 @@ def contrastive_loss(
             GPU, because that would stall the stream: if it is not finite, the loss is NaN.
         RuntimeError: another process announced an error (`hf_infcl.processes.announce_failure`).
     """
-    inputs = Inputs(image_embeds, text_embeds, logit_scale, logit_bias, objective, strategy, backend, pair_ids)
+    inputs = Inputs(
+        *(image_embeds, text_embeds, logit_scale, logit_bias, objective, strategy, backend),
+        *(pair_ids, image_ids, text_ids, negative_texts),
+    )
     return _loss(inputs, Processes(process_group))
 
 
@@ -86,24 +107,35 @@ def local_contrastive_loss(
     objective: str = "softmax",
     backend: str = "auto",
     pair_ids: Tensor | None = None,
+    image_ids: Tensor | None = None,
+    text_ids: Tensor | None = None,
 ) -> Tensor:
-    """`contrastive_loss` of this process's pairs alone, without communication, also where a group exists."""
-    inputs = Inputs(image_embeds, text_embeds, logit_scale, logit_bias, objective, "ring", backend, pair_ids)
+    """`contrastive_loss` of this process's batch alone, without communication, also where a group exists."""
+    inputs = Inputs(
+        *(image_embeds, text_embeds, logit_scale, logit_bias, objective, "ring", backend),
+        *(pair_ids, image_ids, text_ids, None),
+    )
     return _loss(inputs, Processes(alone=True))
 
 
 def _loss(inputs: Inputs, processes: Processes) -> Tensor:
-    inputs.check(processes)
+    counts = inputs.check(processes)
     x, y = inputs.image_embeds, inputs.text_embeds
     dtype = kernels.torch_backend.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale = _scalar(inputs.logit_scale, dtype, x.device)
     bias = _scalar(0.0 if inputs.logit_bias is None else inputs.logit_bias, dtype, x.device)
-    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y)
+    ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
+    negatives = inputs.negative_texts if sum(counts.negative_texts) else None
+    texts = sum(counts.texts) + sum(counts.negative_texts)
+    travelling = texts if inputs.text_ids is None else min(texts, sum(counts.images))
+    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, travelling)
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
     wanted = inputs.wanted()
     with torch.autocast(x.device.type, enabled=False):
-        return _Loss.apply(x, y, scale, bias, inputs.pair_ids, strategy, inputs.objective, wanted)
+        return _Loss.apply(
+            *(x, y, negatives, scale, bias, ids_x, inputs.text_ids, counts, strategy, inputs.objective, wanted)
+        )
 
 
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -121,18 +153,21 @@ class _Loss(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         y: Tensor,
+        negatives: Tensor | None,
         scale: Tensor,
         bias: Tensor,
-        ids: Tensor | None,
+        ids_x: Tensor | None,
+        ids_y: Tensor | None,
+        counts: Counts,
         strategy: Strategy,
         objective: str,
-        wanted: tuple[bool, ...],
+        wanted: Wanted,
     ) -> Tensor:
-        evaluate = functools.partial(_evaluate, strategy, objective, wanted)
-        if _launches_dominate(strategy, x):
+        evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts)
+        if _launches_dominate(strategy, x, y, negatives):
             name = (type(strategy), strategy.backend, objective, wanted)
             evaluate = functools.partial(cuda_graphs.run, name, evaluate)
-        loss, *gradients = evaluate(x, y, scale, bias, ids)
+        loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
         assert loss is not None
         ctx.save_for_backward(*gradients)
         ctx.processes, ctx.dtype = strategy.processes, x.dtype
@@ -141,27 +176,27 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        products_x, products_y, factors = ctx.saved_tensors
-        want_x, want_y, want_scale, want_bias = ctx.needs_input_grad[:4]
+        *products, factors = ctx.saved_tensors
+        *want_products, want_scale, want_bias = ctx.needs_input_grad[:5]
         product_factor, grad_scale, grad_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
-            _scaled(products_x, product_factor, ctx.dtype) if want_x else None,
-            _scaled(products_y, product_factor, ctx.dtype) if want_y else None,
+            *(
+                _scaled(of_rows, product_factor, ctx.dtype) if want else None
+                for of_rows, want in zip(products, want_products, strict=True)
+            ),
             grad_scale if want_scale else None,
             grad_bias if want_bias else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 6,
         )
 
 
-def _launches_dominate(strategy: Strategy, x: Tensor) -> bool:
+def _launches_dominate(strategy: Strategy, x: Tensor, y: Tensor, negatives: Tensor | None) -> bool:
     """Whether the kernels take longer to launch than to run, and can be recorded: nothing else is launched."""
+    texts = len(y) + (0 if negatives is None else len(negatives))
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and len(x) ** 2 * x.shape[1] <= RECORDED_WORK
+        and len(x) * texts * x.shape[1] <= RECORDED_WORK
         and strategy.processes.world_size == 1
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
@@ -170,30 +205,29 @@ def _launches_dominate(strategy: Strategy, x: Tensor) -> bool:
 def _evaluate(
     strategy: Strategy,
     objective: str,
-    wanted: tuple[bool, ...],
+    wanted: Wanted,
+    counts: Counts,
     x: Tensor,
     y: Tensor,
+    negatives: Tensor | None,
     scale: Tensor,
     bias: Tensor,
-    ids: Tensor | None,
+    ids_x: Tensor | None,
+    ids_y: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The loss; the products C·Y and Cᵀ·X, [b, D]; and three factors [3]. Without wanted gradients the loss alone.
+    """The loss; the products C·Y, [n, D], and Cᵀ·X, [m, D] and [h, D]; and three factors [3].
 
-    With G the derivative of the loss by the logits, which is C up to a constant, dX = s·G·Y and dY = s·Gᵀ·X. The
-    factors are s and the constant, by which the products have to be multiplied, and this process's part of the
-    gradients of scale and bias.
+    Without wanted gradients the loss alone. With G the derivative of the loss by the logits, which is C up to a
+    constant, dX = s·G·Y and dY = s·Gᵀ·X. The factors are s and the constant, by which the products have to be
+    multiplied, and this process's part of the gradients of scale and bias.
     """
-    want_x, want_y, want_scale, _ = wanted
-    shard = Shard(x, y, scale, bias, ids)
-    if objective == "softmax":
-        terms, terms_per_pair = strategy.softmax(shard, want_x, want_y, want_scale), 2
-    else:
-        terms, terms_per_pair = strategy.sigmoid(shard, want_x, want_y), 1
-    count = len(x) * strategy.processes.world_size * terms_per_pair
-    loss = strategy.processes.sum(terms.loss) / count
-    if not any(wanted):
-        return loss, None, None, None
-    return loss, terms.grad_x, terms.grad_y, torch.stack((scale, terms.grad_scale, terms.grad_bias)) / count
+    batch = Batch(x, y, negatives, scale, bias, ids_x, ids_y, counts)
+    terms = (pairs if ids_y is None else several_positives).evaluate(strategy, batch, objective, wanted)
+    loss = strategy.processes.sum(terms.loss) / terms.divisor
+    if terms.grad_scale is None or terms.grad_bias is None or not any(wanted):
+        return loss, None, None, None, None
+    factors = torch.stack((scale, terms.grad_scale, terms.grad_bias)) / terms.divisor
+    return loss, terms.grad_x, terms.grad_y, terms.grad_negatives, factors
 
 
 def _scaled(products: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..processes import Processes
+from .batch import Counts, Wanted
 from .strategies import OBJECTIVES, STRATEGIES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,31 +30,44 @@ class Inputs:
     strategy: str
     backend: str
     pair_ids: Tensor | None
+    image_ids: Tensor | None
+    text_ids: Tensor | None
+    negative_texts: Tensor | None
 
-    def check(self, processes: Processes) -> None:
-        """Raises the same ValueError on every process if the inputs of any are unusable or differ between them."""
+    def check(self, processes: Processes) -> Counts:
+        """The numbers of rows on all processes.
+
+        Raises:
+            ValueError: on every process alike, if the inputs of any are unusable or differ between them.
+        """
         alone = processes.world_size == 1
         problem = self._problem(alone)
         if alone:
             if problem:
                 raise ValueError(problem)
-            return
+            return Counts(*((count,) for count in self._counts()))
         # Usable inputs cost one small all-gather. Texts are exchanged only for an error message.
-        signatures = processes.agree([] if problem else self._signature())
+        counts = [0, 0, 0] if problem else self._counts()
+        numbers = processes.agree([*counts, *([] if problem else self._signature())])
+        signatures = [signature for _, _, _, *signature in numbers]
         if not problem and all(signature == signatures[0] for signature in signatures):
-            return
+            return Counts(*(tuple(map(int, column)) for column in zip(*(row[:3] for row in numbers), strict=True)))
         texts = processes.gather_text(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         raise ValueError(
-            "contrastive_loss needs embeddings of one shape and dtype, one logit_scale and logit_bias, and the same "
-            "options on every process. Train on full batches only (drop_last) and with the same model everywhere. "
+            "contrastive_loss needs equally many images, embeddings of one width and dtype, one logit_scale and "
+            "logit_bias, and the same arguments and options on every process. Train on full batches only (drop_last) "
+            "and with the same model everywhere. "
             f"The processes passed:\n{listing}"
         )
 
-    def wanted(self) -> tuple[bool, ...]:
-        """Whether image_embeds, text_embeds, logit_scale and logit_bias need a gradient."""
-        arguments = (self.image_embeds, self.text_embeds, self.logit_scale, self.logit_bias)
-        return tuple(torch.is_grad_enabled() and isinstance(a, Tensor) and a.requires_grad for a in arguments)
+    def wanted(self) -> Wanted:
+        """Whether image_embeds, text_embeds, negative_texts, logit_scale and logit_bias need a gradient."""
+        arguments = (self.image_embeds, self.text_embeds, self.negative_texts, self.logit_scale, self.logit_bias)
+        return Wanted(*(torch.is_grad_enabled() and isinstance(a, Tensor) and a.requires_grad for a in arguments))
+
+    def _counts(self) -> list[int]:
+        return [len(t) if t is not None else 0 for t in (self.image_embeds, self.text_embeds, self.negative_texts)]
 
     def _problem(self, alone: bool) -> str:
         """The first thing that is wrong with the arguments of this process, as a sentence; empty if nothing is."""
@@ -63,19 +77,37 @@ class Inputs:
             or _unknown_option("backend", self.backend, kernels.BACKENDS)
             or _not_embeddings("image_embeds", self.image_embeds)
             or _not_embeddings("text_embeds", self.text_embeds)
+            or self._contradiction()
             or self._unfit_embeddings()
+            or (self.negative_texts is not None and self._unfit_negatives())
             or self._unfit_scalar("logit_scale", self.logit_scale, alone)
             or (self.logit_bias is not None and self._unfit_scalar("logit_bias", self.logit_bias, alone))
-            or (self.pair_ids is not None and self._unfit_ids("pair_ids", self.pair_ids))
+            or self._unfit_ids("pair_ids", self.pair_ids, self.image_embeds)
+            or self._unfit_ids("image_ids", self.image_ids, self.image_embeds)
+            or self._unfit_ids("text_ids", self.text_ids, self.text_embeds)
             or ""
         )
 
+    def _contradiction(self) -> str:
+        given = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
+        if len(given) == 1:
+            return f"image_ids and text_ids say together which texts belong to which images, got {given[0]} alone."
+        if given and self.pair_ids is not None:
+            return (
+                "pair_ids exclude cells with equal ids, and image_ids and text_ids make them positives: pass one of "
+                "the two, not both."
+            )
+        return ""
+
     def _unfit_embeddings(self) -> str:
         x, y = self.image_embeds, self.text_embeds
-        if x.ndim != 2 or y.shape != x.shape or not x.numel():
+        shapes = f"{list(x.shape)} and {list(y.shape)}"
+        if x.ndim != 2 or y.ndim != 2 or x.shape[1] != y.shape[1] or not x.numel() or not y.numel():
+            return f"image_embeds must be [n, D] and text_embeds [m, D] with n, m, D >= 1, got {shapes}."
+        if len(x) != len(y) and self.text_ids is None:
             return (
-                "image_embeds and text_embeds must both be [b, D] with b, D >= 1, got "
-                f"{list(x.shape)} and {list(y.shape)}."
+                f"Pairs need one text for each image, got {shapes}. Pass image_ids and text_ids to say which texts "
+                "belong to which images, or the texts that belong to none as negative_texts."
             )
         if x.dtype != y.dtype or x.dtype not in _DTYPES:
             return f"image_embeds and text_embeds must share a floating dtype, got {x.dtype} and {y.dtype}."
@@ -83,6 +115,20 @@ class Inputs:
             return obstacle
         if x.device != y.device:
             return f"image_embeds and text_embeds must be on one device, got {x.device} and {y.device}."
+        return ""
+
+    def _unfit_negatives(self) -> str:
+        y, negatives = self.text_embeds, self.negative_texts
+        if problem := _not_embeddings("negative_texts", negatives):
+            return problem
+        assert negatives is not None
+        if negatives.ndim != 2 or negatives.shape[1] != y.shape[1]:
+            return f"negative_texts must be [h, D] = [h, {y.shape[1]}], got {list(negatives.shape)}."
+        if negatives.dtype != y.dtype or negatives.device != y.device:
+            return (
+                f"negative_texts must have the texts' dtype and device, {y.dtype} on {y.device}, got "
+                f"{negatives.dtype} on {negatives.device}."
+            )
         return ""
 
     def _unfit_scalar(self, name: str, value: Any, alone: bool) -> str:
@@ -101,18 +147,19 @@ class Inputs:
             return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
         return "" if finite else f"{name} must be finite, got {float(value)}."
 
-    def _unfit_ids(self, name: str, ids: Any) -> str:
-        x = self.image_embeds
+    def _unfit_ids(self, name: str, ids: Any, rows: Tensor) -> str:
+        if ids is None:
+            return ""
         if not isinstance(ids, Tensor):
-            return f"{name} must be a tensor, [b] int64, got a {type(ids).__name__}."
-        if ids.shape != x.shape[:1] or ids.dtype != torch.int64:
-            return f"{name} must be [b] = [{len(x)}] int64, got {list(ids.shape)} {ids.dtype}."
-        if ids.device != x.device:
-            return f"{name} must be on the embeddings' device {x.device}, got {ids.device}."
+            return f"{name} must be a tensor, [{len(rows)}] int64, got a {type(ids).__name__}."
+        if ids.shape != rows.shape[:1] or ids.dtype != torch.int64:
+            return f"{name} must be [{len(rows)}] int64, got {list(ids.shape)} {ids.dtype}."
+        if ids.device != rows.device:
+            return f"{name} must be on the embeddings' device {rows.device}, got {ids.device}."
         return ""
 
     def _signature(self) -> list[float]:
-        """Numbers that have to be equal on all processes; the first says whether the arguments are usable."""
+        """Numbers that have to be equal on all processes; the first says that the arguments are usable."""
         return [
             1,
             *self.image_embeds.shape,
@@ -123,19 +170,23 @@ class Inputs:
             0 if self.logit_bias is None else _number(self.logit_bias),
             OBJECTIVES.index(self.objective),
             list(STRATEGIES).index(self.strategy),
-            self.pair_ids is not None,
-            sum(want << bit for bit, want in enumerate(self.wanted())),
+            _bits(t is not None for t in (self.pair_ids, self.text_ids, self.negative_texts)),
+            _bits(self.wanted()),
         ]
 
     def _description(self) -> str:
         """The arguments in words, for a message that compares those of several processes."""
         bias = "None" if self.logit_bias is None else f"{_number(self.logit_bias):g}"
-        names = ("image_embeds", "text_embeds", "logit_scale", "logit_bias")
+        names = ("image_embeds", "text_embeds", "negative_texts", "logit_scale", "logit_bias")
         gradients = [name for name, want in zip(names, self.wanted(), strict=True) if want]
+        ids = [name for name in ("pair_ids", "image_ids", "text_ids") if getattr(self, name) is not None]
+        shapes = f"{list(self.image_embeds.shape)} and {list(self.text_embeds.shape)}"
+        if self.negative_texts is not None:
+            shapes += f" with negative_texts {list(self.negative_texts.shape)}"
         return (
-            f"embeddings {list(self.image_embeds.shape)} {self.image_embeds.dtype} on {self.image_embeds.device.type}, "
+            f"embeddings {shapes} {self.image_embeds.dtype} on {self.image_embeds.device.type}, "
             f"logit_scale {_number(self.logit_scale):.9g}, logit_bias {bias}, {self.objective}, {self.strategy}, "
-            f"{'no' if self.pair_ids is None else 'with'} pair_ids, gradients for {', '.join(gradients) or 'nothing'}"
+            f"{' and '.join(ids) or 'no ids'}, gradients for {', '.join(gradients) or 'nothing'}"
         )
 
 
@@ -155,3 +206,7 @@ def _not_embeddings(name: str, value: Any) -> str:
 def _number(value: Tensor | float) -> float:
     """The value without its gradient, which torch would warn about."""
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def _bits(flags: Iterable[bool]) -> int:
+    return sum(flag << bit for bit, flag in enumerate(flags))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..processes import Processes
@@ -32,7 +33,8 @@ class Ring:
         """Yields every process's tensors once, as (their rank, tensors), beginning with those of this process.
 
         The next block travels while the caller computes on the present one. The tensors of a block are valid until the
-        next iteration and must not be written to. They have one shape and dtype on all processes; None stays None.
+        next iteration and must not be written to. They have one shape and dtype on all processes, see `padded`; None
+        stays None.
         """
         rank, world_size = self.processes.rank, self.processes.world_size
         first = held = tuple(None if t is None else t.contiguous() for t in tensors)
@@ -79,17 +81,18 @@ class RingReduction:
     Args:
         ring: the ring that the blocks travel around.
         combine: ``combine(a, b, out=a)``, associative and commutative: `torch.add` or `torch.logaddexp`.
+        rows: the rows of the largest part. Smaller ones travel with zeros behind their last row.
     """
 
-    def __init__(self, ring: Ring, combine: Callable[..., Any]) -> None:
-        self._ring, self._combine = ring, combine
+    def __init__(self, ring: Ring, combine: Callable[..., Any], rows: int) -> None:
+        self._ring, self._combine, self._rows = ring, combine, rows
         self._transfer: Transfer | None = None
         self._sent: Tensor | None = None
         self._arriving: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
         """Combines the parts received for this block with this process's, a contiguous tensor that is overwritten."""
-        total = part
+        total = part = padded(part, self._rows)
         if self._transfer is not None:
             total = self.result()
             self._combine(total, part, out=total)
@@ -107,3 +110,10 @@ class RingReduction:
             self._transfer = None
         assert self._arriving is not None, "add was never called"
         return self._arriving
+
+
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with zeros behind its last row; the tensor itself if it has as many rows already."""
+    if len(tensor) == rows:
+        return tensor
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows - len(tensor)))

@@ -1,0 +1,84 @@
+"""What one process knows of the global batch, what it computes of the loss, and the batch in the order of its ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Counts(NamedTuple):
+    """The number of images, texts and negative texts on each process, in the order of the ranks."""
+
+    images: tuple[int, ...]
+    texts: tuple[int, ...]
+    negative_texts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's share of the global batch, and the parameters of the logits z_ij = scale · x_i·y_j + bias."""
+
+    x: Tensor  # [n, D] images
+    y: Tensor  # [m, D] texts; of pairs, text i belongs to image i
+    negatives: Tensor | None  # [h, D] texts that belong to no image
+    scale: Tensor  # scalar, on the features' device
+    bias: Tensor  # scalar
+    ids_x: Tensor | None  # [n] int64; of pairs their ids: two with equal ids are not each other's negatives
+    ids_y: Tensor | None  # [m] int64, equal to those of the images that a text belongs to; None: pairs
+    counts: Counts
+
+
+class Wanted(NamedTuple):
+    """Which gradients are wanted."""
+
+    x: bool
+    y: bool
+    negatives: bool
+    scale: bool
+    bias: bool
+
+
+class Terms(NamedTuple):
+    """The terms of the loss that this process computes, and the gradients that belong to its rows, in fp32 or fp64.
+
+    The loss is the sum of the terms of all processes divided by the divisor. The coefficient C_ij is the derivative of
+    the sum of all terms by the logit z_ij. Over all processes, the parts of a scalar's gradient add up to the
+    derivative of that sum.
+    """
+
+    loss: Tensor  # scalar, the sum of this process's terms
+    divisor: Tensor | float  # equal on all processes
+    grad_scale: Tensor | None = None  # scalar, this process's part of Σ C_ij x_i·y_j; None if no gradient is wanted
+    grad_bias: Tensor | None = None  # scalar, this process's part of Σ C_ij
+    grad_x: Tensor | None = None  # [n, D], C·Y for this process's images; None if not wanted
+    grad_y: Tensor | None = None  # [m, D], Cᵀ·X for this process's texts
+    grad_negatives: Tensor | None = None  # [h, D]
+
+
+def number_ids(ids: Tensor, ids_of_batch: Tensor) -> Tensor:
+    """[b] int32, equal where the int64 ids are: their places among the sorted ids of the global batch.
+
+    Kernels that compare 64 bits run out of registers.
+    """
+    return torch.searchsorted(ids_of_batch, ids, out_int32=True)
+
+
+class Order:
+    """Rows in the order of their ids, so that equal ids meet in few tiles.
+
+    Attributes:
+        ids: [b], sorted.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids, self._order = ids.sort(stable=True)
+
+    def sort(self, rows: Tensor) -> Tensor:
+        return rows[self._order]
+
+    def restore(self, rows: Tensor | None) -> Tensor | None:
+        """The rows in the order in which they were before `sort`."""
+        return None if rows is None else rows[self._order.argsort()]

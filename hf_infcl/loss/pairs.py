@@ -1,0 +1,126 @@
+"""Both losses of pairs, image i and text i, with further texts as negatives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import kernels
+from .batch import Batch, Order, Terms, Wanted, number_ids
+from .strategies import Gradients, GradientsBlock, Rows, Side, Statistics, Strategy
+
+
+def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -> Terms:
+    """The `Terms` of a batch of pairs."""
+    loss = _softmax if objective == "softmax" else _sigmoid
+    if batch.ids_x is None:
+        return loss(strategy, batch, wanted)
+    (ids_of_batch,) = strategy.gather(Side((batch.ids_x,), batch.counts.images))
+    order = Order(number_ids(batch.ids_x, ids_of_batch.sort().values))
+    terms = loss(strategy, replace(batch, x=order.sort(batch.x), y=order.sort(batch.y), ids_x=order.ids), wanted)
+    return terms._replace(grad_x=order.restore(terms.grad_x), grad_y=order.restore(terms.grad_y))
+
+
+def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
+    """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
+    scale, ids, (pairs, _, others) = batch.scale, batch.ids_x, batch.counts
+
+    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
+        (images, positive_x, ids_x), (texts, positive_y, ids_y) = x, y
+        of_x, of_y = kernels.softmax_statistics(
+            *(images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal), backend=strategy.backend
+        )
+        return (of_x,), (of_y,)
+
+    def gradients(
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        (images, lse_x, positive_coefficient, ids_x), (texts, lse_y, _, ids_y) = x, y
+        return (
+            kernels.softmax_gradients(
+                *(images, texts, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal),
+                grad_x=grad_x,
+                grad_y=grad_y,
+                backend=strategy.backend,
+            ),
+        )
+
+    positive = kernels.positive_logits(batch.x, batch.y, scale, backend=strategy.backend)
+    x, y = Side((batch.x, positive, ids), pairs), Side((batch.y, positive, ids), pairs)
+    (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
+    if batch.negatives is not None:
+        # Any reference does for columns whose statistics nobody reads; near ones are faster.
+        near = positive.mean().expand(len(batch.negatives))
+        x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
+        (odds,), _ = strategy.statistics(
+            lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
+        )
+        odds_x = torch.logaddexp(odds_x, odds)
+    odds = torch.stack((odds_x, odds_y))
+    # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
+    # at the default of 20 that would cost fp64 six of its digits.
+    cross_entropies = F.softplus(odds, threshold=40)
+    loss, divisor = cross_entropies.sum(), 2.0 * sum(pairs)
+    if not any(wanted):
+        return Terms(loss, divisor)
+    zero = torch.zeros_like(scale)
+    if not any(wanted[:-1]):
+        return Terms(loss, divisor, zero, zero)
+    lse_x, lse_y = positive + cross_entropies
+    # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
+    own_x, own_y = -torch.sigmoid(odds)
+
+    def sides(of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]:
+        coefficient = own_x + own_y if of_images and of_texts else own_x if of_images else own_y
+        lse = lse_x if of_images else torch.full_like(lse_x, torch.inf)
+        text_lse = lse_y if of_texts else torch.full_like(lse_y, torch.inf)
+        return Side((batch.x, lse, coefficient, ids), pairs), Side((batch.y, text_lse, coefficient, ids), pairs)
+
+    of_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
+    if batch.negatives is None:
+        return Terms(loss, divisor, of_pairs.scalars[0], zero, of_pairs.x, of_pairs.y)
+    no_loss = lse_y.new_full((len(batch.negatives),), torch.inf)
+    x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((batch.negatives, no_loss, None, None), others)
+    of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
+    (grad_scale,), grad_x = _sum(of_pairs, of_negatives)
+    return Terms(loss, divisor, grad_scale, zero, grad_x, of_pairs.y, of_negatives.y)
+
+
+def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
+    """The sigmoid loss: C is B times its derivative. Terms and coefficients come from one pass over the logits."""
+    pairs, _, others = batch.counts
+
+    def gradients(
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        (images, ids_x), (texts, ids_y) = x, y
+        return kernels.sigmoid_block(
+            *(images, texts, batch.scale, batch.bias, ids_x, ids_y, diagonal),
+            grad_x=grad_x,
+            grad_y=grad_y,
+            backend=strategy.backend,
+        )
+
+    x, y = Side((batch.x, batch.ids_x), pairs), Side((batch.y, batch.ids_x), pairs)
+    of_pairs = strategy.gradients(gradients, x, y, wanted.x, wanted.y)
+    (loss, grad_bias, grad_scale), grad_x, grad_y = of_pairs
+    grad_negatives = None
+    if batch.negatives is not None:
+        x, negatives = Side((batch.x, None), pairs), Side((batch.negatives, None), others)
+        of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
+        (loss, grad_bias, grad_scale), grad_x = _sum(of_pairs, of_negatives)
+        grad_negatives = of_negatives.y
+    return Terms(loss, float(sum(pairs)), grad_scale, grad_bias, grad_x, grad_y, grad_negatives)
+
+
+def _without_positives(block: GradientsBlock) -> GradientsBlock:
+    return lambda x, y, _, grad_x, grad_y: block(x, y, None, grad_x, grad_y)
+
+
+def _sum(a: Gradients, b: Gradients) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The scalars and the gradient of the images, which are the rows of both."""
+    scalars = tuple(s + t for s, t in zip(a.scalars, b.scalars, strict=True))
+    return scalars, a.x + b.x if a.x is not None and b.x is not None else None

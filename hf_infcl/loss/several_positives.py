@@ -1,0 +1,193 @@
+"""Both losses of images and texts whose equal ids are positives: several for an image or a text, one, or none.
+
+`hf_infcl.reference` defines them; the softmax loss is UniCL's (arXiv 2204.03610). Take a row i with K_i >= 1 positives
+and the differences d_ij = z_ij - r_i from a reference r_i, the logit of some cell of the row. With
+
+    N = log Σ_negatives exp(d_ij), P = log Σ_positives exp(d_ij), Z = Σ_positives d_ij,
+
+its cross entropy is log(exp(N) + exp(P)) - Z / K_i. N, P and Z of blocks combine, so that they need not know where the
+positives lie. A single positive has P = Z, and the cross entropy is softplus(N - Z), as for pairs, which keeps its
+digits however small it gets; P would differ from Z by a rounding. With several the cross entropy is at least log K_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import kernels
+from .batch import Batch, Order, Terms, Wanted, number_ids
+from .strategies import Rows, Side, Statistics, Strategy
+
+
+@dataclass(frozen=True)
+class _Anchors:
+    """The images of this process, or its texts and negative texts, in the order of their ids."""
+
+    features: Tensor  # [b, D]
+    ids: Tensor  # [b] int32; -1 for negative texts
+    positives: Tensor  # [b], the number of positives of each in the global batch
+    with_positive: Tensor  # scalar, the number of images, or of texts, of the global batch that have a positive
+    counts: tuple[int, ...]
+
+    def side(self, *vectors: Tensor) -> Side:
+        return Side((self.features, *vectors, self.ids), self.counts)
+
+
+def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -> Terms:
+    """The `Terms` of a batch with ids of images and of texts."""
+    assert batch.ids_x is not None
+    assert batch.ids_y is not None
+    (ids_of_images,) = strategy.gather(Side((batch.ids_x,), batch.counts.images))
+    (ids_of_texts,) = strategy.gather(Side((batch.ids_y,), batch.counts.texts))
+    known = torch.cat((ids_of_images, ids_of_texts)).sort().values
+    # Numbers keep the order of the ids.
+    ids_of_images, ids_of_texts = (number_ids(ids.sort().values, known) for ids in (ids_of_images, ids_of_texts))
+    ids_x, ids_y = number_ids(batch.ids_x, known), number_ids(batch.ids_y, known)
+    y, counts_y = batch.y, batch.counts.texts
+    if batch.negatives is not None:
+        y, ids_y = torch.cat((y, batch.negatives)), F.pad(ids_y, (0, len(batch.negatives)), value=-1)
+        counts_y = tuple(m + h for m, h in zip(counts_y, batch.counts.negative_texts, strict=True))
+
+    def anchors(features: Tensor, order: Order, own: Tensor, others: Tensor, counts: tuple[int, ...]) -> _Anchors:
+        positives = _occurrences(order.ids, others).to(batch.scale.dtype)
+        with_positive = _occurrences(own, others).count_nonzero().to(batch.scale.dtype)
+        return _Anchors(order.sort(features), order.ids, positives, with_positive, counts)
+
+    order_x, order_y = Order(ids_x), Order(ids_y)
+    images = anchors(batch.x, order_x, ids_of_images, ids_of_texts, batch.counts.images)
+    texts = anchors(y, order_y, ids_of_texts, ids_of_images, counts_y)
+    want_images, want_texts = wanted.x, wanted.y or wanted.negatives
+    loss = _softmax if objective == "softmax" else _sigmoid
+    if sum(texts.counts) <= sum(images.counts):
+        terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
+        grad_x, grad_y = terms.grad_x, terms.grad_y
+    else:  # the smaller side travels between processes, and the loss is symmetric
+        terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
+        grad_y, grad_x = terms.grad_x, terms.grad_y
+    grad_texts = order_y.restore(grad_y)
+    return terms._replace(
+        grad_x=order_x.restore(grad_x),
+        grad_y=None if grad_texts is None else grad_texts[: len(batch.y)],
+        grad_negatives=None if grad_texts is None else grad_texts[len(batch.y) :],
+    )
+
+
+def _softmax(
+    strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch, want: bool, want_x: bool, want_y: bool
+) -> Terms:
+    """C is 2·min(n', m') times the derivative of the loss, and its sum is 0."""
+    scale, backend = batch.scale, strategy.backend
+
+    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
+        (rows, reference_x, ids_x), (columns, reference_y, ids_y) = x, y
+        all_six = kernels.multi_positive_statistics(
+            rows, columns, scale, reference_x, reference_y, ids_x, ids_y, backend=backend
+        )
+        return all_six[:3], all_six[3:]
+
+    def gradients(
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        (rows, reference_x, relative_x, share_x, ids_x), (columns, reference_y, relative_y, share_y, ids_y) = x, y
+        return (
+            kernels.multi_positive_gradients(
+                *(rows, columns, scale, reference_x, reference_y, relative_x, relative_y, share_x, share_y),
+                *(ids_x, ids_y),
+                grad_x=grad_x,
+                grad_y=grad_y,
+                backend=backend,
+            ),
+        )
+
+    reference_x, reference_y = _reference(x, y, scale, backend), _reference(y, x, scale, backend)
+    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # of N, P and Z
+    of_x, of_y = strategy.statistics(statistics, combine, x.side(reference_x), y.side(reference_y))
+    fewest = torch.minimum(x.with_positive, y.with_positive)
+    loss_x, relative_x, share_x = _cross_entropies(of_x, x.positives, fewest / x.with_positive)
+    loss_y, relative_y, share_y = _cross_entropies(of_y, y.positives, fewest / y.with_positive)
+    loss, divisor = loss_x + loss_y, 2 * fewest
+    if not want:
+        return Terms(loss, divisor)
+
+    def sides(of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]:
+        """Anchors without a loss of their own have an infinite log-sum-exp."""
+        return (
+            x.side(reference_x, relative_x, share_x)
+            if of_images
+            else x.side(reference_x, torch.full_like(relative_x, torch.inf), torch.zeros_like(share_x)),
+            y.side(reference_y, relative_y, share_y)
+            if of_texts
+            else y.side(reference_y, torch.full_like(relative_y, torch.inf), torch.zeros_like(share_y)),
+        )
+
+    (grad_scale,), grad_x, grad_y = strategy.softmax_gradients(gradients, sides, want_x, want_y)
+    return Terms(loss, divisor, grad_scale, torch.zeros_like(scale), grad_x, grad_y)
+
+
+def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weighted sum of the anchors' cross entropies, and what `kernels.multi_positive_gradients` needs of each.
+
+    Args:
+        statistics: N, P and Z of each anchor over the global batch.
+        positives: their numbers of positives.
+        weight: scalar, at most 1.
+
+    Returns:
+        The sum, ``relative`` and ``share``.
+    """
+    negative, positive, distance = statistics
+    single, any_positive = positives == 1, positives > 0
+    positive = torch.where(single, distance, positive)
+    odds = negative - positive
+    # Above its threshold F.softplus returns its input; at the default of 20 that would cost fp64 six of its digits.
+    cross_entropy_of_single = F.softplus(odds, threshold=40)
+    relative = torch.logaddexp(negative, positive)
+    cross_entropies = torch.where(single, cross_entropy_of_single, relative - distance / positives)
+    smallest = torch.finfo(odds.dtype).tiny  # the sign of a share tells single positives, so it is never zero
+    share_of_single = (-weight * torch.sigmoid(odds)).clamp_max(-smallest)
+    share = torch.where(single, share_of_single, weight / positives)
+    return (
+        weight * torch.where(any_positive, cross_entropies, 0).sum(),
+        torch.where(any_positive, relative - weight.log(), torch.inf),
+        torch.where(any_positive, share, 0),
+    )
+
+
+def _sigmoid(
+    strategy: Strategy, x: _Anchors, y: _Anchors, batch: Batch, want: bool, want_x: bool, want_y: bool
+) -> Terms:
+    """C is 2 / (1/n' + 1/m') times the derivative. Terms and coefficients come from one pass over the logits."""
+
+    def gradients(
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        (rows, ids_x), (columns, ids_y) = x, y
+        return kernels.multi_positive_sigmoid(
+            *(rows, columns, batch.scale, batch.bias, ids_x, ids_y),
+            grad_x=grad_x,
+            grad_y=grad_y,
+            backend=strategy.backend,
+        )
+
+    (loss, grad_bias, grad_scale), grad_x, grad_y = strategy.gradients(gradients, x.side(), y.side(), want_x, want_y)
+    divisor = 2 / (1 / x.with_positive + 1 / y.with_positive)
+    return Terms(loss, divisor, grad_scale, grad_bias, grad_x, grad_y)
+
+
+def _reference(x: _Anchors, y: _Anchors, scale: Tensor, backend: str) -> Tensor:
+    """[b]: for each of x its logit with a positive of this process, or with another y if there is none.
+
+    With a positive, negatives that underflow against it do not matter. With a negative, N >= 0 and positives that
+    underflow do not matter.
+    """
+    partner = torch.searchsorted(y.ids, x.ids).clamp_max(len(y.ids) - 1)
+    return kernels.positive_logits(x.features, y.features[partner], scale, backend=backend)
+
+
+def _occurrences(ids: Tensor, sorted_ids: Tensor) -> Tensor:
+    """How often each of the ids occurs among the sorted ones."""
+    return torch.searchsorted(sorted_ids, ids, right=True) - torch.searchsorted(sorted_ids, ids)
