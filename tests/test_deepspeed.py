@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 import transformers
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
+from helpers.shards import write_tars
+from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
 
@@ -88,14 +92,24 @@ def test_half_precision_is_within_its_rounding(fresh_ranks, stage, precision):
 # ---- Several steps ----
 
 
-def trajectory(folder: str, deepspeed: dict | None, seed: int = 0, **options: Any) -> InfCLTrainer:
-    """Prepared for four clipped steps, before the first of which logit_scale is beyond its limit."""
+def trajectory(folder: str, shards: str, deepspeed: dict | None, seed: int = 0, **options: Any) -> InfCLTrainer:
+    """Prepared for four clipped steps, before the first of which logit_scale is beyond its limit.
+
+    It trains on the shards, or on a map-style data set.
+    """
     model = models.clip(seed=seed)
     model.logit_scale.data.fill_(4.6)
     options |= {"max_steps": 4, "learning_rate": 1e-2, "max_grad_norm": 1.0, "deepspeed": deepspeed}
     options |= {"max_logit_scale": 90}
-    use_cpu = deepspeed is None and not torch.cuda.is_available()
-    return trainer_for(folder, model, models.Pairs(40), use_cpu=use_cpu, eval_dataset=models.Pairs(9), **options)
+    options |= {"use_cpu": deepspeed is None and not torch.cuda.is_available(), "eval_dataset": models.Pairs(9)}
+    if shards:
+        return trainer_for(folder, model, stream_of(shards), data_collator=numbered, **options)
+    return trainer_for(folder, model, models.Pairs(40), **options)
+
+
+def numbered(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Batches of the stream, whose items are images, or of the evaluation's pairs."""
+    return collate(items) if "image" in items[0] else default_collate(items)
 
 
 def outcome(trainer: InfCLTrainer) -> tuple[list[tuple], dict[str, torch.Tensor], float]:
@@ -104,28 +118,32 @@ def outcome(trainer: InfCLTrainer) -> tuple[list[tuple], dict[str, torch.Tensor]
     return history, parameters, trainer.evaluate()["eval_loss"]
 
 
-def rank_plain(rank: int, world_size: int, folder: str) -> tuple:
-    trainer = trajectory(folder, None)
+def rank_plain(rank: int, world_size: int, folder: str, shards: str) -> tuple:
+    trainer = trajectory(folder, shards, None)
     trainer.train()
     return outcome(trainer)
 
 
-def rank_zero(rank: int, world_size: int, folder: str, stage: int) -> tuple:
+def rank_zero(rank: int, world_size: int, folder: str, shards: str, stage: int) -> tuple:
     """Stops after two steps and resumes with another trainer."""
     options = {"save_strategy": "steps", "save_steps": 2}
-    trajectory(folder, config(stage), callbacks=[StopAt(2)], **options).train()
-    trainer = trajectory(folder, config(stage), seed=5, **options)
+    trajectory(folder, shards, config(stage), callbacks=[StopAt(2)], **options).train()
+    trainer = trajectory(folder, shards, config(stage), seed=5, **options)
     trainer.train(resume_from_checkpoint=True)
     trainer.save_model(f"{folder}/last")
     return outcome(trainer)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, tmp_path, backend, stage):
-    history, parameters, loss = ranks.run(rank_plain, 2, f"{tmp_path}/plain", backend=backend, always_ring=True)[0]
+@pytest.mark.parametrize(("stage", "data"), [(1, "pairs"), (2, "stream")])
+def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, tmp_path, backend, stage, data):
+    shards = str(tmp_path / "shards") if data == "stream" else ""
+    if shards:
+        write_tars(Path(shards), [10] * 8)
+    job = (rank_plain, 2, f"{tmp_path}/plain", shards)
+    history, parameters, loss = ranks.run(*job, backend=backend, always_ring=True)[0]
     assert history[0][2] == pytest.approx(90)
     assert history[-1][2] < 89.9, "it did not go on from the limit: the test says nothing of it"
-    job = (rank_zero, 2, f"{tmp_path}/zero", stage)
+    job = (rank_zero, 2, f"{tmp_path}/zero", shards, stage)
     for seen_history, seen, seen_loss in fresh_ranks.run(*job, backend=backend, always_ring=True):
         for step, expected in zip(seen_history, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-4)
@@ -145,7 +163,7 @@ def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, t
 def rank_refused(rank: int, world_size: int, folder: str) -> None:
     for stage in (0, 3):
         with pytest.raises(ValueError, match=f"ZeRO stages 1 and 2, not {stage}"):
-            trajectory(folder, config(stage))
+            trajectory(folder, "", config(stage))
 
 
 def test_other_stages_are_refused(fresh_ranks, tmp_path):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
+from helpers.shards import write_tars
+from helpers.streams import collate, stream_of
 from helpers.trainers import trainer_for
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
@@ -128,10 +130,14 @@ def test_checkpoints_have_the_stock_shapes(fresh_ranks, tmp_path, backend, name)
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 
-def rank_resume(rank: int, world_size: int, folder: str) -> list[str]:
+def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> list[str]:
+    """Trains on the shards, or on a map-style data set."""
+    data = {"data_collator": collate} if shards else {}
+
     def run(seed: int) -> InfCLTrainer:
-        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-        return trainer_for(folder, models.clip(0.3, seed), models.Pairs(64), use_cpu=False, **SHARDED, **options)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, **data}
+        pairs = stream_of(shards) if shards else models.Pairs(64)
+        return trainer_for(folder, models.clip(0.3, seed), pairs, use_cpu=False, **SHARDED, **options)
 
     def weights(trainer: InfCLTrainer) -> list[torch.Tensor]:
         return [p.full_tensor() for p in trainer.model.parameters()]
@@ -142,6 +148,9 @@ def rank_resume(rank: int, world_size: int, folder: str) -> list[str]:
     resumed = run(seed=5)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     assert resumed.steps_trained == 2
+    assert [e.get("stream_samples") for e in whole.state.log_history] == [
+        e.get("stream_samples") for e in resumed.state.log_history
+    ]
     assert all(torch.equal(now, before) for now, before in zip(weights(resumed), expected, strict=True))
     return sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
 
@@ -161,3 +170,9 @@ def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path
     content[-1] ^= 1
     path.write_bytes(content)
     fresh_ranks.run(rank_damaged, 2, str(tmp_path), shard, backend=backend)
+
+
+def test_a_stream_goes_on_where_it_was_interrupted(fresh_ranks, tmp_path, backend):
+    write_tars(tmp_path / "shards", [20] * 8)
+    job = (rank_resume, 2, str(tmp_path / "run"), str(tmp_path / "shards"))
+    fresh_ranks.run(*job, backend=backend, always_ring=True)

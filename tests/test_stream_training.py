@@ -17,28 +17,13 @@ import torch.distributed as dist
 from helpers import models
 from helpers.numerics import relative_error
 from helpers.processes import context
-from helpers.shards import number_of, pair, write_parquet, write_tar, write_tars
+from helpers.shards import pair, write_parquet, write_tar, write_tars
+from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl import ImageTextStream
 from hf_infcl.training import data_wait, loading
 from hf_infcl.training.data_wait import DataWait
-
-PAIRS = models.Pairs(1000)
-
-
-def collate(items):
-    """The number in an item's image says which pair of the model's inputs it is."""
-    batch = PAIRS.batch([number_of(item) for item in items])
-    for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped")):
-        if key in items[0]:
-            batch[name] = torch.tensor([item[key] for item in items])
-    return batch
-
-
-def stream_of(folder, **options):
-    return ImageTextStream(str(folder), **{"shuffle_buffer": 10, "open_shards": 2, "lanes": 4, **options})
 
 
 class Windows(TrainerCallback):

@@ -1,0 +1,29 @@
+"""A stream of numbered images whose collator looks up the model's inputs by the number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_infcl import ImageTextStream
+
+from . import models
+from .shards import number_of
+
+PAIRS = models.Pairs(1000)
+
+
+def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """The number in an item's image says which pair of the model's inputs it is."""
+    batch = PAIRS.batch([number_of(item) for item in items])
+    for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped")):
+        if key in items[0]:
+            batch[name] = torch.tensor([item[key] for item in items])
+    return batch
+
+
+def stream_of(folder: Path | str, **options: Any) -> ImageTextStream:
+    return ImageTextStream(str(folder), **{"shuffle_buffer": 10, "open_shards": 2, "lanes": 4, **options})
