@@ -57,3 +57,8 @@ backend.positive_logits(x, x, scale)
 backend.softmax_statistics(x, x, scale, vector, vector, None, None, 0)
 backend.softmax_gradients(x, x, scale, vector, vector, vector, None, None, 0)
 backend.sigmoid_block(x, x, scale, scale, None, None, 0)
+if architecture == "90":  # elsewhere they are the same kernels with more of the same arithmetic
+    ids = torch.arange(6000, dtype=torch.int32) // 2
+    backend.multi_positive_statistics(x, x, scale, vector, vector, ids, ids)
+    backend.multi_positive_gradients(x, x, scale, vector, vector, vector, vector, vector, vector, ids, ids)
+    backend.multi_positive_sigmoid(x, x, scale, scale, ids, ids)

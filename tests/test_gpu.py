@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from helpers import models
 from helpers.parity import MODELS, VARIANTS, Gradients, check
 from helpers.processes import without_tf32
 from helpers.trainers import parameters, trainer_for
-from torch.nn.parallel import DistributedDataParallel
 
 from hf_infcl.loss.strategies import STRATEGIES
 
@@ -120,8 +120,8 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
         trainer.train()
         ends.append(parameters(trainer))
         forwards.append(len(runs))
-    # Under DDP the last micro-batch is always encoded again. accelerate wraps no model of a group of one process.
-    last = 5 if isinstance(trainer.model_wrapped, DistributedDataParallel) else 4
+    # A wrapper's last micro-batch is always encoded again.
+    last = 4 if trainer.accelerator.distributed_type == DistributedType.NO else 5
     assert forwards == [7 * 4, 7 * 2 + last * 2]
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
 

@@ -82,12 +82,11 @@ def run(loss: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, dtype: 
     return (value.detach(), *(torch.zeros_like(b) if g is None else g for g in gradients))
 
 
-def check(
-    x: Tensor, y: Tensor, scale: float = 100.0, *, objective: str = "softmax", pair_ids: Tensor | None = None
-) -> Results:
+def check(x: Tensor, y: Tensor, scale: float = 100.0, *, objective: str = "softmax", **options: Any) -> Results:
     """Compares with float64: no worse than plain torch in the features' dtype, or than the floor."""
-    options = {"objective": objective, "pair_ids": pair_ids}
-    truth = run(reference.contrastive_loss, x, y, scale, torch.float64, **options)
+    options = {"objective": objective, **options}
+    in_float64 = {k: v.double() if k == "negative_texts" else v for k, v in options.items()}
+    truth = run(reference.contrastive_loss, x, y, scale, torch.float64, **in_float64)
     plain = run(reference.contrastive_loss, x, y, scale, x.dtype, **options)
     ours = run(contrastive_loss, x, y, scale, x.dtype, backend="triton", **options)
     for name, value, true, usual in zip(NAMES, ours, truth, plain, strict=True):
@@ -123,6 +122,17 @@ def halves(batch: int) -> Tensor:
 def test_parity(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None:
     check(*pairs(batch, dim, dtype), objective=objective)
     check(*pairs(batch, dim, dtype, 1), objective=objective, pair_ids=halves(batch))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
+    x, y = pairs(67, 24, dtype)
+    ids = torch.arange(67, device=DEVICE) * 7 % 61  # in no order, and some for two images
+    text_ids = torch.cat((ids[:50], ids[:30])) - 5
+    options = {"image_ids": ids, "text_ids": text_ids, "negative_texts": y[60:]}
+    check(x, torch.cat((y[:50], -y[:30])), 20.0, objective=objective, **options)
+    check(x, y, objective=objective, negative_texts=x[:5])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -312,6 +322,71 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
         assert relative_error(value[value.isfinite()], true[true.isfinite()]) < 1e-3
 
 
+@pytest.mark.parametrize("scale", [20.0, 300.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in which equal ids are positives: one or several for a row, none for some; sums overflow at scale 300."""
+    monkeypatch.setattr(backend, "NEAR_PAYS", 0)
+    tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
+    m, n, d = tile + 9, 4 * tile + 4, 16
+    y, _ = pairs(n, d, dtype)
+    ids_x = torch.arange(m, dtype=torch.int32, device=DEVICE)
+    ids_y = (torch.arange(n, device=DEVICE) * m // (n - 20)).int()  # the last texts are of no image
+    ids_y[: n // 2] //= 2  # every other of the first images has no text
+    place = torch.searchsorted(ids_y, ids_x).clamp(max=n - 1)  # of each row's first positive, or of another text
+    x = pairs(n, d, dtype)[1][place]
+    multiplier = torch.tensor(scale, device=DEVICE)
+    references = (
+        backend.positive_logits(x, y[place], multiplier),
+        backend.positive_logits(y, x[ids_y.long().clamp(max=m - 1)], multiplier),
+    )
+    equal = ids_x[:, None] == ids_y[None]
+
+    def of(module: Any, dtype: torch.dtype, vectors: tuple[Tensor, ...]) -> list[Tensor]:
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        s, b, *given = (t.to(kind) for t in (torch.tensor(scale), torch.tensor(-5.0), *vectors))
+        block = x.to(dtype), y.to(dtype), s.to(DEVICE)
+        if len(given) == 2:
+            return list(module.multi_positive_statistics(*block, *given, ids_x, ids_y))
+        gradients = [torch.zeros(rows, d, dtype=kind, device=DEVICE) for rows in (m, n)]
+        out = [module.multi_positive_gradients(*block, *given, ids_x, ids_y, *gradients), *gradients]
+        gradients = [torch.zeros(rows, d, dtype=kind, device=DEVICE) for rows in (m, n)]
+        return [*out, *module.multi_positive_sigmoid(*block, b.to(DEVICE), ids_x, ids_y, *gradients), *gradients]
+
+    true = of(torch_backend, torch.float64, references)
+    for value, expected in zip(of(backend, dtype, references), true, strict=True):
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=5e-7 * scale)  # as the logits are rounded
+
+    relative, share = [], []
+    for dim, (negatives, positives, _) in enumerate((true[:3], true[3:])):
+        count = equal.sum(1 - dim)
+        alone = -torch.sigmoid(negatives - positives).clamp(min=1e-37)
+        relative.append(torch.logaddexp(negatives, positives).masked_fill(count == 0, torch.inf))
+        share.append(torch.where(count == 1, alone, 1 / count).masked_fill(count == 0, 0))
+    vectors = (*references, *relative, *share)
+    for value, expected in zip(of(backend, dtype, vectors), of(torch_backend, torch.float64, vectors), strict=True):
+        assert relative_error(value, expected) < 2 * FLOOR[dtype]
+
+
+@pytest.mark.parametrize("diagonal", [None, 0, 70])
+def test_only_tiles_that_may_hold_equal_ids_compare_them(diagonal: int | None) -> None:
+    tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
+    m, n = 5 * tile + 3, 4 * tile - 1
+    x = torch.zeros(m, 16, device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(size, (size,), generator=generator).sort()[0].int().to(DEVICE) for size in (m, n)]
+    equal = ids[0][:, None] == ids[1][None]
+    if diagonal is not None:
+        equal |= torch.arange(m, device=DEVICE)[:, None] + diagonal == torch.arange(n, device=DEVICE)
+    seen = triton_operands.Operands.of(x, x[:n], *ids, diagonal).overlaps
+    assert seen is not None
+    for block, (start, stop) in enumerate(seen.tolist()):
+        (rows,) = equal[:, block * tile : (block + 1) * tile].any(1).nonzero(as_tuple=True)
+        # A row may have an id within the range of a column block's ids that no column has.
+        assert rows.min() // tile - 1 <= start <= rows.min() // tile
+        assert rows.max() // tile + 1 <= stop <= rows.max() // tile + 2
+
+
 @pytest.mark.parametrize("want", ["image", "text", "scale"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_some_gradients_only(objective: str, want: str) -> None:
@@ -335,7 +410,7 @@ def test_autocast_changes_nothing() -> None:
 
 def operators(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
     x, y = pairs(20, 16)
-    scale, vector, ids = torch.tensor(10.0, device=DEVICE), torch.randn(20, device=DEVICE), halves(20)
+    scale, vector, ids = torch.tensor(10.0, device=DEVICE), torch.randn(20, device=DEVICE), halves(20).int()
     gradients = torch.zeros(20, 16, device=DEVICE), torch.zeros(20, 16, device=DEVICE)
     ops = torch.ops.hf_infcl
     return [
@@ -344,6 +419,9 @@ def operators(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0, *gradients, name)),
         (ops.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids, None, gradients[0], None, name)),
         (ops.sigmoid_block, (x, y, scale, scale, None, None, 0, *gradients, name)),
+        (ops.multi_positive_statistics, (x, y, scale, vector, vector, ids, ids, name)),
+        (ops.multi_positive_gradients, (x, y, scale, *[vector] * 6, ids, ids, *gradients, name)),
+        (ops.multi_positive_sigmoid, (x, y, scale, scale, ids, ids, None, gradients[1], name)),
     ]
 
 
@@ -374,6 +452,8 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
     output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
     compiled = [line.split() for line in output.splitlines()]
     names = {"positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients"}
+    if target == "cuda 90":
+        names |= {"id_overlaps"}
     if target == "cuda 90" and backend.triton.__version__.startswith(backend.GLUON):
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
         names |= {f"hopper_kernels.{name}" for name in on_hopper}

@@ -42,7 +42,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_kernels import LIMIT, LOG2E, REACH, _column_sums, _exp, _inside, _log1p, _place, _thread_sums, _whole_sum
+from .triton_kernels import (
+    LIMIT,
+    LOG2E,
+    REACH,
+    _column_sums,
+    _exp,
+    _finite,
+    _inside,
+    _log1p,
+    _masked,
+    _place,
+    _thread_sums,
+    _whole_sum,
+)
 
 # The first names are those of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -239,7 +252,7 @@ def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
 @gluon.jit
 def _sigmoid(
     g, x_buffer, y_buffer, staging, full, empty, turns, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
-    m, n, diagonal, pairs, tiles, blocks, run,
+    overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer, which takes the first or the second run of each pair."""
@@ -256,6 +269,7 @@ def _sigmoid(
             first += run
             length = second_length
         column = block * BN
+        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
         number = _number(block, first, tiles, blocks, run, GROUP)
         fitting = gl.load(overflowed + number, mask=length > 0, other=1.0) == 0
         loss = _no_sums(BM, BN // 4)
@@ -267,7 +281,7 @@ def _sigmoid(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The others are multiplied all the same, since their boxes are in the buffer.
-            if fitting & _inside(row, column, m, n, diagonal, BM, BN):
+            if fitting & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
                 more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
                 loss += more_loss
@@ -300,8 +314,9 @@ def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
     strip = first + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [4], [0]))
     of_x = gl.load(lse_x + gl.minimum(strip, gl.minimum(first + rows, m) - 1))
     lowest = gl.minimum(gl.min(of_x, 0), gl.min(of_y, 0))
-    highest = gl.maximum(gl.max(of_x, 0), gl.max(of_y, 0))
-    return (lowest + highest) * 0.5, highest - lowest <= REACH
+    highest = gl.maximum(gl.max(_finite(of_x), 0), gl.max(_finite(of_y), 0))
+    bounded = gl.minimum(gl.max(of_x, 0), gl.max(of_y, 0)) < float("inf")
+    return (lowest + highest) * 0.5, (highest - lowest <= REACH) & bounded
 
 
 @gluon.jit
@@ -330,7 +345,7 @@ def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl
 @gluon.jit
 def _softmax(
     g, x_buffer, y_buffer, staging, full, empty, turns, scale_sums, lse_x, lse_y, scale,
-    m, n, diagonal, pairs, tiles, blocks, run,
+    overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer, which takes the first or the second run of each pair."""
@@ -346,6 +361,7 @@ def _softmax(
             first += run
             length = second_length
         column = block * BN
+        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
         middle, near = _span(lse_x, gl.load(lse_y + gl.minimum(columns, n - 1)), first * BM, run * BM, m, SPAN)
         sums = _no_sums(BM, BN // 4)
@@ -357,7 +373,7 @@ def _softmax(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The others are multiplied all the same, since their boxes are in the buffer.
-            if near & _inside(row, column, m, n, diagonal, BM, BN):
+            if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
                 left, right = _halves(acc)
                 sums += _softmax_half(left, g, staging, s, middle, of_x, lse_y, row, column, GAIN)
@@ -373,8 +389,8 @@ def _softmax(
 
 @gluon.jit
 def _sums(
-    x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
-    m, n, diagonal, pairs, tiles, blocks, run,
+    x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+    overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer, which takes the first or the second run of each pair."""
@@ -390,19 +406,20 @@ def _sums(
             first += run
             length = second_length
         column = block * BN
+        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
         in_y = gl.minimum(columns, n - 1)
-        middle, near = _span(positive_x, gl.load(positive_y + in_y), first * BM, run * BM, m, SPAN)
+        middle, near = _span(reference_x, gl.load(reference_y + in_y), first * BM, run * BM, m, SPAN)
         partials = _column_sums(gl.zeros((BM, BN), gl.float32, _layout(BN)), BM, BN, 4)
         for t in range(length):
             row = (first + t) * BM
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
-            of_x = gl.load(positive_x + gl.minimum(rows, m - 1))
+            of_x = gl.load(reference_x + gl.minimum(rows, m - 1))
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The others are multiplied all the same, since their boxes are in the buffer.
-            if near & _inside(row, column, m, n, diagonal, BM, BN):
+            if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = _exp(acc, s, of_x[:, None], 0)
                 gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")
                 e *= gl.exp2((of_x - middle) * LOG2E)[:, None]
@@ -410,7 +427,7 @@ def _sums(
         tiles_before += together
         own_tiles_before += length
         total = gl.convert_layout(gl.sum(gl.sum(partials, 0), 0), columns.type.layout)
-        total *= gl.exp2((middle - gl.load(positive_y + in_y)) * LOG2E)
+        total *= gl.exp2((middle - gl.load(reference_y + in_y)) * LOG2E)
         gl.atomic_add(sum_y + columns, total, mask=(columns < n) & near & (length > 0), sem="relaxed")
 
 
@@ -436,7 +453,7 @@ def _shared(x, y):
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_sums(
-    x, y, sum_x, sum_y, positive_x, positive_y, scale, m, n, diagonal, pairs, tiles, blocks, run,
+    x, y, sum_x, sum_y, reference_x, reference_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The NEAR launch of `triton_kernels.softmax_sums`."""
@@ -444,12 +461,12 @@ def softmax_sums(
     gl.warp_specialize(
         [
             (_sums, (
-                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, STEPS, GROUP,
+                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, STEPS, GROUP,
             )),
             (_sums, (
-                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, positive_x, positive_y, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, STEPS, GROUP,
+                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, STEPS, GROUP,
             )),
             (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
@@ -459,7 +476,8 @@ def softmax_sums(
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def sigmoid_coefficients(
-    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias, m, n, diagonal, pairs, tiles, blocks, run,
+    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
+    overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_kernels.sigmoid_coefficients`."""
@@ -470,12 +488,12 @@ def sigmoid_coefficients(
             (_sigmoid, (
                 g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
-                m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
             )),
             (_sigmoid, (
                 g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
-                m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
             )),
             (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
@@ -485,7 +503,7 @@ def sigmoid_coefficients(
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_coefficients(
-    x, y, g, scale_sums, lse_x, lse_y, scale, m, n, diagonal, pairs, tiles, blocks, run,
+    x, y, g, scale_sums, lse_x, lse_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_kernels.softmax_coefficients`."""
@@ -496,12 +514,12 @@ def softmax_coefficients(
             (_softmax, (
                 g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, STEPS, GROUP,
             )),
             (_softmax, (
                 g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
-                m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, STEPS, GROUP,
             )),
             (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],

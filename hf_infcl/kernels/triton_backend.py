@@ -1,7 +1,7 @@
 """Computes blocks by Triton kernels, on NVIDIA GPUs from compute capability 8.0 and on ROCm.
 
 `triton_kernels` explains the algorithm and holds the device code. On Hopper, with releases of Triton that are known to
-compile them, `hopper_kernels` take large blocks of bf16 or fp16 features without ids.
+compile them, `hopper_kernels` take large blocks of bf16 or fp16 features.
 
 Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
 that are not 16-byte aligned are copied, and fp32 features split (below).
@@ -29,9 +29,6 @@ import triton
 from torch import Tensor
 
 from . import triton_kernels
-from .torch_backend import multi_positive_gradients as multi_positive_gradients
-from .torch_backend import multi_positive_sigmoid as multi_positive_sigmoid
-from .torch_backend import multi_positive_statistics as multi_positive_statistics
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
@@ -76,55 +73,7 @@ def softmax_statistics(
     diagonal: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
-        block = Operands.of(x, y, ids_x, ids_y, diagonal)
-        m, n, tile = len(x), len(y), block.tiling.tile
-        features, constants = block.features(), {"IDS": ids_x is not None, **block.constants()}
-        positives = positive_x.contiguous(), positive_y.contiguous()
-        if torch.are_deterministic_algorithms_enabled():
-            # Marked as if every sum had overflowed, so that all of them are computed in a fixed order.
-            sums = torch.full((m + n,), torch.inf, dtype=torch.float32, device=x.device).split((m, n))
-        else:
-            sums = torch.zeros(m + n, dtype=torch.float32, device=x.device).split((m, n))
-            _add_softmax_sums(block, features, sums, positives, scale, constants)
-        odds = torch.empty_like(positives[0]), torch.empty_like(positives[1])
-        programs = cdiv(m, tile) + cdiv(n, tile)
-        arguments = (*features, *sums, *positives, *odds, scale, block.ids_x, block.ids_y, m, n, block.diagonal)
-        triton_kernels.log_odds[(programs,)](*arguments, B=tile, **constants)
-        return odds
-
-
-def _add_softmax_sums(
-    block: Operands,
-    features: tuple[Any, Any],
-    sums: tuple[Tensor, ...],
-    positives: tuple[Tensor, Tensor],
-    scale: Tensor,
-    constants: dict[str, Any],
-) -> None:
-    m, n, tiling = len(block.x), len(block.y), block.tiling
-    hopper = _hopper_kernels_for(block) if block.x.shape[1] >= HOPPER_SUMS_PAY else None
-    tiles, blocks, run = tiling.split(m, n, LONGEST_OF_STATISTICS, 1 if hopper is None else 2)
-    span = {"SPAN": _power_of_two(run) * tiling.tile, "GROUP": GROUP_OF_STATISTICS}
-    place = m, n, block.diagonal
-
-    def launch_plain(near: bool, gated: bool) -> None:
-        arguments = (*features, *sums, *positives, scale, block.ids_x, block.ids_y, *place, tiles, blocks, run)
-        form = {"NEAR": near, "GATED": gated, "BM": tiling.tile, "BN": tiling.tile, "WARPS": tiling.warps}
-        triton_kernels.softmax_sums[(cdiv(tiles, run) * blocks,)](*arguments, **form, **span, **constants)
-
-    if block.parts > 1 or m * n < NEAR_PAYS:
-        launch_plain(near=False, gated=False)
-        return
-    # One launch for programs whose references lie near each other, one for the rest.
-    if hopper is None:
-        launch_plain(near=True, gated=True)
-    else:
-        pairs = cdiv(tiles, 2 * run) * blocks
-        described = (hopper.described(t, tiling.tile, tiling.step) for t in (block.x, block.y))
-        arguments = (*described, *sums, *positives, scale, *place, pairs, tiles, blocks, run)
-        options = {"STEPS": cdiv(block.x.shape[1], tiling.step), "num_warps": tiling.warps, "enable_fp_fusion": True}
-        hopper.softmax_sums[(min(pairs, tiling.slots // 2),)](*arguments, **span, **options)
-    launch_plain(near=False, gated=True)
+        return _softmax_statistics(Operands.of(x, y, ids_x, ids_y, diagonal), scale, (positive_x, positive_y))
 
 
 def softmax_gradients(
@@ -141,25 +90,11 @@ def softmax_gradients(
     grad_y: Tensor | None = None,
 ) -> Tensor:
     with _on_device(x):
-        positive_coefficient = lse_x if positive_coefficient is None else positive_coefficient  # never read
-        lse_x, lse_y, positive_coefficient = (t.contiguous() for t in (lse_x, lse_y, positive_coefficient))
-        m, n = len(x), len(y)
-        sums: Tensor | None = None
-        for chunk in _chunks(Operands.of(x, y, ids_x, ids_y, diagonal), grad_x, grad_y, x.shape[1]):
-            if sums is None:  # no later chunk has more programs
-                sums = torch.zeros(chunk.programs, dtype=torch.float32, device=x.device)
-            lse = lse_x[chunk.rows], lse_y[chunk.columns]
-            vectors = (sums, *lse, positive_coefficient[chunk.rows], scale)
-            span = {"SPAN": _power_of_two(chunk.run) * chunk.block.tiling.tile}
-            gated = chunk.block.parts == 1 and m * n >= NEAR_PAYS
-            if gated and chunk.hopper is not None:
-                chunk.launch_on_hopper(chunk.hopper.softmax_coefficients, (sums, *lse, scale), span)
-            elif gated:
-                chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": True, "GATED": True, **span})
-            chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": False, "GATED": gated, **span})
-            chunk.add_products()
-        assert sums is not None
-        return sums.sum()
+        block = Operands.of(x, y, ids_x, ids_y, diagonal)
+        positives = lse_x if positive_coefficient is None else positive_coefficient  # never read without a diagonal
+        return _softmax_gradients(
+            block, scale, (lse_x, lse_y), (None, None), (positives, None), (grad_x, grad_y), x.shape[1]
+        )
 
 
 def sigmoid_block(
@@ -174,20 +109,163 @@ def sigmoid_block(
     grad_y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(x):
-        sums: Tensor | None = None
-        for chunk in _chunks(Operands.of(x, y, ids_x, ids_y, diagonal), grad_x, grad_y, x.shape[1]):
-            if sums is None:  # no later chunk has more programs; rows of 16 bytes, for which kernels are compiled
-                sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=x.device)
-            vectors = (*sums, scale, bias)
-            if chunk.hopper is not None:
-                chunk.launch_on_hopper(chunk.hopper.sigmoid_coefficients, vectors, {})
-            else:
-                chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": True})
-            chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": False})
-            chunk.add_products()
-        assert sums is not None
-        loss, of_bias, of_scale = sums[:3].sum(1).unbind()
-        return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
+        return _sigmoid(Operands.of(x, y, ids_x, ids_y, diagonal), scale, bias, (grad_x, grad_y), x.shape[1])
+
+
+def multi_positive_statistics(
+    x: Tensor, y: Tensor, scale: Tensor, reference_x: Tensor, reference_y: Tensor, ids_x: Tensor, ids_y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with _on_device(x):
+        block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
+        of_x, of_y = _softmax_statistics(block, scale, (reference_x, reference_y))
+        # Outputs of an operator do not share memory.
+        negatives_x, positives_x, distance_x = (t.clone() for t in of_x.view(3, -1))
+        negatives_y, positives_y, distance_y = (t.clone() for t in of_y.view(3, -1))
+        return negatives_x, positives_x, distance_x, negatives_y, positives_y, distance_y
+
+
+def multi_positive_gradients(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    reference_x: Tensor,
+    reference_y: Tensor,
+    relative_x: Tensor,
+    relative_y: Tensor,
+    share_x: Tensor,
+    share_y: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
+) -> Tensor:
+    with _on_device(x):
+        block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
+        lse: tuple[Tensor, Tensor] = (reference_x, reference_y)
+        relative: tuple[Tensor | None, Tensor | None] = (relative_x, relative_y)
+        if block.parts == 1:  # coefficients in half precision do not show the rounding of the sum
+            lse, relative = (reference_x + relative_x, reference_y + relative_y), (None, None)
+        return _softmax_gradients(block, scale, lse, relative, (share_x, share_y), (grad_x, grad_y), x.shape[1])
+
+
+def multi_positive_sigmoid(
+    x: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    ids_x: Tensor,
+    ids_y: Tensor,
+    grad_x: Tensor | None = None,
+    grad_y: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with _on_device(x):
+        block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
+        return _sigmoid(block, scale, bias, (grad_x, grad_y), x.shape[1])
+
+
+# ---- Launches, for pairs and for several positives ----
+
+
+def _softmax_statistics(block: Operands, scale: Tensor, references: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The results of `triton_kernels.log_odds` for rows and columns: [m] and [n], or with several positives thrice."""
+    m, n, tile = len(block.x), len(block.y), block.tiling.tile
+    lengths = (3 * m, 3 * n) if block.equal == triton_kernels.POSITIVE.value else (m, n)
+    features, constants = block.features(), {"EQUAL": block.equal, **block.constants()}
+    references = references[0].contiguous(), references[1].contiguous()
+    new: dict[str, Any] = {"dtype": torch.float32, "device": block.x.device}
+    if torch.are_deterministic_algorithms_enabled():
+        # Marked as if every sum had overflowed, so that all of them are computed in a fixed order.
+        sums = torch.full((sum(lengths),), torch.inf, **new).split(lengths)
+    else:
+        sums = torch.zeros(sum(lengths), **new).split(lengths)
+        _add_softmax_sums(block, features, sums, references, scale, constants)
+    odds = torch.empty(lengths[0], **new), torch.empty(lengths[1], **new)
+    programs = cdiv(m, tile) + cdiv(n, tile)
+    arguments = (*features, *sums, *references, *odds, scale, block.ids_x, block.ids_y, m, n, block.diagonal)
+    triton_kernels.log_odds[(programs,)](*arguments, B=tile, **constants)
+    return odds
+
+
+def _add_softmax_sums(
+    block: Operands,
+    features: tuple[Any, Any],
+    sums: tuple[Tensor, ...],
+    references: tuple[Tensor, Tensor],
+    scale: Tensor,
+    constants: dict[str, Any],
+) -> None:
+    m, n, tiling = len(block.x), len(block.y), block.tiling
+    hopper = _hopper_kernels_for(block) if block.x.shape[1] >= HOPPER_SUMS_PAY else None
+    tiles, blocks, run = tiling.split(m, n, LONGEST_OF_STATISTICS, 1 if hopper is None else 2)
+    span = {"SPAN": _power_of_two(run) * tiling.tile, "GROUP": GROUP_OF_STATISTICS}
+    place = block.overlaps, m, n, block.diagonal
+
+    def launch_plain(near: bool, gated: bool) -> None:
+        arguments = (*features, *sums, *references, scale, block.ids_x, block.ids_y, *place, tiles, blocks, run)
+        form = {"NEAR": near, "GATED": gated, "BM": tiling.tile, "BN": tiling.tile, "WARPS": tiling.warps}
+        triton_kernels.softmax_sums[(cdiv(tiles, run) * blocks,)](*arguments, **form, **span, **constants)
+
+    if block.parts > 1 or m * n < NEAR_PAYS:
+        launch_plain(near=False, gated=False)
+        return
+    # One launch for programs whose references lie near each other, one for the rest.
+    if hopper is None:
+        launch_plain(near=True, gated=True)
+    else:
+        pairs = cdiv(tiles, 2 * run) * blocks
+        described = (hopper.described(t, tiling.tile, tiling.step) for t in (block.x, block.y))
+        arguments = (*described, *sums, *references, scale, *place, pairs, tiles, blocks, run)
+        options = {"STEPS": cdiv(block.x.shape[1], tiling.step), "num_warps": tiling.warps, "enable_fp_fusion": True}
+        hopper.softmax_sums[(min(pairs, tiling.slots // 2),)](*arguments, **span, **options)
+    launch_plain(near=False, gated=True)
+
+
+def _softmax_gradients(
+    block: Operands,
+    scale: Tensor,
+    lse: tuple[Tensor, Tensor],
+    relative: tuple[Tensor | None, Tensor | None],
+    share: tuple[Tensor | None, Tensor | None],
+    grads: tuple[Tensor | None, Tensor | None],
+    dimension: int,
+) -> Tensor:
+    """Adds the products of `triton_kernels.softmax_coefficients`; each pair is of the rows and of the columns."""
+    m, n = len(block.x), len(block.y)
+    sums: Tensor | None = None
+    for chunk in _chunks(block, *grads, dimension):
+        if sums is None:  # no later chunk has more programs
+            sums = torch.zeros(chunk.programs, dtype=torch.float32, device=block.x.device)
+        lse_of_chunk = chunk.both(lse)
+        vectors = (sums, *lse_of_chunk, *chunk.both(relative), *chunk.both(share), scale)
+        span = {"SPAN": _power_of_two(chunk.run) * chunk.block.tiling.tile}
+        gated = block.parts == 1 and m * n >= NEAR_PAYS
+        if gated and chunk.hopper is not None:
+            chunk.launch_on_hopper(chunk.hopper.softmax_coefficients, (sums, *lse_of_chunk, scale), span)
+        elif gated:
+            chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": True, "GATED": True, **span})
+        chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": False, "GATED": gated, **span})
+        chunk.add_products()
+    assert sums is not None
+    return sums.sum()
+
+
+def _sigmoid(
+    block: Operands, scale: Tensor, bias: Tensor, grads: tuple[Tensor | None, Tensor | None], dimension: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums: Tensor | None = None
+    for chunk in _chunks(block, *grads, dimension):
+        if sums is None:  # no later chunk has more programs; rows of 16 bytes, for which kernels are compiled
+            sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=block.x.device)
+        vectors = (*sums, scale, bias)
+        if chunk.hopper is not None:
+            chunk.launch_on_hopper(chunk.hopper.sigmoid_coefficients, vectors, {})
+        else:
+            chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": True})
+        chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": False})
+        chunk.add_products()
+    assert sums is not None
+    loss, of_bias, of_scale = sums[:3].sum(1).unbind()
+    return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
 
 
 # ---- Chunks of a block, whose coefficients fit the workspace ----
@@ -212,30 +290,38 @@ class _Chunk:
         """The programs of the plain kernels, each with its own sums."""
         return cdiv(self.tiles, self.run) * self.blocks
 
+    def both(self, vectors: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+        """This chunk's part of vectors of the rows and of the columns."""
+        of_x, of_y = vectors
+        return (
+            None if of_x is None else of_x[self.rows].contiguous(),
+            None if of_y is None else of_y[self.columns].contiguous(),
+        )
+
     @property
     def gain(self) -> float:
         """The gain: a coefficient c is stored as c · 2^gain, since the smallest that matter are below fp16's range."""
         return 14.0 if self.workspace.dtype == torch.float16 else 0.0  # the largest are 2, and fp16 reaches 2^16
 
-    def launch(self, kernel: Any, vectors: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+    def launch(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
         """Makes the coefficients by a plain kernel."""
         block, tile = self.block, self.block.tiling.tile
         _, rows, columns = self.workspace.shape
         strip = max(tile // 2, 32)  # of tiles of 128: 128 bytes, as wide as boxes are written best
         arguments = (
             *(*block.features(), boxes(self.workspace.view(-1, columns), tile, strip), *vectors),
-            *(block.ids_x, block.ids_y, len(block.x), len(block.y), block.diagonal),
+            *(block.ids_x, block.ids_y, block.overlaps, len(block.x), len(block.y), block.diagonal),
             *(self.tiles, self.blocks, self.run, rows),
         )
         constants = {
             **constants,
             **block.constants(),
-            **{"PARTS": block.parts, "GAIN": self.gain, "IDS": block.ids_x is not None},
+            **{"PARTS": block.parts, "GAIN": self.gain, "EQUAL": block.equal},
             **{"BM": tile, "BN": tile, "STRIP": strip, "GROUP": GROUP_OF_COEFFICIENTS},
         }
         kernel[(self.programs,)](*arguments, **constants)
 
-    def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor, ...], constants: dict[str, Any]) -> None:
+    def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
         """Makes the coefficients by a persistent kernel of `hopper_kernels`: one program on each processor."""
         assert self.hopper is not None
         block, tiling = self.block, self.block.tiling
@@ -244,7 +330,8 @@ class _Chunk:
             self.hopper.described(block.x, tiling.tile, tiling.step),
             self.hopper.described(block.y, tiling.tile, tiling.step),
             self.hopper.described(self.workspace[0], tiling.tile, tiling.tile // 2),
-            *(*vectors, len(block.x), len(block.y), block.diagonal, pairs, self.tiles, self.blocks, self.run),
+            *(*vectors, block.overlaps, len(block.x), len(block.y), block.diagonal),
+            *(pairs, self.tiles, self.blocks, self.run),
         )
         constants = {
             **constants,
@@ -331,7 +418,7 @@ def _on_device(t: Tensor) -> Any:
 
 def _hopper_kernels_for(block: Operands) -> ModuleType | None:
     """The module `hopper_kernels`, if it takes such blocks and is faster at their size."""
-    if block.parts > 1 or block.ids_x is not None or len(block.x) * len(block.y) < HOPPER_PAYS:
+    if block.parts > 1 or len(block.x) * len(block.y) < HOPPER_PAYS:
         return None
     return hopper_kernels(block.x.device)
 

@@ -25,7 +25,8 @@ from the products of step 5, whose coefficients are rounded: where its terms can
 What limits the kernels after the tensor cores is the arithmetic on single logits, and the registers for it. So two
 launches share the work of one kernel. The fast one skips the work that needs more than the shortest arithmetic, and the
 other does it:
-- Masks: tiles on the diagonal or at the end of the block are not fast (`_inside`, `_left_over`).
+- Masks: tiles that hold a positive or equal ids, or lie at the end of the block, are not fast (`_inside`,
+  `_left_over`). Where rows and columns are sorted by their ids, few tiles can hold equal ones (`id_overlaps`).
 - Softmax: one exponential serves rows and columns where their references lie near each other (`_span`): exp(z - row) is
   exp(z - middle) · exp(middle - row). Elsewhere one factor could underflow while the product matters.
 - Sigmoid: exp(z) is taken without a bound. Runs in which it has overflowed are computed again.
@@ -41,7 +42,12 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 REACH = tl.constexpr(44.0)  # maximal distance of references: a row's least exponential, e^-87, is e^-43 in its column
 LIMIT = tl.constexpr(1e36)  # limit of products whose reciprocals are normal numbers
-NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives: far from every tile
+NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives on a diagonal: far from every tile
+
+# What the cells with equal ids are, the constant EQUAL of the kernels.
+NO_IDS = tl.constexpr(0)
+EXCLUDED = tl.constexpr(1)  # but for those on the diagonal, which are positives
+POSITIVE = tl.constexpr(2)
 
 
 # ---- Where a program works ----
@@ -60,22 +66,61 @@ def _place(program, tiles, blocks, run, GROUP: tl.constexpr):
     return first + inside % size, inside // size * run
 
 
-@triton.jit
-def _inside(row, column, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether a tile lies within the block and off its diagonal, so that nothing has to be masked."""
-    distance = row + diagonal - column
-    return (row + BM <= m) & (column + BN <= n) & ((distance >= BN) | (distance <= -BM))
+@triton.jit(do_not_specialize=["m", "n", "diagonal"])
+def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
+    """out [blocks, 2]: the row tiles that may hold cells with equal ids, or positives, in each column block.
+
+    They reach from the first number to before the second: from the first to the last row whose id is within the range
+    of the column block's ids. That is right for ids in any order, and saves work if rows and columns are sorted by id.
+    """
+    column = tl.program_id(0) * BN
+    of_y = tl.load(ids_y + tl.minimum(column + tl.arange(0, BN), n - 1))
+    lowest = tl.min(of_y)
+    highest = tl.max(of_y)
+    first = tl.zeros((STRIP,), tl.int32) + m
+    last = tl.zeros((STRIP,), tl.int32) - 1
+    for row in range(0, m, STRIP):
+        rows = row + tl.arange(0, STRIP)
+        of_x = tl.load(ids_x + tl.minimum(rows, m - 1))
+        distance = rows + diagonal - column
+        overlap = ((of_x >= lowest) & (of_x <= highest)) | ((distance >= 0) & (distance < BN))
+        overlap &= rows < m
+        first = tl.minimum(first, tl.where(overlap, rows, m))
+        last = tl.maximum(last, tl.where(overlap, rows, -1))
+    tl.store(out + 2 * tl.program_id(0), tl.min(first) // BM)
+    tl.store(out + 2 * tl.program_id(0) + 1, (tl.max(last) + BM) // BM)
 
 
 @triton.jit
-def _left_over(first, end, column, m, n, diagonal, tiles, whole, BM: tl.constexpr, BN: tl.constexpr):
+def _masked(overlaps, block, diagonal, BM: tl.constexpr, BN: tl.constexpr):
+    """The row tiles of a column block that hold positives or equal ids: from the first number to before the second."""
+    if overlaps is None:
+        beyond = block * BN - diagonal  # the diagonal's rows in this column block: from here to BN further on
+        start = tl.maximum(beyond, 0) // BM
+        stop = tl.cdiv(tl.maximum(beyond + BN, 0), BM)
+    else:
+        start = tl.load(overlaps + 2 * block)
+        stop = tl.load(overlaps + 2 * block + 1)
+    return start, stop
+
+
+@triton.jit
+def _inside(row, column, m, n, masked_start, masked_stop, BM: tl.constexpr, BN: tl.constexpr):
+    """Whether a tile lies within the block and is not `_masked`."""
+    unmasked = (row < masked_start * BM) | (row >= masked_stop * BM)
+    return (row + BM <= m) & (column + BN <= n) & unmasked
+
+
+@triton.jit
+def _left_over(
+    first, end, column, m, n, masked_start, masked_stop, tiles, whole, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
     """The row tiles of a run that are not _inside, or all of them if ``whole``: (start, ordinary, count).
 
     There are ``count`` of them. Number i is start + i, but from i = ``ordinary`` on it is the block's last row tile.
     """
-    beyond = tl.maximum(column - diagonal, 0)  # the diagonal's rows in this column block: from here to BN further on
-    start = tl.minimum(tl.maximum(beyond // BM, first), end)
-    stop = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(column - diagonal + BN, 0), BM), start), end)
+    start = tl.minimum(tl.maximum(masked_start, first), end)
+    stop = tl.minimum(tl.maximum(masked_stop, start), end)
     at_end = (end == tiles) & (m % BM != 0) & ((stop < end) | (start == end))
     whole = whole | (column + BN > n)
     start = tl.where(whole, first, start)
@@ -85,14 +130,14 @@ def _left_over(first, end, column, m, n, diagonal, tiles, whole, BM: tl.constexp
 
 @triton.jit
 def _negative(rows, columns, m, n, diagonal):
-    """[BM, BN] bool: which cells of a tile are in the block and no positives."""
+    """[BM, BN] bool: which cells of a tile are in the block and not on the diagonal."""
     return ((rows + diagonal)[:, None] != columns[None, :]) & (rows < m)[:, None] & (columns < n)[None, :]
 
 
 @triton.jit
-def _exclude(tile, ids_x, ids_y, in_x, in_y, value):
-    """The tile with ``value`` where the ids of row and column are equal."""
-    return tl.where(tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :], value, tile)
+def _equal(ids_x, ids_y, in_x, in_y):
+    """[BM, BN] bool: whether row and column have equal ids."""
+    return tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :]
 
 
 # ---- Reading and multiplying features, storing coefficients ----
@@ -214,16 +259,24 @@ def _exp(acc, scale, reference, CAREFUL: tl.constexpr):
 
 
 @triton.jit
+def _finite(references):
+    return tl.where(references < float("inf"), references, float("-inf"))
+
+
+@triton.jit
 def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
     """The middle of the references of a program's rows and columns, and whether they lie within REACH.
 
     of_x points to all rows' references, of_y [BN] holds the columns'; SPAN is a power of two, ``rows`` or more.
+    Infinite references, of rows or columns without a share in the coefficients, are left out, but not where both have
+    some: nothing would bound the logit of such a row and such a column.
     """
     strip = first + tl.arange(0, SPAN)
     all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
     lowest = tl.minimum(tl.min(all_x), tl.min(of_y))
-    highest = tl.maximum(tl.max(all_x), tl.max(of_y))
-    return (lowest + highest) * 0.5, highest - lowest <= REACH
+    highest = tl.maximum(tl.max(_finite(all_x)), tl.max(_finite(of_y)))
+    bounded = tl.minimum(tl.max(all_x), tl.max(of_y)) < float("inf")
+    return (lowest + highest) * 0.5, (highest - lowest <= REACH) & bounded
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -236,15 +289,28 @@ def positives(x, y, scale, out, m, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl
     tl.store(out + row + rows, of_pairs * tl.load(scale), mask=row + rows < m)
 
 
+@triton.jit
+def _add_positives(logits, positive, sums, numbers, length, AXIS: tl.constexpr):
+    """Adds a tile's positives to rows 1 and 2 of the sums [3, length]: Σ exp(logits) and Σ logits along an axis.
+
+    The logits are relative to the reference of row or column.
+    """
+    e = tl.sum(tl.where(positive, tl.exp2(logits * LOG2E), 0.0), AXIS)
+    tl.atomic_add(sums + length + numbers, e, mask=numbers < length, sem="relaxed")
+    away = tl.sum(tl.where(positive, logits, 0.0), AXIS)
+    tl.atomic_add(sums + 2 * length + numbers, away, mask=numbers < length, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run"])
 def softmax_sums(
-    x, y, sum_x, sum_y, positive_x, positive_y, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run,
-    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    x, y, sum_x, sum_y, reference_x, reference_y, scale, ids_x, ids_y, overlaps, m, n, diagonal, tiles, blocks, run,
+    NEAR: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """sum_x_i += Σ_j exp(z_ij - positive_x_i), sum_y_j += Σ_i exp(z_ij - positive_y_j) over the negatives.
+    """sum_x_i += Σ_j exp(z_ij - reference_x_i), sum_y_j += Σ_i exp(z_ij - reference_y_j) over the negatives.
 
-    With GATED, two launches share the work, one of them NEAR.
+    If equal ids are POSITIVE, sum_x is [3, m], with the same sum over the positives and the sum of their
+    z_ij - reference_x_i in its other rows, and sum_y [3, n]. With GATED, two launches share the work, one of them NEAR.
     """
     s = tl.load(scale)
     block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
@@ -252,41 +318,47 @@ def softmax_sums(
     column = block * BN
     columns = column + tl.arange(0, BN)
     in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
-    of_y = tl.load(positive_y + in_y)  # [BN]
+    of_y = tl.load(reference_y + in_y)  # [BN]
+    masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
     start, ordinary, count = first, end - first, end - first
     limit = n
     base = of_y  # what the column sums refer to until the end
     if GATED:
-        middle, near = _span(positive_x, of_y, first * BM, run * BM, m, SPAN)
+        middle, near = _span(reference_x, of_y, first * BM, run * BM, m, SPAN)
         if NEAR:
             near &= column + BN <= n
             count = tl.where(near, count, 0)
             limit = tl.where(near, n, 0)
             base = tl.zeros_like(of_y) + middle
         else:
-            start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, near == 0, BM, BN)
+            start, ordinary, count = _left_over(
+                first, end, column, m, n, masked_start, masked_stop, tiles, near == 0, BM, BN
+            )
     partials = _column_sums(tl.zeros((BM, BN), tl.float32), BM, BN, WARPS)  # [WARPS, 8, BN]
     for i in tl.range(0, count, flatten=True):
         row = tl.where(i < ordinary, start + i, tiles - 1) * BM
         acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
-        of_x = tl.load(positive_x + in_x)[:, None]  # [BM, 1]
+        of_x = tl.load(reference_x + in_x)[:, None]  # [BM, 1]
         e = _exp(acc, s, of_x, CAREFUL)
-        if IDS:
-            e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
         if NEAR:
-            if not _inside(row, column, m, n, diagonal, BM, BN):
+            if not _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = tl.zeros_like(e)
             row_sums = tl.sum(e, 1)
             e *= tl.exp2((of_x - middle) * LOG2E)
         else:
             negative = _negative(rows, columns, m, n, diagonal)
+            if EQUAL != NO_IDS:
+                equal = _equal(ids_x, ids_y, in_x, in_y)
+                if EQUAL == POSITIVE:  # noqa: SIM102 (decided when the kernel is compiled)
+                    if (row >= masked_start * BM) & (row < masked_stop * BM):
+                        positive = negative & equal
+                        _add_positives(acc * s - of_x, positive, sum_x, rows, m, 1)
+                        _add_positives(acc * s - of_y[None, :], positive, sum_y, columns, n, 0)
+                negative &= ~equal
             row_sums = tl.sum(tl.where(negative, e, 0.0), 1)
-            e = _exp(acc, s, of_y[None, :], CAREFUL)
-            if IDS:
-                e = _exclude(e, ids_x, ids_y, in_x, in_y, 0.0)
-            e = tl.where(negative, e, 0.0)
+            e = tl.where(negative, _exp(acc, s, of_y[None, :], CAREFUL), 0.0)
         tl.atomic_add(sum_x + rows, row_sums, mask=rows < m, sem="relaxed")
         partials += _column_sums(e, BM, BN, WARPS)
     total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - of_y) * LOG2E)
@@ -294,59 +366,100 @@ def softmax_sums(
 
 
 @triton.jit
+def _continued(highest, total, logits):
+    """The running maximum and sum of exponentials relative to it, [B] both, over the columns of more logits."""
+    higher = tl.maximum(highest, tl.max(logits, 1))
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    total *= tl.exp2((highest - anchor) * LOG2E)
+    return higher, total + tl.sum(tl.exp2((logits - anchor[:, None]) * LOG2E), 1)
+
+
+@triton.jit
 def _log_odds(
-    x, y, sums, positive, out, scale, ids_x, ids_y, row, m, n, diagonal,
-    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    x, y, sums, reference, out, scale, ids_x, ids_y, row, m, n, diagonal,
+    EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """log(sums) for B rows; see `log_odds`."""
     rows = row + tl.arange(0, B)
     in_x = tl.minimum(rows, m - 1)
-    sums_x = tl.load(sums + in_x)
-    odds = tl.log2(sums_x) / LOG2E
-    if tl.max((sums_x == float("inf")).to(tl.int32)) == 1:
+    total = tl.load(sums + in_x)
+    odds = tl.log2(total) / LOG2E
+    overflowed = total == float("inf")
+    if EQUAL == POSITIVE:
+        of_positives = tl.load(sums + m + in_x)
+        odds_of_positives = tl.log2(of_positives) / LOG2E
+        away = tl.load(sums + 2 * m + in_x)
+        overflowed |= of_positives == float("inf")
+    if tl.max(overflowed.to(tl.int32)) == 1:
         s = tl.load(scale)
-        of_x = tl.load(positive + in_x)
+        of_x = tl.load(reference + in_x)
         highest = tl.full((B,), float("-inf"), tl.float32)
         total = tl.zeros((B,), tl.float32)
+        if EQUAL == POSITIVE:
+            highest_positive = tl.full((B,), float("-inf"), tl.float32)
+            of_positives = tl.zeros((B,), tl.float32)
+            away = tl.zeros((B,), tl.float32)
         for column in range(0, n, B):
             columns = column + tl.arange(0, B)
             logits = _product(x, y, row, column, CAREFUL, K, B, B, BK) * s - of_x[:, None]
             negative = ((rows + diagonal)[:, None] != columns[None, :]) & (columns < n)[None, :]
-            logits = tl.where(negative, logits, float("-inf"))
-            if IDS:
-                logits = _exclude(logits, ids_x, ids_y, in_x, tl.minimum(columns, n - 1), float("-inf"))
-            higher = tl.maximum(highest, tl.max(logits, 1))
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            total *= tl.exp2((highest - anchor) * LOG2E)
-            total += tl.sum(tl.exp2((logits - anchor[:, None]) * LOG2E), 1)
-            highest = higher
+            if EQUAL != NO_IDS:
+                equal = _equal(ids_x, ids_y, in_x, tl.minimum(columns, n - 1))
+                if EQUAL == POSITIVE:
+                    positive = negative & equal
+                    away += tl.sum(tl.where(positive, logits, 0.0), 1)
+                    of_positive = tl.where(positive, logits, float("-inf"))
+                    highest_positive, of_positives = _continued(highest_positive, of_positives, of_positive)
+                negative &= ~equal
+            highest, total = _continued(highest, total, tl.where(negative, logits, float("-inf")))
         odds = highest + tl.log2(total) / LOG2E
+        if EQUAL == POSITIVE:
+            odds_of_positives = highest_positive + tl.log2(of_positives) / LOG2E
     tl.store(out + rows, odds, mask=rows < m)
+    if EQUAL == POSITIVE:
+        tl.store(out + m + rows, odds_of_positives, mask=rows < m)
+        tl.store(out + 2 * m + rows, away, mask=rows < m)
 
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def log_odds(
-    x, y, sum_x, sum_y, positive_x, positive_y, out_x, out_y, scale, ids_x, ids_y, m, n, diagonal,
-    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
+    x, y, sum_x, sum_y, reference_x, reference_y, out_x, out_y, scale, ids_x, ids_y, m, n, diagonal,
+    EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """The logarithms of softmax_sums' results. The first programs take B rows each, the others B columns each.
 
-    An infinite sum means a logit 88 above the positive of its row or column. Such rows are computed again, from a
-    running maximum and without atomics, by the program that finds them.
+    An infinite sum means a logit 88 above the reference of its row or column. Such rows are computed again, from a
+    running maximum and without atomics, by the program that finds them. If equal ids are POSITIVE, out_x is [3, m] and
+    out_y [3, n], and the last row of each has no logarithm taken.
     """
     of_rows = tl.cdiv(m, B)  # programs
     if tl.program_id(0) < of_rows:
         row = tl.program_id(0) * B
-        _log_odds(x, y, sum_x, positive_x, out_x, scale, ids_x, ids_y, row, m, n, diagonal, IDS, CAREFUL, K, B, BK)
+        _log_odds(x, y, sum_x, reference_x, out_x, scale, ids_x, ids_y, row, m, n, diagonal, EQUAL, CAREFUL, K, B, BK)
     else:
         row = (tl.program_id(0) - of_rows) * B
-        _log_odds(y, x, sum_y, positive_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, IDS, CAREFUL, K, B, BK)
+        _log_odds(y, x, sum_y, reference_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, EQUAL, CAREFUL, K, B, BK)
+
+
+@triton.jit
+def _term(acc, scale, lse, relative, places, CAREFUL: tl.constexpr):
+    """A negative's term from its row or its column, exp(z - lse - relative); ``relative`` points to [m] or [n]."""
+    if relative is None:
+        term = _exp(acc, scale, lse, CAREFUL)
+    else:
+        term = tl.exp2((acc * scale - lse - tl.load(relative + places)) * LOG2E)
+    return term
+
+
+@triton.jit
+def _positive_term(term, share):
+    return tl.where(share < 0, share, term - share)
 
 
 @triton.jit
 def _softmax_cells(
-    acc, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal,
-    FAST: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    acc, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y, row, column, m, n, diagonal,
+    FAST: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The coefficients [BM, BN] of a part of a tile, and the _thread_sums of coefficients times cosines.
@@ -355,45 +468,54 @@ def _softmax_cells(
     """
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
-    of_y = tl.load(lse_y + tl.minimum(columns, n - 1))
+    in_x = tl.minimum(rows, m - 1)
+    in_y = tl.minimum(columns, n - 1)
+    of_y = tl.load(lse_y + in_y)
     if FAST:
         c = _exp(acc, s, middle, CAREFUL) * (of_x[:, None] + tl.exp2((middle - of_y) * LOG2E + GAIN)[None, :])
     else:
-        c = _exp(acc, s, of_x[:, None], CAREFUL) + _exp(acc, s, of_y[None, :] - GAIN / LOG2E, CAREFUL)
-    if IDS:
-        c = _exclude(c, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), 0.0)
-    if not FAST:
+        term_x = _term(acc, s, of_x[:, None], relative_x, in_x[:, None], CAREFUL)
+        term_y = _term(acc, s, of_y[None, :] - GAIN / LOG2E, relative_y, in_y[None, :], CAREFUL)
+        c = term_x + term_y
+        of_positives = tl.load(share_x + in_x)[:, None] * 2.0**GAIN
+        if EQUAL == EXCLUDED:
+            c = tl.where(_equal(ids_x, ids_y, in_x, in_y), 0.0, c)
+        if EQUAL == POSITIVE:
+            terms = _positive_term(term_x, of_positives)
+            terms += _positive_term(term_y, tl.load(share_y + in_y)[None, :] * 2.0**GAIN)
+            c = tl.where(_equal(ids_x, ids_y, in_x, in_y), terms, c)
         c = tl.where((rows < m)[:, None] & (columns < n)[None, :], c, 0.0)  # beyond the block it may be infinite
-        positives = tl.load(of_positives + tl.minimum(rows, m - 1)) * 2.0**GAIN
-        c = tl.where((rows + diagonal)[:, None] == columns[None, :], positives[:, None], c)
+        if EQUAL != POSITIVE:
+            c = tl.where((rows + diagonal)[:, None] == columns[None, :], of_positives, c)
     return c, _thread_sums(c * acc, BM, BN)
 
 
 @triton.jit
 def _softmax_tile(
-    acc, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    acc, g, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+    row, column, m, n, diagonal, part_rows,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's coefficients, in strips, and these in halves, to spare registers; sums as _softmax_cells."""
     left, right = _halves(acc, BM, BN)
     if STRIP < BN:
         sums = _softmax_tile(
-            left, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-            FAST, PARTS, GAIN, IDS, CAREFUL, BM, BN // 2, STRIP,
+            left, g, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+            row, column, m, n, diagonal, part_rows, FAST, PARTS, GAIN, EQUAL, CAREFUL, BM, BN // 2, STRIP,
         )  # fmt: skip
         more_sums = _softmax_tile(
-            right, g, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column + BN // 2, m, n, diagonal,
-            part_rows, FAST, PARTS, GAIN, IDS, CAREFUL, BM, BN // 2, STRIP,
+            right, g, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+            row, column + BN // 2, m, n, diagonal, part_rows, FAST, PARTS, GAIN, EQUAL, CAREFUL, BM, BN // 2, STRIP,
         )  # fmt: skip
     else:
         c, sums = _softmax_cells(
-            left, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column, m, n, diagonal,
-            FAST, GAIN, IDS, CAREFUL, BM, BN // 2,
+            left, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+            row, column, m, n, diagonal, FAST, GAIN, EQUAL, CAREFUL, BM, BN // 2,
         )  # fmt: skip
         more_c, more_sums = _softmax_cells(
-            right, s, middle, of_x, lse_y, of_positives, ids_x, ids_y, row, column + BN // 2, m, n, diagonal,
-            FAST, GAIN, IDS, CAREFUL, BM, BN // 2,
+            right, s, middle, of_x, lse_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y,
+            row, column + BN // 2, m, n, diagonal, FAST, GAIN, EQUAL, CAREFUL, BM, BN // 2,
         )  # fmt: skip
         _store(g, _joined(c, more_c, BM, BN), row, column, part_rows, BM, BN, STRIP, PARTS)
     return sums + more_sums
@@ -401,21 +523,25 @@ def _softmax_tile(
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def softmax_coefficients(
-    x, y, g, scale_sums, lse_x, lse_y, of_positives, scale, ids_x, ids_y, m, n, diagonal, tiles, blocks, run, part_rows,
+    x, y, g, scale_sums, lse_x, lse_y, relative_x, relative_y, share_x, share_y, scale, ids_x, ids_y, overlaps,
+    m, n, diagonal, tiles, blocks, run, part_rows,
     FAST: tl.constexpr, GATED: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr,
-    IDS: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · C_ij, and the program's Σ C_ij x_i·y_j onto its scale_sums.
 
-    C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, of_positives_i for positives and 0 for excluded
-    cells. With GATED, two launches share the work, one of them FAST.
+    C_ij is the sum of a term of the row, exp(z_ij - lse_x_i - relative_x_i), and one of the column; relative_x and
+    relative_y are both None, for 0, or both given. Excluded cells are 0, and those on the diagonal share_x_i. Where
+    equal ids are POSITIVE, the term of such a cell's row is share_x_i if that is below 0, or else less by share_x_i,
+    and the term of its column likewise with share_y_j. With GATED, two launches share the work, one of them FAST.
     """
     s = tl.load(scale)
     program = tl.program_id(0)
     block, first = _place(program, tiles, blocks, run, GROUP)
     column = block * BN
     end = tl.minimum(first + run, tiles)
+    masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
     middle = 0.0
     start, ordinary, count = first, end - first, end - first
     if GATED:
@@ -424,7 +550,9 @@ def softmax_coefficients(
         if FAST:
             count = tl.where(near & (column + BN <= n), count, 0)
         else:
-            start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, near == 0, BM, BN)
+            start, ordinary, count = _left_over(
+                first, end, column, m, n, masked_start, masked_stop, tiles, near == 0, BM, BN
+            )
     sums = tl.zeros((BM // 16, 8, 4), tl.float32)
     for i in tl.range(0, count, flatten=True):
         row = tl.where(i < ordinary, start + i, tiles - 1) * BM
@@ -432,15 +560,17 @@ def softmax_coefficients(
         acc = _product(x, y, row, column, CAREFUL, K, BM, BN, BK)
         if FAST:
             more = tl.zeros((BM // 16, 8, 4), tl.float32)
-            if _inside(row, column, m, n, diagonal, BM, BN):
+            if _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 more = _softmax_tile(
-                    acc, g, s, middle, tl.exp2((middle - of_x) * LOG2E + GAIN), lse_y, of_positives, ids_x, ids_y,
-                    row, column, m, n, diagonal, part_rows, True, PARTS, GAIN, IDS, CAREFUL, BM, BN, STRIP,
+                    acc, g, s, middle, tl.exp2((middle - of_x) * LOG2E + GAIN), lse_y, relative_x, relative_y,
+                    share_x, share_y, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+                    True, PARTS, GAIN, EQUAL, CAREFUL, BM, BN, STRIP,
                 )  # fmt: skip
         else:
             more = _softmax_tile(
-                acc, g, s, middle, of_x - GAIN / LOG2E, lse_y, of_positives, ids_x, ids_y,
-                row, column, m, n, diagonal, part_rows, False, PARTS, GAIN, IDS, CAREFUL, BM, BN, STRIP,
+                acc, g, s, middle, of_x - GAIN / LOG2E, lse_y, relative_x, relative_y,
+                share_x, share_y, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
+                False, PARTS, GAIN, EQUAL, CAREFUL, BM, BN, STRIP,
             )  # fmt: skip
         sums += more
     tl.store(scale_sums + program, tl.load(scale_sums + program) + _whole_sum(sums) * 2.0**-GAIN)
@@ -494,7 +624,7 @@ def _log1p(p):
 @triton.jit
 def _sigmoid_cells(
     acc, s, b, ids_x, ids_y, row, column, m, n, diagonal,
-    FAST: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FAST: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The coefficients [BM, BN] of a part of a tile, and [BM / 16, 8, 4] for each thread's cells of it:
 
@@ -504,14 +634,18 @@ def _sigmoid_cells(
     z = acc * s + b
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
-    if IDS:
-        z = _exclude(z, ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1), float("-inf"))
     if FAST:
         u = tl.exp2(z)
         c, product = _quotients(u, u, BM, BN, GAIN)
         linear = tl.zeros_like(product)
     else:
         positive = (rows + diagonal)[:, None] == columns[None, :]
+        if EQUAL != NO_IDS:
+            equal = _equal(ids_x, ids_y, tl.minimum(rows, m - 1), tl.minimum(columns, n - 1))
+            if EQUAL == EXCLUDED:
+                z = tl.where(equal, float("-inf"), z)
+            else:
+                positive = equal
         z = tl.where(positive, -(acc * s + b), z)
         z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
         u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
@@ -524,7 +658,7 @@ def _sigmoid_cells(
 @triton.jit
 def _sigmoid_tile(
     acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile's coefficients; three [BM / 16, 8, 4] sums: of losses, of g, and of g times cosines.
@@ -536,19 +670,19 @@ def _sigmoid_tile(
     if STRIP < BN:
         loss, of_bias, of_scale = _sigmoid_tile(
             left, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-            FAST, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
+            FAST, PARTS, GAIN, EQUAL, BM, BN // 2, STRIP,
         )  # fmt: skip
         more_loss, more_of_bias, more_of_scale = _sigmoid_tile(
             right, g, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, part_rows,
-            FAST, PARTS, GAIN, IDS, BM, BN // 2, STRIP,
+            FAST, PARTS, GAIN, EQUAL, BM, BN // 2, STRIP,
         )  # fmt: skip
         loss += more_loss
     else:
         c, product, loss, of_bias, of_scale = _sigmoid_cells(
-            left, s, b, ids_x, ids_y, row, column, m, n, diagonal, FAST, GAIN, IDS, BM, BN // 2
+            left, s, b, ids_x, ids_y, row, column, m, n, diagonal, FAST, GAIN, EQUAL, BM, BN // 2
         )
         more_c, more_product, more_loss, more_of_bias, more_of_scale = _sigmoid_cells(
-            right, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, FAST, GAIN, IDS, BM, BN // 2
+            right, s, b, ids_x, ids_y, row, column + BN // 2, m, n, diagonal, FAST, GAIN, EQUAL, BM, BN // 2
         )
         _store(g, _joined(c, more_c, BM, BN), row, column, part_rows, BM, BN, STRIP, PARTS)
         product = tl.fma(product, more_product, product + more_product)
@@ -560,9 +694,9 @@ def _sigmoid_tile(
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal", "tiles", "blocks", "run", "part_rows"])
 def sigmoid_coefficients(
-    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias, ids_x, ids_y,
+    x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias, ids_x, ids_y, overlaps,
     m, n, diagonal, tiles, blocks, run, part_rows,
-    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, IDS: tl.constexpr, CAREFUL: tl.constexpr,
+    FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """g_ij = 2^GAIN · C_ij, and onto the program's sums Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j.
@@ -577,10 +711,13 @@ def sigmoid_coefficients(
     block, first = _place(program, tiles, blocks, run, GROUP)
     column = block * BN
     end = tl.minimum(first + run, tiles)
+    masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
     fitting = tl.load(overflowed + program) == 0
     start, ordinary, count = first, end - first, tl.where(fitting & (column + BN <= n), end - first, 0)
     if not FAST:
-        start, ordinary, count = _left_over(first, end, column, m, n, diagonal, tiles, fitting == 0, BM, BN)
+        start, ordinary, count = _left_over(
+            first, end, column, m, n, masked_start, masked_stop, tiles, fitting == 0, BM, BN
+        )
     loss = tl.zeros((BM // 16, 8, 4), tl.float32)
     of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
     of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
@@ -590,10 +727,10 @@ def sigmoid_coefficients(
         more_loss = tl.zeros((BM // 16, 8, 4), tl.float32)
         more_of_bias = tl.zeros((BM // 16, 8, 4), tl.float32)
         more_of_scale = tl.zeros((BM // 16, 8, 4), tl.float32)
-        if not FAST or _inside(row, column, m, n, diagonal, BM, BN):
+        if not FAST or _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
             more_loss, more_of_bias, more_of_scale = _sigmoid_tile(
                 acc, g, s, b, ids_x, ids_y, row, column, m, n, diagonal, part_rows,
-                FAST, PARTS, GAIN, IDS, BM, BN, STRIP,
+                FAST, PARTS, GAIN, EQUAL, BM, BN, STRIP,
             )  # fmt: skip
         loss += more_loss
         of_bias += more_of_bias

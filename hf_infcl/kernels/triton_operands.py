@@ -1,7 +1,8 @@
-"""Converts features and ids to the form that the kernels on tensor cores take."""
+"""Converts features to the form that the kernels on tensor cores take, and finds the tiles that have to compare ids."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,28 +25,46 @@ class Operands:
     parts: int  # parts of which each number is the sum; above 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
+    equal: int  # what cells with equal ids are, one of the three constants of `triton_kernels`
+    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_kernels.id_overlaps`)
     diagonal: int
     tiling: Tiling
 
     @classmethod
     def of(
-        cls, x: Tensor, y: Tensor, ids_x: Tensor | None = None, ids_y: Tensor | None = None, diagonal: int | None = None
+        cls,
+        x: Tensor,
+        y: Tensor,
+        ids_x: Tensor | None = None,
+        ids_y: Tensor | None = None,
+        diagonal: int | None = None,
+        equal_are_positive: bool = False,
     ) -> Operands:
         x, y, parts = _features(x, y)
-        return cls(
-            *(x, y, parts, *_int32_ids(ids_x, ids_y)),
-            triton_kernels.NOWHERE.value if diagonal is None else diagonal,
-            tiling_for(x.device, parts),
+        tiling = tiling_for(x.device, parts)
+        place = triton_kernels.NOWHERE.value if diagonal is None else diagonal
+        if ids_x is None or ids_y is None:
+            return cls(x, y, parts, None, None, triton_kernels.NO_IDS.value, None, place, tiling)
+        ids_x, ids_y = ids_x.contiguous(), ids_y.contiguous()
+        blocks = cdiv(len(y), tiling.tile)
+        overlaps = torch.empty(blocks, 2, dtype=torch.int32, device=x.device)
+        triton_kernels.id_overlaps[(blocks,)](
+            *(ids_x, ids_y, overlaps, len(x), len(y), place), BM=tiling.tile, BN=tiling.tile, STRIP=1024
         )
+        equal = triton_kernels.POSITIVE if equal_are_positive else triton_kernels.EXCLUDED
+        return cls(x, y, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
 
     def part(self, rows: slice, columns: slice) -> Operands:
-        """The operands of a part of the block."""
-        return Operands(
-            *(self.x[rows], self.y[columns], self.parts),
-            None if self.ids_x is None else self.ids_x[rows],
-            None if self.ids_y is None else self.ids_y[columns],
-            self.diagonal + rows.start - columns.start,
-            self.tiling,
+        """The operands of a part of the block, which begins with a tile."""
+        tile = self.tiling.tile
+        return dataclasses.replace(
+            self,
+            x=self.x[rows],
+            y=self.y[columns],
+            ids_x=None if self.ids_x is None else self.ids_x[rows],
+            ids_y=None if self.ids_y is None else self.ids_y[columns],
+            overlaps=None if self.overlaps is None else self.overlaps[columns.start // tile :] - rows.start // tile,
+            diagonal=self.diagonal + rows.start - columns.start,
         )
 
     def features(self) -> tuple[Any, Any]:
@@ -111,14 +130,3 @@ def _aligned(t: Tensor) -> Tensor:
     out = t.new_zeros(m, cdiv(dimension, unit) * unit)
     out[:, :dimension] = t
     return out
-
-
-def _int32_ids(ids_x: Tensor | None, ids_y: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """int32 numbers, equal where the int64 ids are: kernels that compare 64 bits run out of registers."""
-    if ids_x is None or ids_y is None:
-        return None, None
-    ids, order = torch.cat((ids_x, ids_y)).sort()
-    ranks = torch.zeros_like(ids, dtype=torch.int32)
-    ranks[1:] = (ids[1:] != ids[:-1]).cumsum(0)
-    ids_x, ids_y = torch.empty_like(ranks).scatter_(0, order, ranks).split((len(ids_x), len(ids_y)))
-    return ids_x, ids_y
