@@ -168,7 +168,7 @@ def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
 
 def test_a_push_finds_the_complete_checkpoint(tmp_path, monkeypatch):
     pushed = []
-    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self: None)
+    monkeypatch.setattr("transformers.Trainer.init_hf_repo", lambda self, *_: None)
     monkeypatch.setattr(
         "transformers.Trainer._push_from_checkpoint", lambda self, folder: pushed.append(damage(folder))
     )

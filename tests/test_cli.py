@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
+import peft
 import pytest
 import torch
 import transformers
 import yaml
 from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
-from helpers.hub import hub_double
+from helpers.hub import hub_for_this_process
 from helpers.shards import write_tar
 from huggingface_hub import HfApi
 from hypothesis import strategies as st
@@ -215,6 +216,29 @@ def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     assert any("lora" in name for name, _ in model.named_parameters())
 
 
+def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo, tmp_path, monkeypatch):
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        words = ["--max_steps", 1, "--lora_rank", 4, "--learning_rate", 1e-2, "--lora_merge"]
+        infcl(*small, *words, "--push_to_hub", "--hub_model_id", "me/mine", "--hub_strategy", "every_save")
+        during, after = hub.commits["me/mine", "main"][1:]
+        adapter = {"adapter_config.json", "adapter_model.safetensors"}
+        assert adapter <= during.keys()
+        assert b'PeftModel.from_pretrained(CLIPModel.from_pretrained("clip-init"), "me/mine")' in during["README.md"]
+        assert not adapter & after.keys()
+        assert not adapter & {path.name for path in (tmp_path / "out").iterdir()}
+        assert b"PeftModel" not in after["README.md"]
+        assert b"LoRA adapters of rank 4" in after["README.md"]
+        model = transformers.CLIPModel.from_pretrained("me/mine")
+    base = transformers.CLIPModel.from_pretrained(demo / "clip-init")
+    (tmp_path / "adapter").mkdir()
+    for name in adapter:
+        (tmp_path / "adapter" / name).write_bytes(during[name])
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    untrained = transformers.CLIPModel.from_pretrained(demo / "clip-init").state_dict()
+    assert all(torch.equal(value, adapted[name]) for name, value in model.state_dict().items())
+    assert any(not torch.equal(value, untrained[name]) for name, value in model.state_dict().items())
+
+
 def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
     infcl(*small, "--max_steps", 1)
@@ -245,15 +269,16 @@ def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tm
     assert not any(token in path.read_text() for path in texts)
 
 
-def test_what_is_pushed_loads_where_this_package_is_not_installed(small, tmp_path, monkeypatch):
+def test_what_is_pushed_loads_where_this_package_is_not_installed(small, tmp_path, monkeypatch, capfd):
     """The real client of the Hub, which talks to a double on this machine."""
     token = "hf_" + "s3cr3t" * 6
-    with hub_double() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)  # for the process that loads the model
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         words = ["--max_steps", 2, "--save_steps", 1, "--eval_dataset", tmp_path / "pairs", "--hub_token", token]
         words += ["--push_to_hub", "--hub_model_id", "me/mine", "--hub_strategy", "checkpoint", "--hub_always_push"]
-        printed = run("-m", "hf_infcl", *small, *words)
+        infcl(*small, *words)
+        printed = "".join(capfd.readouterr())
         files = hub.files("me/mine")
         assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json", "eval_results.json"} <= files.keys()
         assert "last-checkpoint/infcl_manifest.json" in files

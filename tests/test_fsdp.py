@@ -152,6 +152,7 @@ def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> li
         e.get("stream_samples") for e in resumed.state.log_history
     ]
     assert all(torch.equal(now, before) for now, before in zip(weights(resumed), expected, strict=True))
+    resumed.save_model(f"{folder}/last")
     return sorted(json.loads(Path(folder, "checkpoint-4", MANIFEST_NAME).read_text())["files"])
 
 
@@ -165,6 +166,8 @@ def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path
     files, _ = fresh_ranks.run(rank_resume, 2, str(tmp_path), backend=backend, always_ring=True)
     shard = next(name for name in files if name.endswith("__1_0.distcp"))
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
+    _, info = models.tf.CLIPModel.from_pretrained(tmp_path / "last", output_loading_info=True)
+    assert not info["missing_keys"], "the model that is saved at the end is whole"
     path = tmp_path / "checkpoint-4" / shard
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -40,6 +40,12 @@ class LoraOptions:
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
     )
+    lora_merge: bool = field(
+        default=False,
+        metadata={
+            "help": "At the end merge the adapters into the weights, and save and push the whole model instead of them."
+        },
+    )
 
 
 @dataclass

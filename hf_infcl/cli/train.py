@@ -16,6 +16,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..data import ImageTextDataset, ImageTextStream, load_pairs
 from ..publishing import (
@@ -35,6 +36,7 @@ from .launched import leave, mistakes_in_one_line
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE)
+ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "text") for k in (1, 5, 10)))
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
 
@@ -75,20 +77,22 @@ def train(words: Sequence[str]) -> None:
             model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
     collator: Any = trainer.data_collator
-    card = CardCallback(
-        functools.partial(
-            training_record,
-            model_class=model_class,
-            start=model_options.model,
-            sources=described_sources(data),
-            pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
-            objective=trainer.contrastive_objective,
-            pair_id_column=columns.pair_id_column,
-            adapter=lora.lora_rank is not None,
-            evaluations=described_evaluations(evaluation, eval_datasets),
-            settings={"augmentation": data.augmentation, "image preprocessing": collator.image_backend},
-        )
+    describe = functools.partial(
+        training_record,
+        model_class=model_class,
+        start=model_options.model,
+        sources=described_sources(data),
+        pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
+        objective=trainer.contrastive_objective,
+        pair_id_column=columns.pair_id_column,
+        evaluations=described_evaluations(evaluation, eval_datasets),
+        settings={
+            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
+            "augmentation": data.augmentation,
+            "image preprocessing": collator.image_backend,
+        },
     )
+    card = CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None))
     trainer.add_callback(card)
     if trainer.is_world_process_zero():
         if chosen:
@@ -116,9 +120,15 @@ def train(words: Sequence[str]) -> None:
         trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured)
     trainer.save_state()
-    card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
+    merge = lora.lora_merge and lora.lora_rank is not None
+    if merge and trainer.is_world_process_zero():
+        merge_adapters(Path(args.output_dir), model_options.model)
+        CardCallback(describe).write(args, trainer.state)
+    else:
+        card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
     if args.push_to_hub:
-        trainer.push_to_hub()
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
         if importlib.util.find_spec("matplotlib") is None:
             print("The curves were not drawn, because matplotlib is not installed.")
@@ -193,6 +203,16 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )
     return peft.get_peft_model(model, config)
+
+
+def merge_adapters(folder: Path, start: str) -> None:
+    """Puts the whole model in the place of the adapter in the folder, which was trained from the checkpoint start."""
+    import peft
+
+    model, _ = load(start)
+    peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(folder)
+    for name in ADAPTER_FILES:
+        (folder / name).unlink(missing_ok=True)
 
 
 def training_set(

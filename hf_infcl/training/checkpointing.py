@@ -12,22 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from huggingface_hub import ModelCard
 from safetensors import SafetensorError
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import logging
 
 from ..processes import Processes
 from .arguments import InfCLTrainingArguments
 from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
+from .hub import LAST_CHECKPOINT, HubTrainer
 from .preemption import Preempted, Preemption
 
 logger = logging.get_logger(__name__)
 
 
-class CheckpointingTrainer(Trainer):
+class CheckpointingTrainer(HubTrainer):
     """A Trainer that resumes from complete checkpoints only, and saves one when a signal asks it to end.
 
     Attributes:
@@ -62,18 +61,21 @@ class CheckpointingTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
-                ``"auto"`` for the newest complete one, or for a new start if there is no checkpoint.
+                ``"auto"`` for the newest complete one, or for a new start if there is no checkpoint;
+                ``"last-checkpoint"`` for the one that ``hub_strategy="checkpoint"`` has pushed to ``hub_model_id``.
             trial: as Trainer's.
             ignore_keys_for_eval: as Trainer's.
 
         Raises:
             ValueError: besides Trainer's reasons, the checkpoint is damaged, or comes from a run with another global
                 batch size, objective, model or training set while ``resume_with_changes`` is off; another run is
-                training in ``output_dir``, or nothing can be written to it.
+                training in ``output_dir``, or nothing can be written to it; the Hub has no ``last-checkpoint``.
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
         """
         self._trial = trial
         with locked(str(self.args.output_dir)), Preemption() as self._preemption:
+            if resume_from_checkpoint == LAST_CHECKPOINT and not Path(LAST_CHECKPOINT).is_dir():
+                resume_from_checkpoint = self._checkpoint_of_hub()
             checkpoint = choose(str(self.args.output_dir), resume_from_checkpoint)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
             if checkpoint is not None:
@@ -183,7 +185,8 @@ class CheckpointingTrainer(Trainer):
             self._push_from_checkpoint(str(checkpoint.folder))
         if self.args.should_save:
             best = self.state.best_model_checkpoint
-            keep = [checkpoint.folder, *([] if best is None else [Path(best)])]
+            # A checkpoint that is being uploaded stays until it has arrived.
+            keep = [checkpoint.folder, *self._uploading(), *([] if best is None else [Path(best)])]
             rotate(checkpoint.folder.parent, self.args.save_total_limit, keep)
 
     def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
@@ -203,15 +206,27 @@ class CheckpointingTrainer(Trainer):
             if self.args.should_save:
                 self.state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model as Trainer does, and also where FSDP2 writes its checkpoints in shards.
+
+        With the state dict type SHARDED_STATE_DICT Trainer writes no weights that ``from_pretrained`` could load.
+        """
+        if self._partial_dir is None and self._saves_shards:
+            state = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+        super().save_model(output_dir, _internal_call)
+
+    @property
+    def _saves_shards(self) -> bool:
+        return self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+
     def _get_output_dir(self, trial: Any) -> str:
         return self._partial_dir or super()._get_output_dir(trial)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._partial_dir is None:  # otherwise it is uploaded once it is complete
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""
-        card = Path(str(self.args.output_dir), "README.md")
-        if not (card.is_file() and "hf_infcl" in (ModelCard.load(card).data.tags or [])):
-            super().create_model_card(*args, **kwargs)
+        if self._partial_dir is not None:
+            return  # it is uploaded once it is complete
+        if self._saves_shards and self.args.hub_strategy != HubStrategy.END:
+            self.save_model(_internal_call=True)  # the checkpoint has no whole model that could be pushed
+        super()._push_from_checkpoint(checkpoint_folder)

@@ -13,8 +13,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+import transformers
+from huggingface_hub import constants
 
 
 class Hub:
@@ -25,7 +30,7 @@ class Hub:
         commits: for every (repository, revision) its commits, each the whole tree as {path: bytes}, the oldest first.
         created: the bodies of the requests that created repositories.
         messages: the summaries of all commits in their order.
-        failures: how many of the next commits are answered with status 500.
+        failures: how many of the next commits are refused with status 403, after which the client does not try again.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -74,6 +79,18 @@ def hub_double() -> Iterator[Hub]:
         thread.join()
 
 
+@contextmanager
+def hub_for_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """A running double that the Hub's client of this process talks to; downloads go into ``cache``."""
+    with hub_double() as hub:
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it remembers the endpoint
+        yield hub
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -96,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/validate-yaml":
             return self._json({"errors": [], "warnings": []})
         if match := re.fullmatch(r"/api/models/(.+)/branch/(.+)", path):
-            self.hub.commits.setdefault(match.groups(), [dict(self.hub.files(match[1]))])
+            if match.groups() in self.hub.commits:
+                return self._json({"error": "the branch exists"}, 409)
+            self.hub.commits[match.groups()] = [dict(self.hub.files(match[1]))]
             return self._json({})
         if re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
             files = [
@@ -112,7 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             if self.hub.failures:
                 self.hub.failures -= 1
-                return self._json({"error": "the double was told to fail"}, 500)
+                return self._json({"error": "the double was told to refuse"}, 403)
+            if (repository, revision) not in self.hub.commits:
+                return self._json({"error": f"no branch {revision}"}, 404)
             tree = dict(self.hub.files(repository, revision))
             for line in body.splitlines():
                 operation = json.loads(line)
@@ -124,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
                 elif operation["key"] in ("deletedFile", "deletedFolder"):
                     gone = value["path"]
                     tree = {path: data for path, data in tree.items() if not path.startswith(gone)}
-            self.hub.commits.setdefault((repository, revision), []).append(tree)
+            self.hub.commits[repository, revision].append(tree)
             return self._json({"commitUrl": f"{self.hub.endpoint}/{repository}/commit/x", "commitOid": sha_of(tree)})
 
     def do_HEAD(self) -> None:

@@ -1,0 +1,135 @@
+"""Pushes to the Hub and a resume from it, by the real client of the Hub, which talks to a double on this machine."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.hub import Hub, hub_for_this_process
+from helpers.trainers import StopAt, parameters, trainer_for
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import TrainerCallback
+
+TOKEN = "hf_" + "s3cr3t" * 6
+SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
+PUSHING = {**SAVING, "push_to_hub": True, "hub_model_id": "me/mine", "hub_token": TOKEN, "hub_always_push": True}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
+
+
+def folders(files: dict[str, bytes]) -> set[str]:
+    return {name.partition("/")[0] for name in files if "/" in name}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "commits", "checkpoints"),
+    [
+        ("end", 1, set()),
+        ("every_save", 3, set()),
+        ("checkpoint", 5, {"last-checkpoint"}),
+        ("all_checkpoints", 5, {"checkpoint-1", "checkpoint-2"}),
+    ],
+)
+def test_a_strategy_pushes_what_it_says_to_a_branch_of_a_private_repository(
+    hub, tmp_path, strategy, commits, checkpoints
+):
+    options = {"hub_strategy": strategy, "hub_private_repo": True, "hub_revision": "trial"}
+    trainer = trainer_for(tmp_path / "out", **PUSHING, **options)
+    trainer.train()
+    trainer.push_to_hub()
+    (created,) = hub.created
+    assert created.get("private") or created.get("visibility") == "private"
+    assert hub.commits["me/mine", "main"] == [{}], "the other branch stays as it was"
+    assert len(hub.commits["me/mine", "trial"]) == 1 + commits
+    files = hub.files("me/mine", "trial")
+    assert folders(files) == checkpoints
+    for name in checkpoints:
+        saved = tmp_path / "out" / name.replace("last-checkpoint", "checkpoint-2")
+        uploaded = {path.removeprefix(f"{name}/"): data for path, data in files.items() if path.startswith(f"{name}/")}
+        assert uploaded == {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert not [path for path, data in files.items() if TOKEN.encode() in data]
+    model = transformers.CLIPModel.from_pretrained("me/mine", revision="trial")
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), parameters(trainer))
+
+
+class Failures(logging.Handler, TrainerCallback):
+    """Lets the training go on from its first save only when the failure of the push has been logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+        self.logged = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 2:
+            self.logged.set()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.logged.wait(60), "the training has not been told of the failure"
+
+
+def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub, tmp_path):
+    failures = Failures()
+    logger = logging.getLogger("hf_infcl.training.hub")
+    logger.addHandler(failures)
+    try:
+        trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints", callbacks=[failures])
+        hub.failures = 2  # those of the model and of the checkpoint
+        trainer.train()
+    finally:
+        logger.removeHandler(failures)
+    for message in failures.messages:
+        assert message.startswith("A push of step 1 to me/mine has failed: HfHubHTTPError")
+        assert "403" in message
+        assert message.endswith("It is tried again at the next save.")
+        assert TOKEN not in message
+    files = hub.files("me/mine")
+    assert folders(files) == {"checkpoint-1", "checkpoint-2"}
+    assert files["checkpoint-1/model.safetensors"] == (tmp_path / "checkpoint-1/model.safetensors").read_bytes()
+
+
+def test_the_final_push_brings_what_is_missing_or_raises(hub, tmp_path):
+    trainer = trainer_for(tmp_path, **{**PUSHING, "hub_always_push": False}, hub_strategy="checkpoint")
+    hub.failures = 100
+    trainer.train()
+    with pytest.raises(HfHubHTTPError):
+        trainer.push_to_hub()
+    with pytest.raises(OSError, match=r"could not be pushed to me/mine: HfHubHTTPError.*hf upload me/mine"):
+        trainer.push_folder()
+    assert hub.commits["me/mine", "main"] == [{}]
+    hub.failures = 0
+    trainer.push_folder()
+    files = hub.files("me/mine")
+    assert files["last-checkpoint/infcl_manifest.json"] == (tmp_path / "checkpoint-2/infcl_manifest.json").read_bytes()
+    assert files["model.safetensors"] == (tmp_path / "model.safetensors").read_bytes()
+
+
+def test_a_run_goes_on_from_the_hub_s_last_checkpoint(hub, tmp_path):
+    whole = trainer_for(tmp_path / "whole", models.clip(0.3), max_steps=4, **SAVING)
+    whole.train()
+    options = {**PUSHING, "hub_strategy": "checkpoint", "max_steps": 4}
+    trainer_for(tmp_path / "lost", models.clip(0.3), **options, callbacks=[StopAt(2)]).train()
+    again = trainer_for(tmp_path / "new", models.clip(0.3, seed=5), **options)
+    again.train(resume_from_checkpoint="last-checkpoint")
+    assert again.steps_trained == 2
+    assert torch.equal(parameters(again), parameters(whole))
+    empty = trainer_for(tmp_path / "empty", **{**options, "hub_model_id": "me/empty"})
+    with pytest.raises(ValueError, match="me/empty has no last-checkpoint"):
+        empty.train(resume_from_checkpoint="last-checkpoint")
+    with pytest.raises(ValueError, match="name it by hub_model_id"):
+        trainer_for(tmp_path / "none", **SAVING).train(resume_from_checkpoint="last-checkpoint")
+    gone = trainer_for(tmp_path / "gone", **SAVING, hub_model_id="me/gone")
+    with pytest.raises(ValueError, match=r"last-checkpoint of me/gone could not be downloaded: .*404"):
+        gone.train(resume_from_checkpoint="last-checkpoint")
