@@ -8,6 +8,14 @@ to float64 on the same inputs. The floor is the time that torch.matmul (cuBLAS) 
 for the least number of B×B×D products: four for softmax, three for sigmoid. Other implementations are measured where
 they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (its product of logits in bf16 or, as it
 offers, in FP8), open_clip_torch, torch's own linear_cross_entropy.
+
+``--forms`` also measures batches that are not plain pairs. The batch size is then the number of images, the floor is
+that of all their texts, the name of the implementation ends in the form, and float64 is this package's torch backend:
+
+- ``repeated``: 1% of the pairs have the id of another one, and equal `pair_ids` are excluded;
+- ``captions``: four captions of each image, in no order, all of them positives. siglip-kernel's loss is SigLIP+, which
+  weights the positives; its errors are not measured;
+- ``negatives``: texts that belong to no image, a quarter as many as images.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -34,6 +43,7 @@ from .peers import Loss
 
 PRODUCTS = {"softmax": 4, "sigmoid": 3}
 COMPILED_UP_TO = 16384  # beyond, our kernels take longer than their launches
+FORMS = {"pairs": "", "repeated": ", 1% repeated", "captions": ", 4 captions", "negatives": ", b/4 negatives"}
 REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
 COLUMNS = (
     *("date", "commit", "device", "torch", "triton", "objective", "dtype", "dim", "batch_size", "implementation"),
@@ -70,11 +80,49 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
     return losses
 
 
+def form_of_batch(
+    form: str, objective: str, x: Tensor, y: Tensor
+) -> tuple[Tensor, Callable[..., Loss], dict[str, Loss]]:
+    """The texts [m, D] of a form with images x [b, D] and texts y [b, D]; our loss by its options; others' losses."""
+    batch = len(x)
+    g = torch.Generator(x.device).manual_seed(batch)
+    others: dict[str, Loss] = {}
+    options: dict[str, Tensor] = {}
+    if form == "negatives":
+        negatives, _ = common.features(batch // 4, x.shape[1], x.dtype, x.device, seed=1)
+
+        def with_negatives(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, **kinds: Any) -> Tensor:
+            texts, negatives = y.split((batch, batch // 4))
+            return contrastive_loss(x, texts, scale, bias, objective=objective, negative_texts=negatives, **kinds)
+
+        return torch.cat((y, negatives)), functools.partial(functools.partial, with_negatives), others
+    if form == "repeated":
+        ids = torch.arange(batch, device=x.device)
+        ids[: batch // 200] += batch // 200
+        options["pair_ids"] = ids[torch.randperm(batch, generator=g, device=x.device)]
+    else:
+        ids = torch.arange(4 * batch, device=x.device) % batch
+        order = torch.randperm(4 * batch, generator=g, device=x.device)
+        options = {"image_ids": ids[:batch], "text_ids": ids[order]}
+        captions = [common.features(batch, x.shape[1], torch.float32, x.device, seed=2 + i)[1] for i in range(3)]
+        y = F.normalize(torch.cat([y, *(x + 4 * c for c in captions)]), dim=-1)[order].to(x.dtype)
+        if objective == "sigmoid":
+            others["siglip_kernel SigLIP+"] = functools.partial(
+                peers.siglip_kernel_plus, image_ids=options["image_ids"], text_ids=options["text_ids"]
+            )
+    ours = functools.partial(contrastive_loss, objective=objective, **options)
+    return y, functools.partial(functools.partial, ours), others
+
+
 def truth(x: Tensor, y: Tensor, objective: str) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and gradients by x and y, in float64 and in chunks."""
+    return in_float64(functools.partial(peers.checkpointed, objective=objective, rows=2048), x, y)
+
+
+def in_float64(loss_of: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, y = (t.double().requires_grad_() for t in (x, y))
     scale, bias = (torch.tensor(value, dtype=torch.float64, device=x.device) for value in (SCALE, BIAS))
-    loss = peers.checkpointed(x, y, scale, bias, objective=objective, rows=2048)
+    loss = loss_of(x, y, scale, bias)
     return loss.detach(), *torch.autograd.grad(loss, (x, y))
 
 
@@ -144,14 +192,23 @@ def run(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses matmul
         torch.use_deterministic_algorithms(True)
     environment = common.environment(torch.device("cuda"), "triton")
-    for objective, dtype_name, dim, batch in (
-        (o, t, d, b) for o in args.objectives for t in args.dtypes for d in args.dims for b in args.batch_sizes
+    for objective, dtype_name, dim, batch, form in itertools.product(
+        args.objectives, args.dtypes, args.dims, args.batch_sizes, args.forms
     ):
         x, y = common.features(batch, dim, getattr(torch, dtype_name), "cuda")
         rate = matmul_rate()
-        floor = PRODUCTS[objective] * 2 * batch**2 * dim / rate / 1e9
-        true = truth(x, y, objective) if batch <= args.errors_up_to else None
-        for name, loss in implementations(objective, batch).items():
+        true = None
+        if form == "pairs":
+            losses = implementations(objective, batch)
+            if batch <= args.errors_up_to:
+                true = truth(x, y, objective)
+        else:
+            y, ours, others = form_of_batch(form, objective, x, y)
+            losses = {"hf_infcl": ours(), **others}
+            if batch <= args.errors_up_to:
+                true = in_float64(ours(backend="torch"), x, y)
+        floor = PRODUCTS[objective] * 2 * batch * len(y) * dim / rate / 1e9
+        for name, loss in losses.items():
             if args.implementations and name not in args.implementations:
                 continue
             row = environment | {
@@ -159,12 +216,13 @@ def run(args: argparse.Namespace) -> None:
                 "dtype": dtype_name,
                 "dim": dim,
                 "batch_size": batch,
-                "implementation": f"{name} deterministic" if args.deterministic else name,
+                "implementation": name + " deterministic" * args.deterministic + FORMS[form],
                 "matmul_tflops": round(rate),
             }
             torch._dynamo.reset()
             try:
-                row |= measure(loss, x, y, true, args.milliseconds)
+                comparable = true if name != "siglip_kernel SigLIP+" else None
+                row |= measure(loss, x, y, comparable, args.milliseconds)
                 if name in REPLAYED:
                     row["peak_mib"] = ""
                 row["floor_fraction"] = round(floor / row["ms"], 3)
@@ -206,6 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[512])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=list(PRODUCTS))
+    parser.add_argument("--forms", nargs="+", default=["pairs"], choices=list(FORMS), help="of the batch, see above")
     parser.add_argument("--implementations", nargs="+", help="by name, default: all that are installed")
     parser.add_argument("--milliseconds", type=int, default=300, help="of repetitions per row")
     parser.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms")

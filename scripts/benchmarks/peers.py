@@ -77,6 +77,14 @@ def siglip_kernel(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, backend:
     return importlib.import_module("siglip_kernel").fused_siglip_loss(x, y, scale.log(), bias, backend=backend)
 
 
+def siglip_kernel_plus(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, image_ids: Tensor, text_ids: Tensor
+) -> Tensor:
+    """SigLIP+: equal ids are positives, which weigh 1 / (2K) for each of the two sides with their K positives."""
+    loss = importlib.import_module("siglip_kernel").fused_siglip_plus_loss
+    return loss(x, y, scale.log(), bias, image_ids, text_ids, num_groups=len(x))
+
+
 def open_clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
     losses = importlib.import_module("open_clip.loss")
     if objective == "sigmoid":
