@@ -128,6 +128,34 @@ class TestCaptions:
             dataset.set_epoch(epoch)
             assert [item["caption"][0] for item in loader] == expected
 
+    def test_several_captions_are_drawn_without_repeats(self):
+        dataset = ImageTextDataset(captioned([*LISTS, ["a", " ", "b"]]), captions_per_image=3)
+        drawn = set()
+        for epoch in range(20):
+            dataset.set_epoch(epoch)
+            captions = dataset[0]["caption"]
+            assert len(set(captions)) == 3
+            assert sorted(dataset[len(LISTS)]["caption"]) == ["a", "b"]
+            drawn.update(captions)
+        assert drawn == set(LISTS[0])
+        again = ImageTextDataset(captioned(LISTS), captions_per_image=3)
+        again.set_epoch(19)
+        assert again[0]["caption"] == captions
+
+    def test_negative_captions(self):
+        wrong = [["x", None, "y"], [], None]
+        dataset = ImageTextDataset(captioned(["a", "b", "c"], wrong=wrong), negative_caption_column="wrong")
+        drawn = set()
+        for epoch in range(20):
+            dataset.set_epoch(epoch)
+            items = [dataset[row] for row in range(3)]
+            assert [item["caption"] for item in items] == [["a"], ["b"], ["c"]]
+            assert items[1]["negative_captions"] == items[2]["negative_captions"] == []
+            drawn.add(*items[0]["negative_captions"])
+        assert drawn == {"x", "y"}
+        strings = ImageTextDataset(captioned(["a", "b"], wrong=["x", None]), negative_caption_column="wrong")
+        assert [item["negative_captions"] for item in strings] == [["x"], []]
+
     def test_all_captions(self):
         dataset = ImageTextDataset(captioned([["a", None, "b"], ["c", " ", "d"]]), all_captions=True)
         assert [item["caption"] for item in dataset] == [["a", "b"], ["c", "d"]]
@@ -286,6 +314,16 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
         (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
         (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count the rows twice"),
+        (PAIRS, {"captions_per_image": 0}, "captions_per_image must be at least 1, got 0"),
+        (PAIRS, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one str"),
+        (captioned(LISTS), {"captions_per_image": 2, "all_captions": True}, r"\(all_captions=True\) takes all"),
+        (PAIRS, {"negative_caption_column": "caption", "all_captions": True}, r"\(all_captions=True\) takes all"),
+        (PAIRS, {"negative_caption_column": "wrong"}, r"no column \['wrong'\]"),
+        (
+            PAIRS,
+            {"negative_caption_column": "id"},
+            "negative_caption_column 'id' must hold strings or lists of strings",
+        ),
         (PAIRS.select([]), {}, "no rows"),
         (PAIRS.with_transform(lambda batch: batch), {}, "has a transform"),
         (DatasetDict(train=PAIRS, test=PAIRS), {}, r"is a DatasetDict\. Pass one of its splits: \['train', 'test'\]"),
@@ -360,6 +398,14 @@ class TestCollator:
         assert batch["pixel_values"].dtype == torch.float32
         assert batch["input_ids"].tolist() == [[2, 3, 4, 1], [5, 1, 0, 0]]
         assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+    def test_several_captions_and_then_negative_ones(self):
+        rows = items(["a b c", "d"], ["a"], negative_captions=[[], ["b"]])
+        batch = ContrastiveCollator(clip_processor())(rows)
+        assert batch["input_ids"].tolist() == [[2, 3, 4, 1], [5, 1, 0, 0], [2, 1, 0, 0], [3, 1, 0, 0]]
+        assert batch["caption_image"].tolist() == [0, 0, 1, -1]
+        single = ContrastiveCollator(clip_processor())(items(["a"], ["b"], negative_captions=[[], []]))
+        assert "caption_image" not in single
 
     def test_siglip_is_padded_to_a_fixed_length(self):
         batch = ContrastiveCollator(siglip_processor())(items(["a b c"], ["d"]))

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from hf_infcl.data import ImageTextStream, readers, shards, streams
 from hf_infcl.data.pairs import caption_pair_id
-from hf_infcl.data.readers import DamagedShardError, ParquetReader, TarReader
+from hf_infcl.data.readers import Columns, DamagedShardError, ParquetReader, TarReader
 from hf_infcl.data.shards import find_shards, shard_names
 
 
@@ -354,6 +354,23 @@ def test_items_of_tar_and_parquet_files(tmp_path):
         assert by_caption["pair_id"] == caption_pair_id(by_caption["caption"][0])
 
 
+def test_several_captions_and_negative_ones(tmp_path):
+    members = [*pair(7, caption=["one", "two", "three"], wrong="other"), *pair(8, caption=["one"])]
+    write_tar(tmp_path / "a" / "0.tar", members)
+    lists = {"caption": [["one", "two", "three"], ["one"]], "wrong": [["other"], None]}
+    write_parquet(tmp_path / "b.parquet", [7, 8], **lists)
+    for source in (tmp_path / "a", tmp_path / "b.parquet"):
+        drawn = set()
+        for seed in range(20):
+            stream = ImageTextStream(str(source), seed=seed, captions_per_image=2, negative_caption_column="wrong")
+            first, second = sorted(one_pass(stream), key=number_of)
+            assert (second["caption"], second["negative_captions"]) == (["one"], [])
+            assert first["negative_captions"] == ["other"]
+            assert len(set(first["caption"])) == 2
+            drawn.update(first["caption"])
+        assert drawn == {"one", "two", "three"}
+
+
 def test_captions_in_text_files_and_images_by_name(tmp_path):
     files = [("x/1.jpg", png(1)), ("x/1.right.png", png(2)), ("x/1.TXT", " says é \n".encode()), ("x/1.alt", b"other")]
     write_tar(tmp_path / "0.tar", files)
@@ -453,7 +470,7 @@ def test_tar_files_are_read_as_tarfile_reads_them(tmp_path, form):
             tar.addfile(link)
     with tarfile.open(path) as tar:
         expected = {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and not m.name.startswith("._")}
-    reader = TarReader("image", "caption", None, [str(path)])
+    reader = TarReader(Columns("image", "caption"), [str(path)])
     found = list(reader.samples(str(path)))
     assert {f"{key}.{e}": data for _, key, sample in found for e, data in sample.items()} == expected
     positions = [0] + [position for position, _, _ in found]
@@ -466,7 +483,7 @@ def test_sizes_beyond_8_gib_are_understood(tmp_path):
     """GNU's binary sizes and POSIX's records; the contents are absent, so the reader must say where they would end."""
     for form, end in ((tarfile.GNU_FORMAT, 1024), (tarfile.PAX_FORMAT, 2048)):
         path = write_tar(tmp_path / f"{form}.tar", pair(1))
-        reader = TarReader("image", "caption", None, [str(path)])
+        reader = TarReader(Columns("image", "caption"), [str(path)])
         info = tarfile.TarInfo("2.other")
         info.size = 2**33 + 5
         path.write_bytes(info.tobuf(form) + path.read_bytes())
@@ -476,7 +493,7 @@ def test_sizes_beyond_8_gib_are_understood(tmp_path):
 
 def test_a_tar_file_cut_anywhere_is_said_to_be(tmp_path):
     whole = write_tar(tmp_path / "00000.tar", [*pair(1), *pair(2), *pair(3)]).read_bytes()
-    reader = TarReader("image", "caption", None, [str(tmp_path / "00000.tar")])
+    reader = TarReader(Columns("image", "caption"), [str(tmp_path / "00000.tar")])
     contents = [key for _, key, _ in reader.samples(str(tmp_path / "00000.tar"))]
     cut = tmp_path / "cut.tar"
     end = whole.rstrip(b"\0")
@@ -585,6 +602,11 @@ def test_wrong_options_and_columns(folder, tmp_path):
         (str(tmp_path / "json.tar"), {}, "json.tar' has a .json that cannot be read: its .json holds a list"),
         (str(tmp_path / "empty.tar"), {}, "empty.tar' holds no samples"),
         (f"{tmp_path}/{{a.parquet,two.tar}}", {}, "a.parquet' and .*two.tar' are of two formats"),
+        (parquet, {"negative_caption_column": "wrong"}, "negative_caption_column 'wrong' must hold strings or lists"),
+        (str(folder), {"negative_caption_column": "w"}, "No caption was found for negative_caption_column 'w'"),
+        (parquet, {"captions_per_image": 0}, "captions_per_image must be at least 1, got 0"),
+        (parquet, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),
+        (str(folder), {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),
         (parquet, {"on_bad_sample": "ignore"}, 'must be "raise" or "skip"'),
         (parquet, {"shuffle_buffer": 0}, "shuffle_buffer must be at least 1, got 0"),
         (parquet, {"samples_per_epoch": 0}, "samples_per_epoch must be at least 1, got 0"),

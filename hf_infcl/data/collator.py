@@ -102,7 +102,7 @@ class ContrastiveCollator:
         return f"{type(image_processor).__name__}, {getattr(image_processor, 'backend', 'its own')} backend"
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Collate b items with n captions in all.
+        """Collate b items with n captions in all, negative captions included.
 
         Returns:
             pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or the output of an image processor that prepares
@@ -110,7 +110,8 @@ class ContrastiveCollator:
             Then, all int64:
             pair_ids [b]: if the items carry one.
             skipped [b]: if the items carry it.
-            caption_image [n]: the row of the batch that each caption belongs to. Absent if every item has one caption.
+            caption_image [n]: the row of the batch that each caption belongs to; -1 for negative captions, which come
+            last. Absent if every item has one caption and none a negative one.
             labels [b]: for zero-shot items, which have no captions.
             Items with `image_features` give image_features [b, H] fp32, and pixel_values [b, 0] without content.
 
@@ -136,10 +137,13 @@ class ContrastiveCollator:
                     f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). For a "
                     "stream, map its rows to such lists, or read its shards by ImageTextStream."
                 )
-            batch |= self.tokenize([caption for item in items for caption in item["caption"]])
+            captions = [caption for item in items for caption in item["caption"]]
+            negatives = [caption for item in items for caption in item.get("negative_captions", ())]
+            batch |= self.tokenize(captions + negatives)
             counts = torch.tensor([len(item["caption"]) for item in items])
-            if (counts != 1).any():
-                batch["caption_image"] = torch.arange(len(items)).repeat_interleave(counts)
+            if negatives or (counts != 1).any():
+                of_captions = torch.arange(len(items)).repeat_interleave(counts)
+                batch["caption_image"] = torch.cat((of_captions, torch.full((len(negatives),), -1)))
         for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped"), ("label", "labels")):
             if key in items[0]:
                 batch[name] = torch.tensor([item[key] for item in items])

@@ -26,7 +26,8 @@ class ImageTextDataset(ImageDataset):
         image: RGB, a uint8 array [H, W, 3] (or what an ``augmentation`` of your own returns). Transparency is dropped,
             as in CLIP's own preprocessing.
         cropped: True. Only with an augmentation that crops; the collator then takes no center crop.
-        caption: list of str; one caption, or all of them with `all_captions`.
+        caption: list of str; one caption, up to `captions_per_image`, or all of them with `all_captions`.
+        negative_captions: list of one str, or empty if the row has none. Only with a `negative_caption_column`.
         pair_id: int64; items with the same id are never each other's negatives. Absent unless asked for.
         skipped: int, the number of bad rows passed over for this item. Only with `on_bad_sample="skip"`.
 
@@ -39,6 +40,10 @@ class ImageTextDataset(ImageDataset):
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: images; or paths (strings) or encoded images (binary).
         caption_column: strings, or lists of strings of which one is drawn anew each epoch.
+        captions_per_image: the number of different captions that are drawn of a list; a row with fewer gives them all.
+        negative_caption_column: strings, or lists of strings of which one is drawn anew each epoch, that describe the
+            image almost but not truly, such as captions with two words swapped. In training they are negatives of all
+            images and belong to none (NegCLIP, arXiv 2210.01936).
         pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers, or
             strings such as urls; or it is the caption column itself, where captions that read the same count as
             equal (see `caption_pair_id`; of several captions the item's first).
@@ -63,6 +68,8 @@ class ImageTextDataset(ImageDataset):
         *,
         image_column: str = "image",
         caption_column: str = "caption",
+        captions_per_image: int = 1,
+        negative_caption_column: str | None = None,
         pair_id_column: str | None = None,
         all_captions: bool = False,
         seed: int = 0,
@@ -85,19 +92,32 @@ class ImageTextDataset(ImageDataset):
             )
         if min_side is not None and min_side < 1:
             raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
-        super().__init__(dataset, image_column, [caption_column] + ([pair_id_column] if pair_id_column else []))
-
-        captions = dataset.features[caption_column]
-        if not (is_string(captions) or is_string(getattr(captions, "feature", None))):
+        check_captions_per_image(captions_per_image)
+        if all_captions and (captions_per_image > 1 or negative_caption_column):
             raise ValueError(
-                f"The caption_column {caption_column!r} must hold strings or lists of strings, not {captions}."
+                "An evaluation (all_captions=True) takes all captions of an image and no others. Leave "
+                "captions_per_image and negative_caption_column out."
             )
+        columns = [caption_column, negative_caption_column, pair_id_column]
+        super().__init__(dataset, image_column, [column for column in columns if column])
+
+        for option, column in (
+            ("caption_column", caption_column),
+            ("negative_caption_column", negative_caption_column),
+        ):
+            captions = dataset.features[column] if column else None
+            if column and not (is_string(captions) or is_string(getattr(captions, "feature", None))):
+                raise ValueError(f"The {option} {column!r} must hold strings or lists of strings, not {captions}.")
+        if is_string(dataset.features[caption_column]):
+            check_captions_per_image(captions_per_image, single=caption_column)
         if pair_id_column and pair_id_column != caption_column:
             ids = dataset.features[pair_id_column]
             if not (is_integer(ids) or is_string(ids)):
                 raise ValueError(f"The pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}.")
         self._texts = self._rows.remove_columns(image_column)
         self._caption_column = caption_column
+        self.captions_per_image = captions_per_image
+        self.negative_caption_column = negative_caption_column
         self._pair_id_column = pair_id_column
         self._all_captions = all_captions
         self._seed = seed
@@ -137,9 +157,12 @@ class ImageTextDataset(ImageDataset):
         captions = usable_captions(value[self._caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self._caption_column!r}: no caption")
-        if not self._all_captions and len(captions) > 1:
-            captions = [self._random(row, "caption").choice(captions)]
+        if not self._all_captions:
+            captions = draw_captions(captions, self.captions_per_image, self._random(row, "caption"))
         item: dict[str, Any] = {"caption": captions}
+        if self.negative_caption_column:
+            negatives = usable_captions(value[self.negative_caption_column])
+            item["negative_captions"] = draw_captions(negatives, 1, self._random(row, "negative caption"))
         if self._pair_id_column == self._caption_column:
             item["pair_id"] = caption_pair_id(captions[0])
         elif self._pair_id_column:
@@ -167,6 +190,24 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     """The captions in a value of the caption column that are more than white space."""
     captions = [value] if isinstance(value, str) else value or []
     return [caption for caption in captions if caption and not caption.isspace()]
+
+
+def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:
+    """Up to ``count`` captions at different places of the list, which may be empty."""
+    if count == 1 and captions:
+        return [random.choice(captions)]
+    return random.sample(captions, min(count, len(captions)))
+
+
+def check_captions_per_image(captions_per_image: int, single: str | None = None) -> None:
+    """Raises a ValueError for a number that cannot be drawn, also of a column of ``single`` captions."""
+    if captions_per_image < 1:
+        raise ValueError(f"captions_per_image must be at least 1, got {captions_per_image}.")
+    if single and captions_per_image > 1:
+        raise ValueError(
+            f"captions_per_image is {captions_per_image}, but the caption_column {single!r} holds one string for each "
+            "image. Name a column of lists of strings, or leave captions_per_image out."
+        )
 
 
 def as_pair_id(value: str | int) -> int:

@@ -10,7 +10,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .shards import open_shard
 
@@ -25,6 +25,21 @@ class DamagedShardError(ValueError):
     """A shard is truncated, or its contents are not of the format that its name says."""
 
 
+class Columns(NamedTuple):
+    """The names by which the parts of a sample are found; None for a part that is not wanted.
+
+    In tar files ``image`` is "image", for the file with an extension of an image, or the extension to take; the others
+    are fields of the ``.json`` or extensions of text files, and the caption "caption" falls back to ``.txt``. In
+    parquet files they are columns: of structs of ``bytes`` and ``path``, as `datasets` writes images, of encoded images
+    or of paths beside the file; of strings or lists of strings for captions; of strings or integers for pair ids.
+    """
+
+    image: str
+    caption: str
+    pair_id: str | None = None
+    negative_caption: str | None = None
+
+
 # ---- Tar ----
 
 
@@ -32,16 +47,19 @@ class TarReader:
     """Samples of webdataset tar files: successive files whose names are equal up to the first dot of the last part.
 
     Args:
-        image_column: "image" for the file with an extension of an image, or the extension to take.
-        caption_column: a field of the ``.json``, or the extension of a text file; "caption" falls back to ``.txt``.
-        pair_id_column: likewise, or None.
-        urls: shards; the first samples show which images and captions there are.
+        columns: the parts of a sample.
+        urls: shards; the first samples show which images and captions there are. A negative caption has to be in one of
+            them.
+
+    Attributes:
+        has_lists: whether the captions are lists of strings.
 
     Raises:
         ValueError: the first samples have no such image, caption or pair id, with the names of what they have.
     """
 
-    def __init__(self, image_column: str, caption_column: str, pair_id_column: str | None, urls: Sequence[str]) -> None:
+    def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
+        image_column, caption_column, pair_id_column, negative_column = columns
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
         first = itertools.islice(_first_samples(self, urls), _PROBED)
         problem = f"The shard {urls[0]!r} holds no samples."
@@ -74,11 +92,18 @@ class TarReader:
             if pair_id_column and pair_id is None:
                 problem = f"No pair id was found for pair_id_column {pair_id_column!r}. {there}"
                 continue
+            negative = _tar_column(negative_column, sample, fields) if negative_column else None
+            if negative_column and negative is None:
+                problem = f"No caption was found for negative_caption_column {negative_column!r}. {there}"
+                continue
+            self.has_lists = caption[0] and isinstance(fields[caption_column], list)
             self._any_image = image_column not in sample
             self._columns = {image_column: (False, image), caption_column: caption}
             self._image_column = image_column
             if pair_id_column and pair_id is not None:
                 self._columns[pair_id_column] = pair_id
+            if negative_column and negative is not None:
+                self._columns[negative_column] = negative
             self._extensions = frozenset(
                 "json" if in_json else extension for in_json, extension in self._columns.values()
             ) | (IMAGE_EXTENSIONS if self._any_image else frozenset())
@@ -235,40 +260,42 @@ class ParquetReader:
     """Rows of parquet files; only the needed columns are read, and only the row groups from the position on.
 
     Args:
-        image_column: structs of ``bytes`` and ``path``, as `datasets` writes images; encoded images; or paths beside
-            the file.
-        caption_column: strings, or lists of strings.
-        pair_id_column: strings or integers, or None.
+        columns: the parts of a sample.
         urls: shards; the columns are those of the first.
+
+    Attributes:
+        has_lists: as in `TarReader`.
 
     Raises:
         ValueError: the first file lacks a column, or has one of another type.
     """
 
-    def __init__(self, image_column: str, caption_column: str, pair_id_column: str | None, urls: Sequence[str]) -> None:
+    def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
         import pyarrow.types as types
 
+        image_column, caption_column, pair_id_column, negative_column = columns
         self._image_column = image_column
-        self._columns = list(dict.fromkeys(c for c in (image_column, caption_column, pair_id_column) if c))
+        self._columns = list(dict.fromkeys(column for column in columns if column))
         with open_shard(urls[0], buffer=_PARQUET_BUFFER) as file:
             schema = _parquet_file(file, urls[0]).schema_arrow
         if missing := [column for column in self._columns if column not in schema.names]:
             raise ValueError(f"The shard {urls[0]!r} has no column {missing[0]!r}. Its columns are {schema.names}.")
-        image, caption = schema.field(image_column).type, schema.field(caption_column).type
-        lists = types.is_list(caption) or types.is_large_list(caption)
-        text = _is_text(caption.value_type if lists else caption)
+        image = schema.field(image_column).type
         is_struct = types.is_struct(image) and image.get_field_index("bytes") >= 0
         wrong = None
         if not (is_struct or _is_text(image) or types.is_binary(image) or types.is_large_binary(image)):
             wrong = f"image_column {image_column!r} must hold encoded images, or structs with their bytes, not {image}"
-        elif not text:
-            wrong = f"caption_column {caption_column!r} must hold strings or lists of strings, not {caption}"
-        elif pair_id_column and pair_id_column != caption_column:
+        for option, column in (("caption_column", caption_column), ("negative_caption_column", negative_column)):
+            captions = schema.field(column).type if column else None
+            if column and not _are_texts(captions):
+                wrong = wrong or f"{option} {column!r} must hold strings or lists of strings, not {captions}"
+        if not wrong and pair_id_column and pair_id_column != caption_column:
             ids = schema.field(pair_id_column).type
             if not (types.is_integer(ids) or _is_text(ids)):
                 wrong = f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}"
         if wrong:
             raise ValueError(f"The shard {urls[0]!r} does not fit: {wrong}.")
+        self.has_lists = _are_lists(schema.field(caption_column).type)
 
     def samples(
         self, url: str, position: int = 0, stop: int | None = None
@@ -319,6 +346,16 @@ def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[
         raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
 
 
+def _are_lists(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return types.is_list(kind) or types.is_large_list(kind)
+
+
+def _are_texts(kind: Any) -> bool:
+    return _is_text(kind.value_type if _are_lists(kind) else kind)
+
+
 def _is_text(kind: Any) -> bool:
     import pyarrow.types as types
 
@@ -331,7 +368,7 @@ def _is_text(kind: Any) -> bool:
 Reader = TarReader | ParquetReader
 
 
-def reader_of(urls: Sequence[str], image_column: str, caption_column: str, pair_id_column: str | None) -> Reader:
+def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
     """The reader of shards that are all tar files, or all parquet files."""
     parquet = [url.endswith(".parquet") for url in urls]
     if any(parquet) and not all(parquet):
@@ -340,7 +377,7 @@ def reader_of(urls: Sequence[str], image_column: str, caption_column: str, pair_
             "as two sources."
         )
     kind = ParquetReader if parquet[0] else TarReader
-    return kind(image_column, caption_column, pair_id_column, urls)
+    return kind(columns, urls)
 
 
 def _first_samples(reader: TarReader, urls: Sequence[str]) -> Iterator[tuple[str, str, dict[str, bytes]]]:

@@ -24,8 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .augmentation import Augmentation, augment, check_augmentation
 from .images import BadSampleError, decode_rgb
 from .lanes import LaneSource, Order, Piece, Shard
-from .pairs import as_pair_id, caption_pair_id, usable_captions
-from .readers import DamagedShardError, reader_of
+from .pairs import as_pair_id, caption_pair_id, check_captions_per_image, draw_captions, usable_captions
+from .readers import Columns, DamagedShardError, reader_of
 from .shards import ReadError, find_shards, open_shard, shard_names
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     Its items are those of `ImageTextDataset`, always with a pair id: dicts of
         image, cropped: as in `ImageTextDataset`.
-        caption: list of one str, drawn anew in each pass where a sample has several.
+        caption: list of one str, or of up to `captions_per_image`, drawn anew in each pass.
+        negative_captions: as in `ImageTextDataset`. Only with a `negative_caption_column`.
         pair_id: int64, equal for items of the same sample, or as `pair_id_column` says.
         skipped: int, the bad samples left out before this item. Only with `on_bad_sample="skip"`.
 
@@ -63,6 +64,9 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         name: the configuration of sources that are folders or Hub ids.
         image_column: in tar files "image" stands for the file with an image's extension; otherwise an extension.
         caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
+        captions_per_image: the number of different captions that are drawn of a list, at most.
+        negative_caption_column: as in `ImageTextDataset`; in tar files a field of the ``.json`` or an extension,
+            which one of the first samples has to have.
         pair_id_column: samples of equal value here are never each other's negatives; see `ImageTextDataset`.
         seed: determines the order, the mixture, the captions drawn and the augmentation.
         on_bad_sample: "raise" a ValueError that names the sample, or "skip": leave it out and count it.
@@ -87,6 +91,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         name: str | None = None,
         image_column: str = "image",
         caption_column: str = "caption",
+        captions_per_image: int = 1,
+        negative_caption_column: str | None = None,
         pair_id_column: str | None = None,
         seed: int = 0,
         on_bad_sample: Literal["raise", "skip"] = "raise",
@@ -98,6 +104,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         min_side: int | None = None,
     ) -> None:
         check_augmentation(augmentation)
+        check_captions_per_image(captions_per_image)
         if on_bad_sample not in ("raise", "skip"):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         for option, value in (
@@ -118,7 +125,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.weights = [1.0] if weights is None else [float(weight) for weight in weights]
         self.seed, self.shuffle_buffer, self.open_shards, self.lanes = seed, shuffle_buffer, open_shards, lanes
         self.samples_per_epoch = samples_per_epoch
-        self._columns = image_column, caption_column, pair_id_column
+        self._columns = Columns(image_column, caption_column, pair_id_column, negative_caption_column)
+        self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample = on_bad_sample
         self._augmentation, self._min_side = augmentation, min_side
 
@@ -126,7 +134,9 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         groups: list[list[int]] = []  # the numbers of the shards that are dealt together
         for number, source in enumerate(sources):
             urls = find_shards(source, split=split, name=name)
-            reader = reader_of(urls, *self._columns)
+            reader = reader_of(urls, self._columns)
+            if not reader.has_lists:
+                check_captions_per_image(captions_per_image, single=caption_column)
             groups.append(list(range(len(self.shards), len(self.shards) + len(urls))))
             names = [f"{number}/{short}" for short in shard_names(urls)]
             self.shards += [Shard(url, short, reader) for url, short in zip(urls, names, strict=True)]
@@ -173,30 +183,37 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}") from error
 
     def _item(self, url: str, sample: str, passes: int, row: dict[str, Any]) -> dict[str, Any]:
-        image_column, caption_column, pair_id_column = self._columns
-        image = row[image_column]
+        columns = self._columns
+        image = row[columns.image]
         if image is None:
-            raise ValueError(f"it has no image in column {image_column!r}")
+            raise ValueError(f"it has no image in column {columns.image!r}")
         if isinstance(image, str):
             if _leaves_folder(image):
                 raise ValueError(f"the path of its image, {image!r}, leads out of the shard's folder")
             with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
                 image = file.read()
-        captions = usable_captions(row[caption_column])
+        captions = usable_captions(row[columns.caption])
         if not captions:
-            raise ValueError(f"it has no caption in column {caption_column!r}")
-        caption = random.Random(f"{self.seed} {passes} {sample} caption").choice(captions)
-        if pair_id_column is None:
+            raise ValueError(f"it has no caption in column {columns.caption!r}")
+        captions = draw_captions(captions, self.captions_per_image, self._random(passes, sample, "caption"))
+        texts: dict[str, Any] = {"caption": captions}
+        if columns.negative_caption:
+            negatives = usable_captions(row[columns.negative_caption])
+            texts["negative_captions"] = draw_captions(negatives, 1, self._random(passes, sample, "negative caption"))
+        if columns.pair_id is None:
             pair_id = as_pair_id(sample)
-        elif pair_id_column == caption_column:
-            pair_id = caption_pair_id(caption)
-        elif row[pair_id_column] is None:
-            raise ValueError(f"it has no pair id in column {pair_id_column!r}")
+        elif columns.pair_id == columns.caption:
+            pair_id = caption_pair_id(captions[0])
+        elif row[columns.pair_id] is None:
+            raise ValueError(f"it has no pair id in column {columns.pair_id!r}")
         else:
-            pair_id = as_pair_id(row[pair_id_column])
+            pair_id = as_pair_id(row[columns.pair_id])
         seed = f"{self.seed} {passes} {sample} augmentation"
         item = augment(decode_rgb(image, self._min_side), self._augmentation, seed)
-        return item | {"caption": [caption], "pair_id": pair_id}
+        return item | texts | {"pair_id": pair_id}
+
+    def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
+        return random.Random(f"{self.seed} {passes} {sample} {purpose}")
 
 
 class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):

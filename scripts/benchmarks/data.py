@@ -271,12 +271,12 @@ def write_tars(folder: Path, files: Sequence[bytes], samples: int, shards: int) 
 
 
 def tar(args: argparse.Namespace) -> Iterator[Row]:
-    from hf_infcl.data.readers import TarReader
+    from hf_infcl.data.readers import Columns, TarReader
 
     with tempfile.TemporaryDirectory() as folder:
         write_tars(Path(folder), jpegs(24), 4000, 1)
         url = f"{folder}/00000.tar"
-        reader = TarReader("image", "caption", None, [url])
+        reader = TarReader(Columns("image", "caption"), [url])
         times: dict[str, list[float]] = {"hf_infcl": [], "tarfile": []}
         for _ in range(args.rounds):
             began = time.process_time()
