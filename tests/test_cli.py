@@ -20,6 +20,7 @@ import transformers
 import yaml
 from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
 from helpers.hub import hub_for_this_process
+from helpers.processes import launched
 from helpers.shards import write_tar
 from huggingface_hub import HfApi
 from hypothesis import strategies as st
@@ -557,13 +558,19 @@ def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, wo
     assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
 
 
-@pytest.mark.parametrize("reason", ["./no/such", "Row 11 "])
-def test_two_processes_tell_a_mistake_once_and_show_no_traceback_of_ours(small, tmp_path, reason):
-    words = [*small, "--dataset", reason] if reason == "./no/such" else small
-    (tmp_path / "pairs/train/0011.png").write_text("no image")
-    done = start("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "hf_infcl", *words)
-    assert done.returncode != 0
-    lines = [line for line in done.stdout.splitlines() if reason in line]
-    assert len([line for line in lines if line.startswith("infcl train: error: ")]) == 1, done.stdout
+def check_mistake_is_told_once(reason: str, code: int, output: str) -> None:
+    assert code != 0
+    lines = [line for line in output.splitlines() if reason in line]
+    assert len([line for line in lines if line.startswith("infcl train: error: ")]) == 1, output
     assert len(lines) <= 2, "and the log of the rank that failed"
-    assert "hf_infcl/cli" not in done.stdout
+    assert "hf_infcl/cli" not in output
+
+
+def test_two_processes_tell_a_mistake_once_and_show_no_traceback_of_ours(small, tmp_path):
+    (tmp_path / "pairs/train/0011.png").write_text("no image")
+    done = start("-m", "torch.distributed.run", "--nproc-per-node", 2, "-m", "hf_infcl", *small)
+    check_mistake_is_told_once("Row 11 ", done.returncode, done.stdout)
+
+
+def test_two_processes_tell_the_same_mistake_once(small):
+    check_mistake_is_told_once("./no/such", *launched(infcl, *small, "--dataset", "./no/such"))

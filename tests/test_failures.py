@@ -1,6 +1,7 @@
 """One of two launched processes fails, in every phase of a step: both end, and the launcher reports the cause.
 
-The training that fails is this file itself, run as a script. A timeout here means a hang; no other time is measured.
+Where the launcher or a process is killed, torchrun runs this file as a script. A timeout here means a hang; no other
+time is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
+from helpers.processes import launched
 from helpers.trainers import trainer_for
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
@@ -36,7 +38,6 @@ FAILURES = {
     "second pass": "tried to allocate",
     "backward": "RuntimeError: this gradient is lost",
     "not finite": "(those of ranks [1] are not)",
-    "killed": "Signal 9 (SIGKILL) received",
 }
 # Signals to the launcher. It passes the first on; it does not handle the second and dies.
 ASKED = ("SIGTERM", "SIGKILL")
@@ -53,27 +54,32 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def launch(kind: str, backend: str) -> tuple[int, str]:
-    """Trains with two processes, and returns the launcher's exit code and output once all of them have ended."""
-    launcher = start(kind, backend)
+def check_ended(code: int, output: str) -> None:
+    processes = [int(line.split()[-1]) for line in output.splitlines() if line.startswith("training in process")]
+    assert len(processes) == 2, output
+    for pid in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert code != 0, output
+    assert "trained to the end" not in output
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_failing_process_ends_all(kind, backend):
+    code, output = launched(main, kind, backend)
+    check_ended(code, output)
+    assert FAILURES[kind].lower() in output.lower(), output
+
+
+def test_a_killed_process_ends_all(backend):
+    launcher = start("killed", backend)
     try:
         output, _ = launcher.communicate(timeout=HANG)
     finally:
         launcher.terminate()  # if it still runs; it then ends its processes
         launcher.wait()
-    for pid in [int(line.split()[-1]) for line in output.splitlines() if line.startswith("training in process")]:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-    return launcher.returncode, output
-
-
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_failing_process_ends_all(kind, backend):
-    code, output = launch(kind, backend)
-    assert output.count("training in process") == 2, output
-    assert code != 0, output
-    assert "trained to the end" not in output
-    assert FAILURES[kind].lower() in output.lower(), output
+    check_ended(launcher.returncode, output)
+    assert "Signal 9 (SIGKILL) received" in output
 
 
 @pytest.mark.parametrize("number", ASKED)

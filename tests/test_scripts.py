@@ -8,16 +8,19 @@ import csv
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, run
+from helpers.processes import launched
 
 from hf_infcl import load_pairs
 
@@ -140,12 +143,23 @@ def test_a_row_names_its_commit(script, monkeypatch):
     assert common.environment(torch.device("cpu"))["commit"] == "abc1234"
 
 
-def on_two(*words: Any) -> str:
-    return run("-m", "torch.distributed.run", "--nproc-per-node", 2, SCRIPTS / "benchmark.py", *words)
+def benchmark(*words: str) -> None:
+    """Runs benchmark.py as the main program of this process."""
+    sys.path.insert(0, str(SCRIPTS))
+    with (
+        mock.patch.dict(os.environ, HF_INFCL_COMMIT="abc1234"),
+        mock.patch.object(sys, "argv", ["benchmark.py", *words]),
+        mock.patch.object(os, "_exit", sys.exit),  # the launcher's agent waits for the function's end
+    ):
+        runpy.run_path(str(SCRIPTS / "benchmark.py"), run_name="__main__")
 
 
-def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_INFCL_COMMIT", "abc1234")
+def on_two(*words: Any) -> None:
+    code, printed = launched(benchmark, *map(str, words))
+    assert code == 0, printed
+
+
+def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
     words = ["--per-gpu-batch-sizes", 32, "--global-batch-sizes", 24, "--dims", 16, "--dtype", "float32"]
     on_two("ring", *words, "--objectives", "softmax", "sigmoid", "--milliseconds", 5, "--output", tmp_path / "ring.csv")
     rows = rows_of(tmp_path / "ring.csv")

@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Imported once for all processes of the tests. accelerate imports deepspeed in every training if it is installed.
-PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "deepspeed"]
+PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run", "deepspeed"]
 
 
 @functools.cache
@@ -193,3 +194,56 @@ def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any]
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives that it would compile first
     return function(rank, world_size, *args)
+
+
+def launched(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
+    """Calls a function in two processes, which torchrun's agent starts and watches as it does with a script's.
+
+    Returns:
+        The launcher's exit code, and everything that it and its processes have printed once all of them have ended.
+
+    Raises:
+        TimeoutError: the processes have not ended after 120 s; the message holds what they have printed.
+    """
+    with tempfile.NamedTemporaryFile("r") as printed:
+        launcher = context().Process(target=_launch, args=(printed.name, function, *args))
+        launcher.start()
+        launcher.join(120)
+        if launcher.is_alive():
+            launcher.terminate()  # it then ends its processes
+            launcher.join()
+            raise TimeoutError(f"The launched processes hang. They have printed:\n{printed.read()}")
+        return launcher.exitcode, printed.read()
+
+
+def _launch(path: str, function: Callable[..., Any], *args: Any) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _print_to(path)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="tests",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="spawn" if torch.cuda.is_available() else "fork",
+    )
+    elastic_launch(config, _main)(path, function, *args)
+
+
+def _main(path: str, function: Callable[..., Any], *args: Any) -> None:
+    """Calls the function as an interpreter does a script: it prints the error that ends it."""
+    _print_to(path)
+    try:
+        function(*args)
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def _print_to(path: str) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
