@@ -25,9 +25,9 @@ from hf_infcl.training.checkpoints import (
     Checkpoint,
     Run,
     RunRecord,
+    choose,
     damage,
     locked,
-    newest_complete,
     rotate,
 )
 from hf_infcl.training.preemption import Preempted, Preemption
@@ -65,7 +65,7 @@ def test_a_checkpoint_has_its_name_once_it_is_complete(tmp_path):
     checkpoint = Checkpoint(tmp_path, 3)
     checkpoint.begin(RECORD)
     (checkpoint.partial / "file").write_text("content")
-    assert newest_complete(tmp_path) == (None, [])
+    assert choose(str(tmp_path), "auto") is None
     checkpoint.flush()
     checkpoint.complete()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
@@ -128,9 +128,7 @@ def test_rotation_counts_complete_checkpoints_alone(tmp_path):
     }
     rotate(tmp_path, 1, [folders[3], folders[1]])
     assert folders[1].is_dir(), "the best one stays"
-    newest, passed_over = newest_complete(tmp_path)
-    assert newest == folders[3]
-    assert not passed_over
+    assert choose(str(tmp_path), "auto") == str(folders[3])
 
 
 # ---- Training with them ----
@@ -236,6 +234,32 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(tmp_path)
         run.train()
 
 
+def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
+    """Every process is the first one of a machine that has a disk of its own."""
+    Path(folder, str(rank)).mkdir()
+    before = os.getcwd()
+    os.chdir(Path(folder, str(rank)))
+    try:
+        os.environ["LOCAL_RANK"] = "0"
+        options = {"save_on_each_node": True}
+        expected = trained("whole", **options)
+        trained("run", **options)
+        if rank == 1:
+            change_a_byte(Path("run", "checkpoint-4", "optimizer.pt"))
+        resumed = trainer("run", seed=5, **options)
+        resumed.train(resume_from_checkpoint="auto")
+        assert resumed.steps_trained == 2, "a checkpoint is complete if it is so on every machine"
+        assert torch.equal(parameters(resumed), expected)
+        return sorted(path.name for path in Path("run", "checkpoint-4").glob("rng*"))
+    finally:
+        os.chdir(before)
+
+
+def test_machines_with_disks_of_their_own_save_and_resume_together(ranks, tmp_path):
+    files = ranks.run(rank_of_a_machine, 2, str(tmp_path))
+    assert files == [["rng_state_0.pth"], ["rng_state_1.pth"]]
+
+
 # ---- A disk that is full ----
 
 
@@ -330,9 +354,9 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        newest, _ = newest_complete(folder)
+        newest = choose(str(folder), "auto")
         assert newest is not None, f"killed at call {moment} of {calls[1]}"
-        found.append(newest.name)
+        found.append(Path(newest).name)
         resumed = trainer(folder, seed=6, **options)
         resumed.train(resume_from_checkpoint="auto")
         assert torch.equal(parameters(resumed), parameters(whole)), moment
@@ -362,7 +386,7 @@ def rank_asked(rank: int, world_size: int, folder: str, number: int) -> None:
         trainer(f"{folder}/parts", callbacks=[Ask(number, 3)] if rank == world_size - 1 else [], **options).train()
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == handler
-    assert newest_complete(f"{folder}/parts") == (Path(folder, "parts", "checkpoint-3"), [])
+    assert choose(f"{folder}/parts", "auto") == f"{folder}/parts/checkpoint-3"
     resumed = trainer(f"{folder}/parts", seed=5, **options)
     resumed.train(resume_from_checkpoint="auto")
     assert torch.equal(parameters(resumed), expected)

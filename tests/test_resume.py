@@ -6,16 +6,20 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
 from helpers import models
 from helpers.numerics import relative_error
-from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.pictures import picture
+from helpers.processors import clip_processor
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
 from packaging import version
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.training.checkpoints import LOCK_NAME
 
 # ---- The same weights ----
@@ -154,6 +158,40 @@ def test_another_split_of_the_same_global_batch_goes_on(tmp_path):
     whole = trainer_for(tmp_path / "whole", **OPTIONS)
     whole.train()
     assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
+
+
+# Adam divides by small numbers at first, which amplifies rounding: with a tenth of the learning rate by less.
+GENTLE = {**OPTIONS, "learning_rate": 1e-3}
+
+
+def rank_stops(rank: int, world_size: int, folder: str) -> None:
+    stopped(folder, **GENTLE, gradient_accumulation_steps=1)
+
+
+def test_another_number_of_processes_goes_on_with_the_same_batches(ranks, tmp_path):
+    ranks.run(rank_stops, 2, str(tmp_path))
+    resumed, whole = trainer_for(tmp_path, **GENTLE), trainer_for(tmp_path / "whole", **GENTLE)
+    rows = TrainedRows()
+    rows.watch(resumed)
+    resumed.add_callback(rows)
+    rows_of_whole = TrainedRows()
+    rows_of_whole.watch(whole)
+    whole.add_callback(rows_of_whole)
+    resumed.train(resume_from_checkpoint=True)
+    whole.train()
+    assert [sorted(step) for step in rows.steps] == [sorted(step) for step in rows_of_whole.steps[3:]]
+    assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
+
+
+def pairs_of(captions: str) -> ImageTextDataset:
+    return ImageTextDataset(datasets.Dataset.from_dict({"image": [picture(0)] * 40, "caption": list(captions)}))
+
+
+def test_other_captions_of_the_same_number_are_other_data(tmp_path):
+    options = {**OPTIONS, "data_collator": ContrastiveCollator(clip_processor())}
+    stopped(tmp_path, data=pairs_of("ab" * 20), **options)
+    with pytest.raises(ValueError, match=r"of another run: content was '\w{16}' and is '\w{16}'"):
+        trainer_for(tmp_path, data=pairs_of("ac" * 20), **options).train(resume_from_checkpoint=True)
 
 
 # ---- Secrets ----

@@ -115,6 +115,8 @@ def decode_rgb(value: bytes | Mapping[str, Any], min_side: int | None = None) ->
         image.draft(None, (min_side, min_side))  # does nothing for other formats than JPEG
     if simplejpeg is not None and (pixels := _decode_jpeg(encoded, image)) is not None:
         return pixels
+    if image.mode == "F":
+        raise ValueError("its pixels are floating point numbers, whose range is not known")
     ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))

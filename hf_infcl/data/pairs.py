@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import unicodedata
 from typing import TYPE_CHECKING, Any, Literal
@@ -174,6 +175,11 @@ class ImageTextDataset(ImageDataset):
             item["pair_id"] = row
         return item
 
+    def content_fingerprint(self) -> str:
+        """A fingerprint of the captions and pair ids of up to 64 rows, by which other data of this length shows."""
+        rows = range(0, len(self), math.ceil(len(self) / 64))
+        return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
+
     @property
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
@@ -187,9 +193,25 @@ class ImageTextDataset(ImageDataset):
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:
-    """The captions in a value of the caption column that are more than white space."""
+    """The captions in a value of the caption column that show at least one character and are valid Unicode.
+
+    Spaces, control characters and marks of direction show nothing. JSON can hold halves of surrogate pairs, which no
+    tokenizer takes.
+    """
     captions = [value] if isinstance(value, str) else value or []
-    return [caption for caption in captions if caption and not caption.isspace()]
+    return [caption for caption in captions if caption and _is_visible(caption) and _is_unicode(caption)]
+
+
+def _is_visible(text: str) -> bool:
+    return any(character.isprintable() and character != " " for character in text)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:
@@ -211,7 +233,11 @@ def check_captions_per_image(captions_per_image: int, single: str | None = None)
 
 
 def as_pair_id(value: str | int) -> int:
-    """A value of the pair id column as an int64: a hash of a string, one to one for integers."""
+    """A value of the pair id column as an int64: a hash of a string, one to one for integers.
+
+    Raises:
+        ValueError: the integer has more than 64 bits.
+    """
     return _hash(value) if isinstance(value, str) else _as_int64(value)
 
 
@@ -229,5 +255,7 @@ def _hash(text: str) -> int:
 
 
 def _as_int64(value: int) -> int:
-    """Map integers of any column to int64 one to one: the upper half of uint64 becomes negative."""
+    """Maps integers of any column to int64 one to one: the upper half of uint64 becomes negative."""
+    if not -(2**63) <= value < 2**64:
+        raise ValueError(f"the pair id {value} does not fit into 64 bits")
     return (value + 2**63) % 2**64 - 2**63

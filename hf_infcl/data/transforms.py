@@ -13,6 +13,9 @@ from torch import Tensor
 # By PIL's number of the filter. F.interpolate has no other filter for uint8 with antialiasing.
 _MODES = {2: "bilinear", 3: "bicubic"}
 
+# The most that a long side is, in short sides, before the middle is cropped: a strip would be resized to gigabytes.
+_LONGEST = 64
+
 # The module of transformers whose classes resize, crop and normalise, and from which image processors inherit.
 _BACKENDS = "transformers.image_processing_backends"
 
@@ -74,6 +77,8 @@ class ImageTransform:
 
         ``cropped``: the image is already a crop. All of it is resized to the size that is wanted in the end.
         """
+        if self.crop is not None and not cropped:
+            image = _without_far_ends(image)
         height, width = image.shape[:2]
         crop = None if cropped else self.crop
         if cropped and self.crop is not None:
@@ -98,6 +103,16 @@ class ImageTransform:
         """Rescale and normalise uint8 [b, 3, H, W], on any device, to fp32 of the same shape: (x - mean) / std."""
         mean, std = (values.to(pixels.device, non_blocking=True) for values in (self.mean, self.std))
         return (pixels.float() - mean).div_(std)
+
+
+def _without_far_ends(image: np.ndarray) -> np.ndarray:
+    """The middle of an image [H, W, 3] whose long side is more than `_LONGEST` times the short one; others as a whole.
+
+    The center crop that follows takes a square at most, so nothing of it is lost.
+    """
+    longest = _LONGEST * min(image.shape[:2])
+    top, left = (max(0, (side - longest) // 2) for side in image.shape[:2])
+    return image[top : top + longest, left : left + longest]
 
 
 def _inherits_its_methods(kind: type) -> bool:

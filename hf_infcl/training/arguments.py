@@ -44,6 +44,15 @@ class InfCLTrainingArguments(TrainingArguments):
         resume_with_changes: go on from a checkpoint although the global batch size, the objective, the model or the
             training set are not those of the run that wrote it. The steps are counted on, and the data continues after
             the rows of the epoch that were trained.
+        skip_nonfinite: at most this many windows in a row are skipped if their embeddings, loss or gradient are not
+            finite; one more ends the training, as the first does by default. A skipped window counts as a step, but
+            changes no weight, no buffer, no optimizer and no learning rate. The log counts ``skipped_windows``, and
+            averages the loss of the window before in place of a skipped one's.
+        divergence_factor: the loss has exploded if that of a window is more than this many times the mean of the 20
+            windows before, 3 for instance. None compares nothing.
+        on_divergence: ``"stop"`` ends the training with an error when the loss has exploded. ``"roll_back"`` takes
+            weights, optimizer and learning rate from the last checkpoint and goes on with the data that follows; if the
+            loss explodes again before the next checkpoint, the training ends.
 
     Pickled or copied, the arguments lose their ``hub_token``: Trainer writes a pickle of them beside every model.
 
@@ -88,6 +97,24 @@ class InfCLTrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Resume from a checkpoint of another global batch, objective, model or training set."},
     )
+    skip_nonfinite: int = field(
+        default=0,
+        metadata={"help": "Skip up to so many windows in a row whose embeddings, loss or gradient are not finite."},
+    )
+    divergence_factor: float | None = field(
+        default=None,
+        metadata={
+            "help": "The loss has exploded if it is more than so many times the mean of the 20 windows before; by "
+            "default it is not compared."
+        },
+    )
+    on_divergence: str = field(
+        default="stop",
+        metadata={
+            "help": "When the loss has exploded: 'stop' with an error, or 'roll_back' to the last checkpoint and go on "
+            "with the next data."
+        },
+    )
     # A loss that is not finite stops the training, so it must appear in the log as it is.
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Log the average of earlier losses in place of one that is not finite."}
@@ -129,6 +156,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("strategy", self.strategy, STRATEGIES),
             ("backend", self.backend, BACKENDS),
             ("freeze", self.freeze, (None, *TOWERS)),
+            ("on_divergence", self.on_divergence, ("stop", "roll_back")),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
@@ -140,6 +168,37 @@ class InfCLTrainingArguments(TrainingArguments):
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
+        for name, least in (
+            ("per_device_train_batch_size", 1),
+            ("per_device_eval_batch_size", 1),
+            ("gradient_accumulation_steps", 1),
+            ("dataloader_num_workers", 0),
+            ("ddp_timeout", 1),
+            ("skip_nonfinite", 0),
+        ):
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
+        if not 0 <= self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be a number from 0, got {self.learning_rate}.")
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(
+                "num_train_epochs or max_steps must be more than 0, or nothing is trained, got "
+                f"{self.num_train_epochs} and {self.max_steps}."
+            )
+        for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
+            interval = getattr(self, steps)
+            if getattr(self, strategy) == "steps" and interval is not None and not interval > 0:
+                raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
+        if self.divergence_factor is not None and not self.divergence_factor > 1:
+            raise ValueError(f"divergence_factor must be more than 1, got {self.divergence_factor}.")
+        if self.on_divergence == "roll_back":
+            if self.divergence_factor is None:
+                raise ValueError("on_divergence='roll_back' needs a divergence_factor, 3 for instance.")
+            if self.save_strategy == "no" or self.save_only_model:
+                raise ValueError(
+                    "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than "
+                    "'no', and leave save_only_model off."
+                )
         for name, default, reason in (
             (
                 "dataloader_drop_last",

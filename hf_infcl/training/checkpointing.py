@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from ..processes import Processes
 from .arguments import InfCLTrainingArguments
-from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, choose, differences, locked, rotate
+from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, check_writable, choose, differences, locked, rotate
 from .hub import LAST_CHECKPOINT, HubTrainer
 from .preemption import Preempted, Preemption
 
@@ -35,13 +35,16 @@ class CheckpointingTrainer(HubTrainer):
 
     args: InfCLTrainingArguments
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: InfCLTrainingArguments, *others: Any, **kwargs: Any) -> None:
+        if args.should_save:
+            check_writable(str(args.output_dir))
         self._resumed: RunRecord | None = None
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
+        self._last_checkpoint: str | None = None  # which `_roll_back` has not used yet
         self._first_step = 0  # the first step of the last `train`; transformers 5.17 does not keep it
         self._preemption = Preemption()
-        super().__init__(*args, **kwargs)
+        super().__init__(model, args, *others, **kwargs)
 
     def _run(self) -> Run:
         """The properties of this run that a checkpoint must share to be resumed."""
@@ -73,11 +76,13 @@ class CheckpointingTrainer(HubTrainer):
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
         """
         self._trial = trial
-        with locked(str(self.args.output_dir)), Preemption() as self._preemption:
+        output_dir, saves = str(self.args.output_dir), self.args.should_save
+        with locked(output_dir, locks=saves), Preemption() as self._preemption:
             if resume_from_checkpoint == LAST_CHECKPOINT and not Path(LAST_CHECKPOINT).is_dir():
                 resume_from_checkpoint = self._checkpoint_of_hub()
-            checkpoint = choose(str(self.args.output_dir), resume_from_checkpoint)
+            checkpoint = choose(output_dir, resume_from_checkpoint, looks=saves)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
+            self._last_checkpoint = checkpoint
             if checkpoint is not None:
                 self._check_same_run(checkpoint)
             return super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -146,6 +151,26 @@ class CheckpointingTrainer(HubTrainer):
         )
         raise Preempted(128 + number)
 
+    def _roll_back(self, reason: str) -> None:
+        """Takes weights, optimizer, schedule and scaler from the last checkpoint, to which a training goes back once.
+
+        Args:
+            reason: a sentence that says why.
+
+        Raises:
+            ValueError: on every process: there is no checkpoint, or the training went back to it before.
+        """
+        checkpoint, self._last_checkpoint = self._last_checkpoint, None
+        if checkpoint is None:
+            raise ValueError(
+                f"{reason} There is no checkpoint to go back to, or the training has gone back to it already. Lower "
+                "the learning rate, or look at the data."
+            )
+        logger.warning(f"{reason} The training goes back to {checkpoint}, and on with the data that follows.")
+        self._load_from_checkpoint(checkpoint)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_scaler(checkpoint)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all.
 
@@ -181,6 +206,7 @@ class CheckpointingTrainer(HubTrainer):
                     checkpoint.abandon()
                 return
         self._saved_step = self.state.global_step
+        self._last_checkpoint = str(checkpoint.folder)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(checkpoint.folder))
         if self.args.should_save:

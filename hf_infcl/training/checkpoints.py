@@ -13,11 +13,12 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -47,12 +48,14 @@ class Run:
         objective: ``"softmax"`` or ``"sigmoid"``.
         model: class and number of parameters.
         data: class of the training set, its number of rows and how they are drawn.
+        content: a fingerprint of the training set; empty if it has none, and then not compared.
     """
 
     global_batch_size: int
     objective: str
     model: str
     data: str
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class RunRecord:
 def differences(before: Run, now: Run) -> Iterator[str]:
     """Yields a phrase for a message about each property that differs between two runs."""
     for (name, old), new in zip(asdict(before).items(), asdict(now).values(), strict=True):
-        if old != new:
+        if old != new and not (name == "content" and "" in (old, new)):
             yield f"{name} was {old!r} and is {new!r}"
 
 
@@ -227,16 +230,6 @@ def _folders(output_dir: str | Path) -> list[Path]:
     return sorted((f for f in found if f.is_dir() and f.name.rpartition("-")[2].isdecimal()), key=written, reverse=True)
 
 
-def newest_complete(output_dir: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint without damage, and a sentence about the damage of each one written later."""
-    passed_over: list[str] = []
-    for folder in _folders(output_dir):
-        if (reason := damage(folder)) is None:
-            return folder, passed_over
-        passed_over.append(reason)
-    return None, passed_over
-
-
 def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
     """Removes all complete checkpoints except the ``limit`` newest ones and those to ``keep``.
 
@@ -252,13 +245,15 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def choose(output_dir: str, wanted: str | bool | None) -> str | None:
-    """The checkpoint to go on from, which the main process finds and checks for all processes.
+def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = None) -> str | None:
+    """The checkpoint to go on from, the same on all processes; collective.
 
     Args:
         output_dir: where the checkpoints of the run are.
         wanted: a checkpoint's folder, which must be without damage; True for the newest complete one; ``"auto"`` for
             the newest complete one, or a new start if there is no checkpoint yet; None or False to start anew.
+        looks: whether this process looks for damage. By default that is the main process. Where every machine has its
+            own checkpoints, one process of each must, and a checkpoint is complete if it is so on every machine.
 
     Returns:
         Its folder, or None to start anew.
@@ -269,57 +264,88 @@ def choose(output_dir: str, wanted: str | bool | None) -> str | None:
     if not wanted:
         return None
     processes = Processes()
-    chosen, problem = "", ""
-    if processes.rank == 0:
-        if isinstance(wanted, str) and wanted != "auto":
-            chosen = wanted
-            if not Path(wanted).is_dir():
-                problem = f"There is no checkpoint {wanted}."
-            elif Path(wanted, MANIFEST_NAME).exists() or Path(wanted, RECORD_NAME).exists():
-                if (reason := damage(wanted)) is not None:
-                    problem = f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
-            else:
-                logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
-        else:
-            folder, passed_over = newest_complete(output_dir)
-            for reason in passed_over:
-                logger.warning(f"A checkpoint is passed over: {reason}")
-            chosen = str(folder or "")
-            if folder is None and passed_over:
-                problem = (
-                    f"No checkpoint in {output_dir} is complete: {' '.join(passed_over)} Remove them to start anew, or "
-                    "name one to resume from it."
-                )
-            elif folder is None and wanted != "auto":
-                problem = f"{output_dir} has no checkpoint to resume from."
-    chosen, problem = (processes.gather_text(text)[0] for text in (chosen, problem))
-    if problem:
-        raise ValueError(problem)
-    return chosen or None
+    is_main = processes.rank == 0
+    looks = is_main if looks is None else looks
+
+    def problem_on_any(find: Callable[[str], str | None], folder: str) -> str:
+        return next(filter(None, processes.gather_text((looks and find(folder)) or "")), "")
+
+    if isinstance(wanted, str) and wanted != "auto":
+        if problem := problem_on_any(_not_resumable, wanted):
+            raise ValueError(problem)
+        if is_main and not Path(wanted, MANIFEST_NAME).exists():
+            logger.warning(f"{wanted} has no {MANIFEST_NAME}: its files are not checked for damage.")
+        return wanted
+    passed_over = []
+    names = [str(folder) for folder in _folders(output_dir)] if is_main else []
+    for folder in json.loads(processes.gather_text(json.dumps(names))[0]):
+        if not (reason := problem_on_any(damage, folder)):
+            return folder
+        passed_over.append(reason)
+        if is_main:
+            logger.warning(f"A checkpoint is passed over: {reason}")
+    if passed_over:
+        raise ValueError(
+            f"No checkpoint in {output_dir} is complete: {' '.join(passed_over)} Remove them to start anew, or name "
+            "one to resume from it."
+        )
+    if wanted != "auto":
+        raise ValueError(f"{output_dir} has no checkpoint to resume from.")
+    return None
+
+
+def _not_resumable(checkpoint: str) -> str:
+    """A sentence that says why a checkpoint that was asked for by name cannot be resumed from, or nothing."""
+    if not Path(checkpoint).is_dir():
+        return f"There is no checkpoint {checkpoint}."
+    if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
+        return ""  # another trainer's
+    reason = damage(checkpoint)
+    return (
+        "" if reason is None else f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
+    )
+
+
+def check_writable(output_dir: str | Path) -> None:
+    """Makes a folder and raises a ValueError if no file can be written to it."""
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can be written to output_dir {output_dir}: {error}. Choose another output_dir."
+        ) from error
 
 
 @contextmanager
-def locked(output_dir: str | Path) -> Iterator[None]:
-    """Keeps other runs from training in the same folder; the lock is released however the process ends.
+def locked(output_dir: str | Path, *, locks: bool | None = None) -> Iterator[None]:
+    """Keeps other runs from training in the same folder; the lock is released however the process ends; collective.
+
+    Args:
+        output_dir: the folder.
+        locks: whether this process takes the lock. By default that is the main process. Where every machine has its own
+            folder, one process of each must.
 
     Raises:
         ValueError: on every process: another run holds the lock, or the folder cannot be written to.
     """
     processes = Processes()
     lock, problem = FileLock(Path(output_dir, LOCK_NAME), timeout=0), ""
-    if processes.rank == 0:
+    if processes.rank == 0 if locks is None else locks:
         try:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            check_writable(output_dir)
             lock.acquire()
         except Timeout:
             problem = (
                 f"Another run is training in {output_dir}. Choose another output_dir, or end that run first; processes "
-                "without a launcher may be left of one that was killed."
+                "without a launcher may be left of one that was killed. save_on_each_node is for machines that do not "
+                "share the folder."
             )
-        except OSError as error:
-            problem = f"Nothing can be written to output_dir {output_dir}: {error}."
+        except (OSError, ValueError) as error:
+            problem = str(error)
     try:
-        if problem := processes.gather_text(problem)[0]:
+        if problem := next(filter(None, processes.gather_text(problem)), ""):
             raise ValueError(problem)
         yield
     finally:

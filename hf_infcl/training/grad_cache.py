@@ -138,6 +138,21 @@ class CachedWindow:
                 of_micro_batch.append(part)
         return self.loss
 
+    def finite_rows(self) -> list[Tensor]:
+        """For each feature whether its gradient is finite in each row of the window, [all rows] bool.
+
+        Call it after `evaluate`. A feature without a gradient has no rows, [0].
+        """
+        return [
+            torch.cat(
+                [
+                    torch.empty(0, dtype=torch.bool) if part is None else part.isfinite().flatten(1).all(1).cpu()
+                    for part in parts
+                ]
+            )
+            for parts in zip(*self._feature_gradients, strict=True)
+        ]
+
     def surrogate(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient, or None without one.
 

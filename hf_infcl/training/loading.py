@@ -380,6 +380,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             objective=self.contrastive_objective,
             model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
             data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
+            content=data.content_fingerprint() if isinstance(data, ImageTextDataset) else "",
         )
 
     def _record(self) -> RunRecord:

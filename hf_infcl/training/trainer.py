@@ -1,7 +1,7 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch.
 
-This file holds the training step. The other parts of the trainer are in `loading.py` (data), `evaluating.py`,
-`checkpointing.py` (saving and resuming) and `preparation.py` (the model).
+This file holds the training step. The other parts of the trainer are in `nonfinite.py` (windows that are not trained),
+`loading.py` (data), `evaluating.py`, `checkpointing.py` (saving and resuming) and `preparation.py` (the model).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.profiler import record_function
 from transformers import Trainer, TrainerCallback
 
 from ..loss import contrastive_loss
-from ..processes import Processes, announce_failure
+from ..processes import announce_failure
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import DualEncoder
 from .grad_cache import CachedWindow, Features, GraphBudget
-from .loading import LoadingTrainer
+from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
 from .preparation import prepare_model
 from .wrappers import Wrapper, is_compiled, stock_shapes, wrapper_of
@@ -61,7 +61,7 @@ class _Passes:
     next_micro_batch: int = 0  # of the second pass
 
 
-class InfCLTrainer(LoadingTrainer):
+class InfCLTrainer(GuardedTrainer):
     """A `transformers.Trainer` whose every optimizer step minimises the loss of one global contrastive batch.
 
     The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
@@ -142,15 +142,13 @@ class InfCLTrainer(LoadingTrainer):
         wrapper = wrapper_of(self.model_wrapped, self.accelerator.distributed_type)
         wrapper.begin_training(self.dual_encoder, self.args.ddp_broadcast_buffers)
         retain = self.args.retain_graphs
-        # The time trained before an interruption counts.
-        logged = (entry["train_seconds"] for entry in reversed(self.state.log_history) if "train_seconds" in entry)
         now = time.perf_counter()
         self._training = _Training(
             wrapper=wrapper,
             compiled=is_compiled(self.model_wrapped),
             graph_budget=GraphBudget(None if retain == "auto" else int(retain), self.args.device),
             fetcher=Fetcher(self.args.device) if self.args.offload_inputs else None,
-            began=now - next(logged, 0.0),
+            began=now - self._last_logged("train_seconds"),  # the time trained before an interruption counts
             last_log=(now, self.state.global_step),
         )
 
@@ -185,7 +183,8 @@ class InfCLTrainer(LoadingTrainer):
         ``inputs`` only says that the next one is due: the data is the window's.
 
         Returns:
-            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values.
+            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values. In
+            place of the loss of a window that is skipped, that of the last one that was trained.
         """
         model.train()
         for frozen in self.dual_encoder.frozen_parts():
@@ -198,14 +197,17 @@ class InfCLTrainer(LoadingTrainer):
         last = index == len(self._window) - 1
         if index == 0:
             training.wrapper.begin_window()
+            self._guard.begin_window(model.buffers())
         with training.wrapper.gradient_sync(last):
             if index == 0:
                 passes.cached = self._first_pass(model)
             assert passes.cached is not None
-            with record_function("infcl: second pass"):
-                surrogate = passes.cached.surrogate(index)
-                if surrogate is not None:
-                    self.accelerator.backward(surrogate, **training.wrapper.backward_options)
+            if not self._guard.skipping:
+                with record_function("infcl: second pass"):
+                    surrogate = passes.cached.surrogate(index)
+                    if surrogate is not None:
+                        self.accelerator.backward(surrogate, **training.wrapper.backward_options)
+                self._check_gradient(model, passes.cached, last)
         # Trainer holds the window until the next one is fetched; the images are not needed any more.
         self._window[index].pop("pixel_values", None)
         every = self.args.torch_empty_cache_steps
@@ -215,6 +217,9 @@ class InfCLTrainer(LoadingTrainer):
         if not last:
             return torch.zeros_like(loss)
         passes.cached = None
+        if self._guard.skipping:
+            self._prepare_skip(model)
+            return torch.full_like(loss, self._guard.last_loss)
         if training.windows == 0:
             training.wrapper.check_gradients()
             if training.compiled:
@@ -244,20 +249,11 @@ class InfCLTrainer(LoadingTrainer):
             if not self.is_fsdp_enabled:
                 announce_failure(error)
             raise
-        finite = torch.stack([f.isfinite().all() for f in features]).all()
+        finite = finite_rows(features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
             loss = window.evaluate(self._loss, lambda: self.dual_encoder.temperature_parameters)
-        if not loss.isfinite():  # the same on every process, before anything has been changed
-            ranks = [rank for rank, (ok,) in enumerate(Processes().agree([finite.item()])) if not ok]
-            cause = f"logit_scale is {self.dual_encoder.scale_and_bias()[0].item():g}"
-            if ranks:
-                cause = f"an image or the model gives embeddings that are not finite (those of ranks {ranks} are not)"
-            raise ValueError(
-                f"The loss of the global batch after step {self.state.global_step} is {loss.item()}: {cause}. "
-                "The weights are those of that step. Look at the data of this batch, lower the learning rate, or use "
-                "bf16 instead of fp16."
-            )
+        self._check_loss(loss, finite)  # before anything has been changed
         return window
 
     def _encode(self, model: nn.Module, micro_batch: _MicroBatch) -> Features:
@@ -291,7 +287,7 @@ class InfCLTrainer(LoadingTrainer):
         The figures are logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs;
         samples_per_second, the rate of pairs since the last log, the evaluations in between included; train_seconds,
         the duration of the training so far, the parts before an interruption included; and peak_memory of this GPU in
-        bytes. `LoadingTrainer.log` adds those of the data.
+        bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add theirs.
         """
         if "loss" in logs:
             scale, bias = self.dual_encoder.scale_and_bias()
@@ -312,7 +308,14 @@ class InfCLTrainer(LoadingTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:
             state_dict = stock_shapes(self.dual_encoder, state_dict)
-        super()._save(output_dir, state_dict)
+        # transformers' models are written by process 0 alone, even where each machine needs a copy of its own.
+        each_node = {"should_save_on_this_rank": bool} if self.args.save_on_each_node else {}
+        vars(self.dual_encoder.model).update(each_node)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            for name in each_node:
+                del vars(self.dual_encoder.model)[name]
 
 
 class _LoopEvents(TrainerCallback):
@@ -327,7 +330,11 @@ class _LoopEvents(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._end_training()
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._before_optimizer_step()
+
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._after_optimizer_step()
         maximum = args.max_logit_scale
         if maximum is None and self._trainer.contrastive_objective == "softmax":
             maximum = 100.0

@@ -1,0 +1,233 @@
+"""Images, captions, ids, processors, checkpoints, arguments and folders that cannot be used are refused.
+
+The message gives the reason. What is unusual and can be used trains like any other.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import sys
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from helpers import models
+from helpers.processors import LENGTH, clip_processor
+from helpers.trainers import arguments, trainer_for
+from PIL import Image
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset
+from hf_infcl.data.pairs import as_pair_id
+
+RED, GREEN = (255, 0, 0), (0, 255, 0)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int, depth: int, pixels: bytes) -> bytes:
+    """A PNG in RGB, of a size or a depth that PIL does not write."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
+
+
+def red(mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> Image.Image:
+    return Image.new("RGB", size, RED).convert(mode)
+
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
+
+# Bytes, and the reason for which they are refused.
+BAD_IMAGES = {
+    "empty": (b"", "UnidentifiedImageError"),
+    "not an image": (b"<html>404</html>", "UnidentifiedImageError"),
+    "no width": (png(0, 5, 8, b""), "UnidentifiedImageError"),
+    "truncated PNG": (encoded(NOISE)[:5000], "image file is truncated"),
+    "truncated JPEG": (encoded(NOISE, "JPEG")[:1000], "image file is truncated"),
+    "20,000 pixels a side": (png(20_000, 20_000, 8, b""), "400000000 pixels.* exceeds limit"),
+    "without its pixels": (png(9_000, 9_000, 8, b""), "image file is truncated"),
+    "floating point": (encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"), "floating point .* not known"),
+}
+# Bytes of images that are red, at least in their first pixel.
+GOOD_IMAGES = {
+    "one pixel": encoded(red(size=(1, 1))),
+    "CMYK": encoded(red("CMYK"), "TIFF"),
+    "palette": encoded(red("P")),
+    "alpha": encoded(red("RGBA")),
+    "16 bits": png(1, 1, 16, b"\0" + struct.pack(">3H", 0xFFFF, 0, 0xFF)),
+    "animated GIF": encoded(red(), "GIF", save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]),
+    "animated WebP": encoded(
+        red(), "WEBP", lossless=True, save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]
+    ),
+    "a column": encoded(red(size=(1, 20_000))),
+    "a row": encoded(red(size=(20_000, 1))),
+}
+
+
+def rows(images: Any, captions: Any = None, **columns: Any) -> Dataset:
+    images = list(images)
+    return Dataset.from_dict({"image": images, "caption": captions or ["a"] * len(images), **columns})
+
+
+@pytest.mark.parametrize("kind", BAD_IMAGES)
+def test_a_bad_image_is_refused_with_its_row_and_skipped_if_asked(kind):
+    content, reason = BAD_IMAGES[kind]
+    dataset = rows([GOOD_IMAGES["one pixel"], content])
+    with pytest.raises(ValueError, match=f"Row 1 of the dataset .* is bad: column 'image': .*{reason}"):
+        ImageTextDataset(dataset)[1]
+    replaced = ImageTextDataset(dataset, on_bad_sample="skip")[1]
+    assert replaced["skipped"] > 0
+    assert tuple(replaced["image"][0, 0]) == RED
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", GOOD_IMAGES)
+def test_an_unusual_image_is_used(kind):
+    item = ImageTextDataset(rows([GOOD_IMAGES[kind]]))[0]
+    assert tuple(item["image"][0, 0]) == RED
+    batch = ContrastiveCollator(clip_processor(), uint8=True)([item])
+    assert batch["pixel_values"].shape == (1, 3, 16, 16)
+
+
+def test_a_strip_is_not_resized_as_a_whole():
+    # The short side becomes 16 pixels long, so that the whole strip would have 16 × 16 × 20,000.
+    strip = np.repeat(np.arange(20_000) % 251, 3).reshape(1, 20_000, 3).astype(np.uint8)
+    transform = ContrastiveCollator(clip_processor())._transform
+    assert transform is not None
+    middle = strip[:, 10_000 - 40 : 10_000 + 40]
+    difference = transform(strip).int() - transform(np.ascontiguousarray(middle)).int()
+    assert difference.abs().max() <= 1
+
+
+# ---- Captions and ids ----
+
+
+@pytest.mark.parametrize("caption", [None, "", " \t\n", "\x00\x01\x1b", "\u200f\u202e\ufeff", "\ud83d"], ids=repr)
+def test_a_caption_that_shows_nothing_is_refused(caption):
+    dataset = ImageTextDataset(rows([GOOD_IMAGES["one pixel"]] * 2, ["a", "b"]))
+    dataset._rows = [{"image": {"bytes": GOOD_IMAGES["one pixel"]}, "caption": caption}]  # Arrow has no surrogates
+    with pytest.raises(ValueError, match=r"Row 0 .* is bad: column 'caption': no caption"):
+        dataset[0]
+
+
+@pytest.mark.parametrize(
+    ("caption", "tokens"),
+    [
+        ("a " * 2**19, [2] * (LENGTH - 1) + [1]),  # a megabyte
+        ("a\x00b", [2, 0, 3, 1]),
+        ("كلب في الحديقة", [0, 0, 0, 1]),
+        ("\u202ea b", [0, 2, 3, 1]),
+        ("🐕", [0, 1]),
+    ],
+    ids=["megabyte", "control character", "right to left", "mark of direction", "emoji"],
+)
+def test_an_unusual_caption_is_used(caption, tokens):
+    item = ImageTextDataset(rows([GOOD_IMAGES["one pixel"]], [caption]))[0]
+    assert ContrastiveCollator(clip_processor())([item])["input_ids"].tolist() == [tokens]
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
+def test_a_pair_id_that_overflows_is_refused(value):
+    with pytest.raises(ValueError, match=f"the pair id {value} does not fit into 64 bits"):
+        as_pair_id(value)
+
+
+# ---- Parts that do not belong together ----
+
+DATA = rows([encoded(red())] * 8)
+
+
+def test_a_processor_with_more_tokens_than_the_model_is_refused(tmp_path):
+    many = clip_processor()
+    many.tokenizer.add_tokens([f"token{number}" for number in range(models.VOCABULARY)])
+    data = ImageTextDataset(rows([encoded(red())] * 8, ["token50 a"] * 8))
+    trainer = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data, processing_class=many)
+    with pytest.raises(
+        ValueError, match=r"processor is of another model: .* gives the token 78, .* has 64 token embed"
+    ):
+        trainer.train()
+
+
+def test_a_processor_of_another_image_size_is_refused(tmp_path):
+    large = clip_processor()
+    large.image_processor.size, large.image_processor.crop_size = {"shortest_edge": 32}, {"height": 32, "width": 32}
+    trainer = InfCLTrainer(
+        models.clip(), arguments(tmp_path), train_dataset=ImageTextDataset(DATA), processing_class=large
+    )
+    with pytest.raises(ValueError, match=r"image size \(32\*32\) doesn't match model \(16\*16\)"):
+        trainer.train()
+
+
+def test_a_model_that_is_no_dual_encoder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"BertModel .* is not a dual encoder that contrastive training can split"):
+        trainer_for(tmp_path, models.tf.BertModel(models.tf.BertConfig(**models.BERT)))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
+    trainer_for(tmp_path, models.clip(), max_steps=1, save_strategy="steps", save_steps=1).train()
+    other = trainer_for(tmp_path, models.siglip(), objective="softmax")
+    with pytest.raises(ValueError, match=r"of another run: model was 'CLIPModel with .* and is 'SiglipModel with"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+# ---- Arguments and folders ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, got 0"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers must be at least 0, got -1"),
+        ({"ddp_timeout": 0}, "ddp_timeout must be at least 1, got 0"),
+        ({"skip_nonfinite": -1}, "skip_nonfinite must be at least 0, got -1"),
+        ({"learning_rate": math.nan}, "learning_rate must be a number from 0, got nan"),
+        ({"learning_rate": -1e-3}, "learning_rate must be a number from 0, got -0.001"),
+        ({"max_steps": -1, "num_train_epochs": 0}, "or nothing is trained, got 0 and -1"),
+        ({"save_strategy": "steps", "save_steps": 0}, "save_steps must be more than 0 with save_strategy='steps'"),
+        ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps must be more than 0 with eval_strategy='steps'"),
+        ({"divergence_factor": 1}, "divergence_factor must be more than 1, got 1"),
+        ({"on_divergence": "ignore"}, "on_divergence must be one of 'stop', 'roll_back', got 'ignore'"),
+        ({"on_divergence": "roll_back"}, "on_divergence='roll_back' needs a divergence_factor"),
+        ({"on_divergence": "roll_back", "divergence_factor": 3}, "needs checkpoints with the optimizer"),
+        ({"bf16": True, "fp16": True}, "At most one of fp16 and bf16"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
+    trainer = InfCLTrainer(
+        models.clip(),
+        arguments(tmp_path, cache_features=str(tmp_path / "features")),
+        train_dataset=ImageTextDataset(DATA),
+        processing_class=clip_processor(),
+    )
+    with pytest.raises(ValueError, match="cache_features"):
+        trainer.train()
+
+
+# The first cannot be made, the second holds no files of users: root can write to folders that are merely read-only.
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("folder", ["/proc/no-such-folder", "/proc/self", "file"])
+def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path, folder):
+    if folder == "file":
+        (tmp_path / "file").write_text("a file of this name")
+        folder = str(tmp_path / "file")
+    with pytest.raises(ValueError, match=f"Nothing can be written to output_dir {folder}"):
+        trainer_for(folder)

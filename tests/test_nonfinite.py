@@ -1,0 +1,260 @@
+"""A window whose numbers are not finite, or whose loss explodes, is refused on all processes, or changes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.trainers import StopAt, parameters, trainer_for
+from transformers import TrainerCallback
+
+from hf_infcl.training.nonfinite import WINDOWS_COMPARED, WindowGuard
+
+# The second of three windows is bad; rows come in order.
+OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
+
+
+def pairs(rows: int, bad: Any = ()) -> models.Pairs:
+    data = models.Pairs(rows)
+    data.images[list(bad), 0, 3, 3] = math.nan
+    return data
+
+
+# ---- Refused ----
+
+
+def rank_refused(rank: int, world_size: int, folder: str, row: int, where: str) -> tuple[str, bool]:
+    data = models.Pairs(40)
+    if where == "embeddings":
+        data.images[row] = math.nan
+    trainer = trainer_for(folder, data=data, max_steps=4)
+    before: list[torch.Tensor] = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        # The gradient is that of the first micro-batch of the second window.
+        first = trainer.state.global_step == 1 and trainer._passes.next_micro_batch == 1
+        return gradient * math.nan if rank == 1 and first else gradient
+
+    if where == "gradient":
+        trainer.model.visual_projection.weight.register_hook(spoil)
+    trainer.add_callback(Remember(before, trainer))
+    with pytest.raises(ValueError, match=r"is not finite|because") as error:
+        trainer.train()
+    return str(error.value), torch.equal(before[-1], parameters(trainer))
+
+
+class Remember(TrainerCallback):
+    """Keeps the weights after every step."""
+
+    def __init__(self, weights: list[torch.Tensor], trainer: Any) -> None:
+        self.weights, self.trainer = weights, trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.weights.append(parameters(self.trainer))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.weights.append(parameters(self.trainer))
+
+
+def test_the_rows_whose_embeddings_are_not_finite_are_named_on_all_processes(ranks, tmp_path):
+    # Row 7 of the micro-batches of rank 1 in the second window of the epoch's permutation.
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(42)).tolist()
+    row = order[16 + 8 + 4 + 2]  # window 1, micro-batch 1, rank 1, row 2
+    for message, unchanged in ranks.run(rank_refused, 2, str(tmp_path), row, "embeddings"):
+        place = f"rank 1: image embeddings of micro-batch 1, row 2 ({row} of the training set)."
+        assert f"The loss of the global batch after step 1 is nan, because these are not finite: {place}" in message
+        assert unchanged
+
+
+def test_the_parameters_whose_gradient_is_not_finite_are_named_on_all_processes(ranks, tmp_path):
+    for message, unchanged in ranks.run(rank_refused, 2, str(tmp_path), 0, "gradient"):
+        assert "The gradient of the global batch after step 1 is not finite: " in message
+        assert "ranks 0, 1: visual_projection.weight; rank 1: micro-batch 0." in message
+        assert unchanged
+
+
+def test_the_rows_whose_gradient_is_not_finite_are_named(tmp_path):
+    trainer = trainer_for(tmp_path, **OPTIONS, data=models.Pairs(24))
+
+    class Spoil(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, features: torch.Tensor) -> torch.Tensor:
+            return features.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            gradient[6] = math.inf
+            return gradient
+
+    loss = trainer._loss
+    trainer._loss = lambda features, scale: loss((features[0], Spoil.apply(features[1])), scale)
+    with pytest.raises(ValueError, match=r"rank 0: text embeddings of micro-batch 1, row 2 \(6 of the training set\)"):
+        trainer.train()
+
+
+# ---- Skipped ----
+
+
+class NotFinite(TrainerCallback):
+    """Makes the gradient of the second window infinite, or that of all windows."""
+
+    def __init__(self, trainer: Any, steps: Any) -> None:
+        weight = trainer.model.text_projection.weight
+        weight.register_hook(lambda g: g * math.inf if trainer.state.global_step in steps else g)
+
+
+def check_skips(folder: str, where: str) -> None:
+    size = 8 if not torch.distributed.is_initialized() else 8 * torch.distributed.get_world_size()
+    bad = [size + 3] if where == "embeddings" else []
+    trainer = trainer_for(folder, data=pairs(3 * size, bad), **OPTIONS, skip_nonfinite=1)
+    if where == "gradient":
+        NotFinite(trainer, [1])
+    trainer.train()
+    # The same without the rows of that window: the learning rate falls in two steps out of three.
+    data = models.Pairs(3 * size)
+    for name in ("images", "tokens"):
+        values = getattr(data, name)
+        setattr(data, name, torch.cat([values[:size], values[2 * size :], values[:size]]))
+    expected = trainer_for(folder, data=data, **OPTIONS, callbacks=[StopAt(2)])
+    expected.train()
+    assert torch.equal(parameters(trainer), parameters(expected))
+    assert trainer.lr_scheduler.state_dict() == expected.lr_scheduler.state_dict()
+    states = [t.optimizer.state_dict()["state"] for t in (trainer, expected)]
+    assert all(torch.equal(one[k], other[k]) for one, other in zip(*map(dict.values, states), strict=True) for k in one)
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry.get("skipped_windows", 0) for entry in logs] == [0, 1, 1]
+    assert logs[1]["loss"] == logs[0]["loss"], "that of the window before"
+    assert [entry["loss"] for entry in logs[::2]] == [e["loss"] for e in expected.state.log_history if "loss" in e]
+
+
+def rank_skips(rank: int, world_size: int, folder: str) -> None:
+    for where in ("embeddings", "gradient"):
+        check_skips(folder, where)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_skipped_window_changes_neither_weights_nor_optimizer_nor_schedule(ranks, tmp_path, world_size):
+    ranks.run(rank_skips, world_size, str(tmp_path))
+
+
+def test_a_skipped_window_changes_no_running_statistics(tmp_path):
+    data = pairs(6, [4, 5])
+    data.images = torch.nn.functional.interpolate(data.images, (32, 32))
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "weight_decay": 0.0}
+    trainer = trainer_for(tmp_path, models.align(), data, **{**OPTIONS, **options}, skip_nonfinite=1)
+    trainer.train()
+    assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
+    assert trainer._guard.skipped_windows == 1
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_more_windows_in_a_row_are_skipped_than_allowed(tmp_path, most):
+    # Windows 1, 3 and 4 are bad.
+    options = {**OPTIONS, "max_steps": 5, "skip_nonfinite": most}
+    trainer = trainer_for(tmp_path, data=pairs(40, [8, 24, 32]), **options)
+    if most == 1:
+        with pytest.raises(ValueError, match=r"after step 4 is nan, .*\. 1 windows before it were skipped\."):
+            trainer.train()
+    else:
+        trainer.train()
+    assert trainer._guard.skipped_windows == most + 1
+    assert trainer._training.windows == 2
+
+
+def scaled(trainer: Any, scale: float) -> Any:
+    """Lets the trainer scale its loss as in fp16, which accelerate does on GPUs only."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return trainer
+
+
+def test_a_scaler_that_skips_a_step_is_counted(tmp_path):
+    trainer = scaled(trainer_for(tmp_path, data=models.Pairs(24), **OPTIONS, max_grad_norm=0.0), 1024.0)
+    NotFinite(trainer, [1])
+    trainer.train()
+    assert trainer._guard.skipped_windows == 1
+    assert trainer.lr_scheduler.last_epoch == 2
+    assert trainer.accelerator.scaler.get_scale() == 512.0
+
+
+def test_a_scaler_skips_a_window_whose_loss_is_not_finite(tmp_path):
+    options = {**OPTIONS, "skip_nonfinite": 1, "max_grad_norm": 0.0}
+    trainer = scaled(trainer_for(tmp_path, data=pairs(24, [9]), **options), 1024.0)
+    trainer.train()
+    assert trainer._guard.skipped_windows == 1
+    assert parameters(trainer).isfinite().all()
+    assert trainer.lr_scheduler.last_epoch == 2
+    assert trainer.accelerator.scaler.get_scale() == 512.0
+
+
+def test_a_gradient_that_overflows_without_being_scaled_up_is_refused():
+    guard = WindowGuard(0, None)
+    guard.skipped_by_scaler(1.0)
+    with pytest.raises(ValueError, match=r"not finite in fp16, although the loss is scaled by 0\.5 only"):
+        guard.skipped_by_scaler(0.5)
+
+
+# ---- Losses that explode ----
+
+
+class Explode(TrainerCallback):
+    """Multiplies the embeddings' cosines by 100 after some steps, and notes weights and learning rates."""
+
+    def __init__(self, trainer: Any, steps: Any) -> None:
+        self.trainer, self.steps = trainer, steps
+        self.weights: dict[int, torch.Tensor] = {}
+        self.rates: dict[int, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights[state.global_step] = parameters(self.trainer)
+        self.rates[state.global_step] = self.trainer.lr_scheduler.get_last_lr()[0]
+        if state.global_step in self.steps:
+            self.trainer.model.logit_scale.data.fill_(math.log(100))
+
+
+def exploding(folder: Any, steps: Any, **options: Any) -> tuple[Any, Explode]:
+    options = {"save_strategy": "steps", "save_steps": 20, "per_device_train_batch_size": 2, **options}
+    trainer = trainer_for(folder, data=models.Pairs(100), max_steps=50, divergence_factor=3, **options)
+    explode = Explode(trainer, steps)
+    trainer.add_callback(explode)
+    return trainer, explode
+
+
+def test_a_loss_that_explodes_ends_the_training(tmp_path):
+    trainer, _ = exploding(tmp_path, [WINDOWS_COMPARED + 1])
+    message = (
+        r"The loss of the global batch is .*, more than 3 times .*, the mean of the 20 windows before\..*step 21\."
+    )
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 21
+
+
+def test_after_an_explosion_the_training_goes_back_to_its_last_checkpoint_once(tmp_path):
+    trainer, explode = exploding(tmp_path, [22, 44], on_divergence="roll_back", save_total_limit=1)
+    trainer.train()
+    assert trainer.state.global_step == 50
+    assert trainer._guard.skipped_windows == 2
+    assert torch.equal(explode.weights[23], explode.weights[20])
+    assert explode.rates[23] == explode.rates[20]
+    assert torch.equal(explode.weights[45], explode.weights[40])
+    assert explode.rates[45] == explode.rates[40] != explode.rates[44]
+    again, _ = exploding(tmp_path / "again", [22, 44], on_divergence="roll_back", save_steps=21)
+    again._save_checkpoint = lambda *args: None
+    again._last_checkpoint = str(tmp_path / "checkpoint-40")
+    with pytest.raises(ValueError, match="There is no checkpoint to go back to"):
+        again.train()
+
+
+def test_losses_are_compared_with_the_windows_before():
+    guard = WindowGuard(0, 2.0)
+    for loss in [10.0, *range(WINDOWS_COMPARED)]:
+        assert not guard.divergence(1e9 if loss == 10 else 1e-9)
+        guard.end_window(loss)
+    assert not guard.divergence(19.0)
+    assert "The loss of the global batch is 19.1, more than 2 times 9.5" in guard.divergence(19.1)
+    guard.forget_losses()
+    assert not guard.divergence(1e9)
