@@ -206,6 +206,36 @@ def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, de
     assert "48 pairs seen" in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.parametrize("recipe", sorted((CONFIGS / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_train(small, tmp_path, recipe):
+    """Two steps of each recipe, with what a small machine needs changed and nothing else."""
+    _, _, model, _, pairs, _, out, *_ = small
+    changed = {"model": model, "output_dir": out, "max_steps": 2, "report_to": "none", "use_cpu": True}
+    changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}
+    text = recipe.read_text()
+    asked = yaml.safe_load(text)
+    if asked.get("streaming"):
+        images = sorted((pairs / "train").glob("*.png"))
+        files = [(f"{image.stem}.{kind}", image.read_bytes()) for image in images for kind in ("png", "txt")]
+        write_tar(tmp_path / "shards/0.tar", [(n, b"a digit" if n.endswith("txt") else data) for n, data in files])
+        changed |= {"dataset": tmp_path / "shards/0.tar", "torch_compile": False}
+    else:
+        changed |= {"dataset": pairs, "eval_dataset": pairs}
+    if "cache_features" in asked:
+        changed["cache_features"] = tmp_path / "features"
+    infcl("train", recipe, *(word for name, value in changed.items() for word in (f"--{name}", value)))
+    logs = [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+    results = json.loads((out / "all_results.json").read_text())
+    assert math.isfinite(results["train_loss"])
+    assert ("eval_pairs_loss" in results) == ("eval_dataset" in asked)
+    rate = float(asked["learning_rate"])
+    if "learning_rate_batch_size" in asked:
+        rate *= 8 / asked["learning_rate_batch_size"]
+    assert f"learning rate | {rate:g}, cosine" in (out / "README.md").read_text()
+    assert len(text.split("model:")[0].splitlines()) >= 4, "it says how it is started and when it is for"
+    assert all(entry["learning_rate"] <= rate for entry in logs)
+
+
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj")
     out = tmp_path / "out"

@@ -339,7 +339,7 @@ def test_launch_configs_say_what_their_names_do(path):
         assert {config.deepspeed_config[f"gradient_{name}"] for name in ("accumulation_steps", "clipping")} == {"auto"}
 
 
-@pytest.mark.parametrize("path", [*sorted(SCRIPTS.glob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_shell_scripts_are_well_formed(path):
     subprocess.run(["bash", "-n", path], check=True)
     if path.name != "environment.sh":  # which is sourced

@@ -152,6 +152,33 @@ def test_matrices_alone_decay(tmp_path):
     assert "vision_model.embeddings.class_embedding" not in names
 
 
+def test_learning_rates_follow_their_own_rules(tmp_path):
+    """logit_scale has a rate of its own, and the others grow with the global batch; the schedule holds for both."""
+    seen = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            seen.append([group["lr"] for group in optimizer.param_groups])
+
+    options = {"learning_rate": 1e-3, "learning_rate_batch_size": 16, "logit_scale_learning_rate": 1e-2}
+    trainer = trainer_for(tmp_path, models.siglip(), callbacks=[Rates()], **options)  # 8 pairs, 2 steps
+    trainer.train()
+    matrices, vectors, temperature = (group["params"] for group in trainer.optimizer.param_groups)
+    assert {id(p) for p in temperature} == {id(trainer.model.logit_scale), id(trainer.model.logit_bias)}
+    assert len({id(p) for p in (*matrices, *vectors, *temperature)}) == len(list(trainer.model.parameters()))
+    assert seen[0] == pytest.approx([0.25e-3, 0.25e-3, 0.5e-2])
+    assert seen[1] == [0, 0, 0]
+    logged = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged[0] == pytest.approx(0.5e-3)
+
+
+def test_learning_rates_of_an_optimizer_that_was_passed_are_its_own(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    args = arguments(tmp_path, learning_rate_batch_size=16)
+    with pytest.raises(ValueError, match="learning_rate_batch_size are for the optimizer that the trainer makes"):
+        InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8), optimizers=(optimizer, None))
+
+
 def test_model_init_starts_sigmoid_where_it_should(tmp_path):
     trainer = trainer_for(tmp_path, model_init=lambda: models.siglip(), max_steps=1)
     trainer.train()
@@ -290,6 +317,8 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"backend": "cuda"}, "backend must be one of .*, got 'cuda'"),
         ({"max_logit_scale": 0.5}, "max_logit_scale must be at least 1.*0.5"),
         ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
+        ({"logit_scale_learning_rate": -1e-3}, "logit_scale_learning_rate must be finite and at least 0, got -0.001"),
+        ({"learning_rate_batch_size": 0}, "learning_rate_batch_size is a number of pairs, at least 1, got 0"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*rows of evaluations"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics=True.*whole set"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False.*whole set.*at True"),

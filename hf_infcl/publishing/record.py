@@ -198,7 +198,7 @@ def training_record(
         settings={
             "optimizer": f"{as_text['optim']}, β = ({args.adam_beta1}, {args.adam_beta2}), "
             f"weight decay {args.weight_decay}",
-            "learning rate": f"{args.learning_rate:g}, {as_text['lr_scheduler_type']}, "
+            "learning rate": f"{args.learning_rate * args.learning_rate_factor:g}, {as_text['lr_scheduler_type']}, "
             f"{args.get_warmup_steps(state.max_steps)} steps of warm-up",
             "seed": str(args.seed),
             "precision": "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32",

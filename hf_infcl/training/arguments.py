@@ -31,6 +31,10 @@ class InfCLTrainingArguments(TrainingArguments):
         backend: which kernels compute the loss; see `hf_infcl.contrastive_loss`.
         max_logit_scale: after each step logit_scale, the multiplier, is clamped to [1, max_logit_scale]. None is 100
             with the softmax objective, as in CLIP, and no limit with the sigmoid objective.
+        logit_scale_learning_rate: the learning rate of logit_scale and logit_bias, on the same schedule. None is
+            ``learning_rate``.
+        learning_rate_batch_size: the global batch size that ``learning_rate`` was chosen for. Training then takes
+            ``learning_rate × global batch size / learning_rate_batch_size``, the linear rule (arXiv 1706.02677).
         freeze: ``"image"`` or ``"text"`` freezes that tower and its projection (LiT, arXiv 2111.07991). A frozen tower
             runs once per window, in eval mode, and the loss computes no gradient for its embeddings.
         cache_features: a folder for the outputs of a frozen image tower. They are computed once for the training set,
@@ -71,6 +75,16 @@ class InfCLTrainingArguments(TrainingArguments):
     backend: str = field(default="auto", metadata={"help": f"Which kernels compute the loss: {', '.join(BACKENDS)}."})
     max_logit_scale: float | None = field(
         default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
+    )
+    logit_scale_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of logit_scale and logit_bias; by default learning_rate."}
+    )
+    learning_rate_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Global batch size that learning_rate was chosen for. It is scaled to that of the run (linear "
+            "rule)."
+        },
     )
     freeze: str | None = field(
         default=None, metadata={"help": f"Tower to freeze, with its projection: {' or '.join(TOWERS)}."}
@@ -165,6 +179,14 @@ class InfCLTrainingArguments(TrainingArguments):
                 f"max_logit_scale must be at least 1 (it limits the multiplier, not its logarithm), got "
                 f"{self.max_logit_scale}. Use {math.inf} for no limit."
             )
+        if self.logit_scale_learning_rate is not None and not 0 <= self.logit_scale_learning_rate < math.inf:
+            raise ValueError(
+                f"logit_scale_learning_rate must be finite and at least 0, got {self.logit_scale_learning_rate}."
+            )
+        if self.learning_rate_batch_size is not None and self.learning_rate_batch_size < 1:
+            raise ValueError(
+                f"learning_rate_batch_size is a number of pairs, at least 1, got {self.learning_rate_batch_size}."
+            )
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
@@ -242,3 +264,8 @@ class InfCLTrainingArguments(TrainingArguments):
     def global_batch_size(self) -> int:
         """The number of pairs in one contrastive batch, which is that of one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What ``learning_rate`` is multiplied by, see ``learning_rate_batch_size``."""
+        return 1.0 if self.learning_rate_batch_size is None else self.global_batch_size / self.learning_rate_batch_size

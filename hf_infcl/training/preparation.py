@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 from transformers.utils import logging
 
 from .arguments import InfCLTrainingArguments
@@ -67,3 +69,21 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
             "batch, but the outputs of these layers depend on the size of the micro-batch."
         )
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, temperature: Sequence[nn.Parameter], args: InfCLTrainingArguments
+) -> None:
+    """Gives a new optimizer the learning rates that ``args`` ask for.
+
+    Args:
+        temperature: logit_scale's parameter and, where there is one, logit_bias.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] *= args.learning_rate_factor
+    trained = [parameter for parameter in temperature if parameter.requires_grad]
+    if args.logit_scale_learning_rate is None or not trained:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
+    optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": args.logit_scale_learning_rate})

@@ -27,7 +27,7 @@ from .dual_encoder import DualEncoder
 from .grad_cache import CachedWindow, Features, GraphBudget
 from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
-from .preparation import prepare_model
+from .preparation import prepare_model, set_learning_rates
 from .wrappers import Wrapper, is_compiled, stock_shapes, wrapper_of
 
 
@@ -121,6 +121,13 @@ class InfCLTrainer(GuardedTrainer):
             raise ValueError(
                 "InfCLTrainer computes the loss itself and would never call compute_loss_func. Leave it out."
             )
+        optimizer, _ = kwargs.get("optimizers") or (None, None)
+        ruled = args.logit_scale_learning_rate is not None or args.learning_rate_batch_size is not None
+        if ruled and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
+            raise ValueError(
+                "logit_scale_learning_rate and learning_rate_batch_size are for the optimizer that the trainer makes, "
+                "and one was passed. Give that one its learning rates, and leave these options out."
+            )
         own_step = type(self).training_step is not InfCLTrainer.training_step
         if type(self).compute_loss is not Trainer.compute_loss and not own_step:
             raise ValueError(
@@ -171,6 +178,14 @@ class InfCLTrainer(GuardedTrainer):
         """Trainer's names without vectors and scalars: as in CLIP, only matrices are decayed, never logit_scale."""
         flat = {name for name, parameter in model.named_parameters() if parameter.ndim <= 1}
         return [name for name in super().get_decay_parameter_names(model) if name not in flat]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Trainer's, with the learning rates of ``logit_scale_learning_rate`` and ``learning_rate_batch_size``."""
+        given = self.optimizer is not None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if not given:
+            set_learning_rates(optimizer, self.dual_encoder.temperature_parameters, self.args)
+        return optimizer
 
     # ---- Training ----
 
