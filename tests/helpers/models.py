@@ -144,7 +144,14 @@ BUILD = {
     "altclip": lambda: tf.AltCLIPModel(
         tf.AltCLIPConfig(text_config={**BERT, "project_dim": 16}, vision_config=VISION, projection_dim=12)
     ),
-    "blip": lambda: tf.BlipModel(tf.BlipConfig(text_config=TEXT, vision_config=VISION, projection_dim=12)),
+    "blip": lambda: tf.BlipModel(
+        # Its vision tower starts at 1e-10 by default, where features are all alike and gradients of 1e5.
+        tf.BlipConfig(
+            text_config={**TEXT, "initializer_range": 0.2},
+            vision_config={**VISION, "initializer_range": 0.2},
+            projection_dim=12,
+        )
+    ),
     "chinese_clip": lambda: tf.ChineseCLIPModel(
         tf.ChineseCLIPConfig(text_config=BERT, vision_config=VISION, projection_dim=12)
     ),
@@ -163,10 +170,11 @@ BUILD = {
 
 def batch_for(kind: str, rows: int = 5) -> dict[str, torch.Tensor]:
     batch = Pairs(rows).batch()
-    if kind == "siglip2":  # patches instead of images
+    if kind == "siglip2":  # NaFlex: patches instead of images, of three aspect ratios, filled up to four
+        shapes = torch.tensor([[2, 2], [1, 3], [2, 1]]).repeat(-(-rows // 3), 1)[:rows]
         batch["pixel_values"] = torch.randn(rows, 4, 3 * 8 * 8)
-        batch["pixel_attention_mask"] = torch.ones(rows, 4, dtype=torch.long)
-        batch["spatial_shapes"] = torch.tensor([[2, 2]] * rows)
+        batch["pixel_attention_mask"] = (torch.arange(4) < shapes.prod(1, keepdim=True)).long()
+        batch["spatial_shapes"] = shapes
     if kind == "align":
         batch["pixel_values"] = torch.randn(rows, 3, 32, 32)
     return batch
