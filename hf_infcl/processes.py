@@ -6,8 +6,8 @@ One process is a group of one: callers need not ask whether there are several.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,10 @@ class Processes:
         alone: this process is a group of its own, even if a default group is initialised.
 
     Attributes:
-        group: what torch.distributed calls the group.
+        group: the group as the functions of torch.distributed take it.
         rank: the rank of this process within the group.
         world_size: the number of processes.
-        device: where the group exchanges small tensors that come from the host.
+        device: the device on which the group exchanges small tensors that come from the host.
 
     Raises:
         ValueError: this process is not a member of the group.
@@ -138,5 +138,15 @@ def announce_failure(error: Exception) -> None:
     failure = f"{type(error).__name__}: {error}"
     # Logged first, because the others may be stuck elsewhere and this process may wait for them until the timeout.
     _logger.error("All ranks stop because of an error on rank %d: %s", processes.rank, failure)
-    with suppress(RuntimeError):  # raised here as on the others, but the caller holds the error itself
+    with suppress(RuntimeError):  # `agree` raises here as on the others, but the caller raises the error itself
         processes.agree([], failure)
+
+
+@contextmanager
+def failures_announced() -> Iterator[None]:
+    """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`."""
+    try:
+        yield
+    except Exception as error:
+        announce_failure(error)
+        raise

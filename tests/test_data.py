@@ -313,7 +313,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"caption_column": "tags"}, "caption_column 'tags' must hold strings or lists of strings, not List"),
         (PAIRS, {"pair_id_column": "score"}, "pair_id_column 'score' must hold integers or strings, not Value"),
         (PAIRS, {"on_bad_sample": "ignore"}, "on_bad_sample must be .* got 'ignore'"),
-        (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count the rows twice"),
+        (PAIRS, {"on_bad_sample": "skip", "all_captions": True}, "would count other rows twice"),
         (PAIRS, {"captions_per_image": 0}, "captions_per_image must be at least 1, got 0"),
         (PAIRS, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one str"),
         (captioned(LISTS), {"captions_per_image": 2, "all_captions": True}, r"\(all_captions=True\) takes all"),

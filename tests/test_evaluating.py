@@ -230,7 +230,8 @@ def test_prompts_are_tokenized_by_the_collator_or_else_by_the_processor(tmp_path
     processor = clip_processor()
     assert metrics(ImagesOnly(), processor)["eval_acc1"] >= 0
     message = (
-        r"ImagesOnly without a method tokenize.* processing_class, a {}, can\. Pass processing_class=AutoProcessor"
+        r"ImagesOnly, has no method tokenize.* processing_class, a {}, has no tokenizer\. "
+        "Pass processing_class=AutoProcessor"
     )
     for other in (None, processor.image_processor):
         with pytest.raises(ValueError, match=message.format(type(other).__name__)):

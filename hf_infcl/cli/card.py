@@ -16,7 +16,8 @@ from .launched import mistakes_in_one_line
 def card(words: Sequence[str]) -> None:
     """Writes the card, and the curves if the folder has the log of the training."""
     parser = argparse.ArgumentParser(
-        prog="infcl card", description="Write the model card of a trained model again, in the present wording."
+        prog="infcl card",
+        description="Write the model card of a trained model again, with the template of this version.",
     )
     parser.add_argument("folder", type=Path, help="The --output_dir of `infcl train`, or a copy of what it published.")
     folder = parser.parse_args(words).folder

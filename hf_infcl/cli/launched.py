@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent
 def tell(command: str, message: str) -> None:
     """Prints an error as one line, on the first of torchrun's or accelerate's processes that calls this.
 
-    That process prints before it ends. The launcher then ends the others, which need not have met the error.
+    That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # This is the launcher's store. The processes need not have joined a group yet.
@@ -64,9 +64,9 @@ def _raised_here(error: Exception) -> bool:
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:
     """Ends all processes together, with this exit code and without Python's clean-up at exit.
 
-    On gloo a process sometimes aborted ("terminate called without an active exception") after all its work was done: in
-    one of 47 runs that waited for each other here. The presumed cause, which is not proved, is a thread that outlives
-    the group and still runs during that clean-up.
+    With gloo a process sometimes aborted ("terminate called without an active exception") after all its work was done,
+    in one of 47 runs. The presumed cause, which is not proved, is a thread that outlives the group and still runs
+    during that clean-up.
     """
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

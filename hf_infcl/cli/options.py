@@ -25,7 +25,7 @@ from .launched import tell
 class ModelOptions:
     _argument_group_name: ClassVar[str] = "Model"
 
-    model: str = field(metadata={"help": "Required. Checkpoint: a Hub id or a folder."})
+    model: str = field(metadata={"help": "Required. The model: a Hub id or a folder."})
 
 
 @dataclass
@@ -58,8 +58,10 @@ class DataOptions:
             "as 'shards/{00000..00127}.tar', and several of these."
         }
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Its configuration, where it has several."})
-    split: str = field(default="train", metadata={"help": "Its split."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the training data, if it has several."}
+    )
+    split: str = field(default="train", metadata={"help": "Split of the training data."})
     on_bad_sample: str = field(
         default="raise", metadata={"help": "What to do with a broken image or an empty caption: 'raise' or 'skip'."}
     )
@@ -73,31 +75,33 @@ class DataOptions:
     min_side: int | None = field(
         default=None,
         metadata={
-            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size where both sides keep this many pixels. Faster, but "
-            "it changes the pixels; by default in full size."
+            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. That "
+            "is faster and changes the pixels slightly. By default images are decoded in full size."
         },
     )
     streaming: bool = field(
         default=False,
-        metadata={"help": "Read tar or parquet shards while training, instead of loading a table. No length is known."},
+        metadata={"help": "Read tar or parquet shards while training, as a stream whose length is not known."},
     )
     dataset_weights: list[float] | None = field(
         default=None,
         metadata={
-            "help": "With --streaming, in which proportion the data sets are drawn; by default they are one set."
+            "help": "With --streaming: the proportions in which the samples of several data sets are mixed. By default "
+            "they are read as one set."
         },
     )
     samples_per_epoch: int | None = field(
-        default=None, metadata={"help": "With --streaming, the pairs that count as an epoch; or pass --max_steps."}
+        default=None,
+        metadata={"help": "With --streaming: the number of pairs of an epoch. Without it pass --max_steps."},
     )
     shuffle_buffer: int = field(
-        default=2048, metadata={"help": "With --streaming, the samples that each DataLoader worker shuffles at a time."}
+        default=2048, metadata={"help": "With --streaming: the number of samples that each worker shuffles at a time."}
     )
     lanes: int | None = field(
         default=None,
         metadata={
-            "help": "With --streaming, a multiple of every number of processes × workers that the run may have; by "
-            "default the number at its start."
+            "help": "With --streaming: the number of parts that the shards are read in. A run can resume with other "
+            "numbers of processes and workers if their product divides it. By default it is their product at the start."
         },
     )
     overwrite_output_dir: bool = field(
@@ -114,7 +118,10 @@ class ColumnOptions:
     caption_column: str = field(default="caption", metadata={"help": "Column of captions: a string or a list of them."})
     pair_id_column: str | None = field(
         default=None,
-        metadata={"help": "Rows equal in this column, the caption's for instance, are never each other's negatives."},
+        metadata={
+            "help": "Rows with equal values in this column, which may be that of captions, are never each other's "
+            "negatives."
+        },
     )
 
     @property
@@ -129,14 +136,14 @@ class EvaluationOptions:
     eval_dataset: str | None = field(
         default=None, metadata={"help": "Image-text pairs to measure the loss and retrieval on: a Hub id or a folder."}
     )
-    eval_split: str = field(default="test", metadata={"help": "Its split."})
+    eval_split: str = field(default="test", metadata={"help": "Split of --eval_dataset."})
     zero_shot_dataset: str | None = field(
         default=None, metadata={"help": "Labelled images to measure zero-shot classification on: a Hub id or a folder."}
     )
-    zero_shot_split: str = field(default="test", metadata={"help": "Its split."})
-    label_column: str = field(default="label", metadata={"help": "Its column of class numbers."})
+    zero_shot_split: str = field(default="test", metadata={"help": "Split of --zero_shot_dataset."})
+    label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
     class_names: list[str] | None = field(
-        default=None, metadata={"help": "A name for each class; by default the names that the data set knows."}
+        default=None, metadata={"help": "Names of the classes, by number. By default those that the data set holds."}
     )
     templates: list[str] = field(
         default_factory=lambda: ["a photo of a {}."], metadata={"help": "Prompts, with {} for the name of the class."}
@@ -234,7 +241,7 @@ class Parser(HfArgumentParser):
         raise ValueError(f"There is no option --{name}. {hint}")
 
     def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
-        """The values of a file that cannot be written on the command line, and the words of all others for it."""
+        """The options of a file: values that no command line can express, and command-line words for the others."""
         values: dict[str, Any] = {}
         words: list[str] = []
         for key, (value, text) in _load(path).items():
@@ -280,7 +287,7 @@ _Loader.add_implicit_resolver(
 
 
 def _load(path: Path) -> dict[str, tuple[Any, Any]]:
-    """Each value of a file, as a value of Python and with its scalars as the text that was written."""
+    """The options of a file by name: each as a value of Python, and again with its scalars as the file's text."""
     try:
         content = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

@@ -186,7 +186,7 @@ def check_best_metric(namespace: argparse.Namespace, classes: int | None = None)
 
 
 def earlier_results(folder: Path, resume: str | None) -> list[Path]:
-    """The checkpoints and results in the folder of an earlier run that this run does not go on with."""
+    """The checkpoints and results of an earlier run in the folder, unless this run resumes from them."""
     checkpoints = list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     if resume and (checkpoints or resume != "auto"):
         return []

@@ -107,7 +107,7 @@ class ContrastiveCollator:
         return f"{type(image_processor).__name__}, {getattr(image_processor, 'backend', 'its own')} backend"
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Collate b items with n captions in all, negative captions included.
+        """Collates b items with n captions in all, negative captions included.
 
         Returns:
             pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or the output of an image processor that prepares
@@ -125,7 +125,7 @@ class ContrastiveCollator:
         """
         if "image_features" in items[0]:
             features = torch.stack([item["image_features"] for item in items])
-            # Models ask for pixels, though the tower that would see them does not run.
+            # A model's forward requires pixel_values, although the image tower does not run.
             batch = {"image_features": features, "pixel_values": features.new_empty(len(items), 0)}
         elif any("image" not in item for item in items):
             raise ValueError(
@@ -169,7 +169,7 @@ class ContrastiveCollator:
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 
     def normalise(self, pixel_values: Tensor) -> Tensor:
-        """Normalise a batch's ``pixel_values`` on the device where they are: uint8 becomes fp32, others stay."""
+        """Normalises ``pixel_values`` of uint8 to fp32, on the device where they are; others it returns unchanged."""
         if pixel_values.dtype != torch.uint8 or self._transform is None:
             return pixel_values
         return self._transform.normalise(pixel_values)
@@ -207,5 +207,5 @@ def _as_array(image: Any) -> np.ndarray | None:
 
 
 def _as_picture(image: Any) -> Any:
-    """A PIL image from uint8 [H, W, 3], since a processor may take the axes of a small array for others."""
+    """A PIL image from uint8 [H, W, 3]: in a small array a processor may take the wrong axis for the channels."""
     return image if (array := _as_array(image)) is None else Image.fromarray(array)

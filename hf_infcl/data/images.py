@@ -64,7 +64,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._image(row, self._rows[row][self._image_column])
 
     def image_fingerprint(self) -> str:
-        """A fingerprint of the rows, their order and the images. Image files enter it by their sizes and times.
+        """A fingerprint of the rows, their order and the images. Image files count by path, size and time of change.
 
         Raises:
             OSError: a local file that a row names does not exist.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.Dataset:
-    """Load one split of a dataset.
+    """Loads one split of a dataset.
 
     Args:
         source: a folder written by `save_to_disk`; or anything that `datasets.load_dataset` takes: a Hub id, or a local

@@ -16,7 +16,7 @@ from .images import BadSampleError, ImageDataset, is_integer, is_string
 if TYPE_CHECKING:
     import datasets
 
-# With on_bad_sample="skip": this many bad rows in succession mean a broken dataset, not a few broken files.
+# With on_bad_sample="skip", so many bad rows in succession mean that the dataset is broken, not just a few files.
 _MAX_TRIES = 100
 
 
@@ -24,8 +24,8 @@ class ImageTextDataset(ImageDataset):
     """Image-caption pairs, one per row of a `datasets.Dataset`.
 
     Item i is a dict of
-        image: RGB, a uint8 array [H, W, 3] (or what an ``augmentation`` of your own returns). Transparency is dropped,
-            as in CLIP's own preprocessing.
+        image: RGB, a uint8 array [H, W, 3], or the image that an ``augmentation`` function returned. Transparency is
+            dropped, as in CLIP's own preprocessing.
         cropped: True. Only with an augmentation that crops; the collator then takes no center crop.
         caption: list of str; one caption, up to `captions_per_image`, or all of them with `all_captions`.
         negative_captions: list of one str, or empty if the row has none. Only with a `negative_caption_column`.
@@ -47,7 +47,7 @@ class ImageTextDataset(ImageDataset):
             images and belong to none (NegCLIP, arXiv 2210.01936).
         pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers, or
             strings such as urls; or it is the caption column itself, where captions that read the same count as
-            equal (see `caption_pair_id`; of several captions the item's first).
+            equal (see `caption_pair_id`; the first caption of the item counts).
         all_captions: give all captions of a row, for evaluation.
         seed: for the captions drawn, the augmentation and the rows that replace bad ones.
         on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
@@ -82,7 +82,7 @@ class ImageTextDataset(ImageDataset):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(
-                'In an evaluation (all_captions=True) on_bad_sample="skip" would count the rows twice that replace bad '
+                'In an evaluation (all_captions=True) on_bad_sample="skip" would count other rows twice instead of bad '
                 "ones. Drop the bad rows from the dataset instead."
             )
         check_augmentation(augmentation)
@@ -129,7 +129,7 @@ class ImageTextDataset(ImageDataset):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose which captions are drawn; call it in every process before its iteration over the epoch starts."""
+        """Chooses which captions are drawn. Call it in every process before the iteration over the epoch starts."""
         self._epoch.fill_(epoch)
 
     def __getitem__(self, row: int) -> dict[str, Any]:

@@ -48,12 +48,12 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
 
 
 def image_of_captions(counts: Tensor) -> Tensor:
-    """The inverse: from the number of captions of each image [N], the image [M] that each caption belongs to."""
+    """The image [M] that each caption belongs to, from the number of captions of each image [N]."""
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
 def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """An id for each caption, equal for equal tokens and for no others (but for collisions of a hash of 64 bits).
+    """An id for each caption: a 64-bit hash of its tokens, so that captions of equal tokens have equal ids.
 
     Args:
         input_ids: [n, L] int64.

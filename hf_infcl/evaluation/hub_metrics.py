@@ -41,7 +41,8 @@ class ContrastiveMetric(evaluate.Metric):
     """Zero-shot classification ("zero_shot") or image-text retrieval ("retrieval"), named by `config_name`.
 
     Raises:
-        ValueError: another `config_name`; in `compute`, no classifier, and what `hf_infcl.evaluation` refuses.
+        ValueError: an unknown `config_name`; in `compute`, a missing classifier, or inputs that
+            `hf_infcl.evaluation` refuses.
     """
 
     def _info(self) -> evaluate.MetricInfo:

@@ -32,7 +32,7 @@ def positive_ranks(
         query_ids: [Q] int64. A candidate of equal id is a positive of the query.
         candidate_ids: [K] int64.
         copies: [K] int64, the row of `candidates` that each of the K candidates is a copy of, so that copies tie
-            exactly; by default every candidate has a row.
+            exactly; by default candidate k is row k.
 
     Returns:
         [Q] int32, on the CPU.

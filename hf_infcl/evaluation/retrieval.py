@@ -28,20 +28,20 @@ def retrieval_metrics(
 
     A query scores 1 if any of its positives is among its k most similar candidates, else 0. In image retrieval every
     caption queries the images; in text retrieval every image queries all captions. With k above the number of
-    candidates all of them count as found. An image without a caption is a candidate like any other, and a text query
-    that can only score 0.
+    candidates all of them count as found. An image without a caption is a candidate like any other; as a query it
+    scores 0.
 
     Where one caption belongs to several images, no model can reach a recall of 1: equal captions get equal embeddings,
-    and their images cannot all come first. With `caption_ids` the highest recalls that any model can reach are given
-    beside those reached.
+    and their images cannot all come first. With `caption_ids` the highest recalls that any model can reach are
+    returned as well.
 
     Args:
         image_embeds: [N, D] float; normalised here.
         text_embeds: [M, D] float, any number of captions per image in any order; normalised here.
         text_image: [M] integer in [0, N): the image that each caption belongs to.
         ks: the values of k, each at least 1.
-        caption_ids: [M] integer, equal for equal captions. The first of them stands for all: their embeddings, which
-            may differ by the rounding of the micro-batches that they were computed in, then tie exactly.
+        caption_ids: [M] integer, equal for equal captions. Equal captions all get the embedding of the first of them,
+            so that they tie exactly. Their own embeddings may differ by rounding.
 
     Returns:
         Fractions: `image_retrieval_recall@k` and `text_retrieval_recall@k` for each k; and, if `caption_ids` show that
@@ -82,7 +82,7 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
 
     Image retrieval: all queries with the same caption get the same k images, at best those k to which the caption
     belongs most often. Text retrieval: equal captions tie and stand in the order of their indices, so an image finds
-    its caption behind the equal captions of lower index, at best with its caption that has the fewest of them.
+    each of its captions behind the equal captions of lower index. Its best caption is the one with the fewest of these.
 
     Args:
         caption_ids: [M] int64, equal for equal captions.
@@ -111,7 +111,7 @@ def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks
 
 
 def _places_within_groups(groups: Tensor) -> Tensor:
-    """For each element of [n] int64, how many of the same value stand before it."""
+    """For each element of [n] int64, the number of elements before it that have the same value."""
     order = groups.argsort(stable=True)
     _, sizes = groups.unique(return_counts=True)  # in sorted order
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)

@@ -1,4 +1,4 @@
-"""Launches the kernels of a repeated computation at once, as a CUDA graph; for kernels shorter than their launches."""
+"""Replays a repeated computation as a CUDA graph, for kernels that take longer to launch than to run."""
 
 from __future__ import annotations
 

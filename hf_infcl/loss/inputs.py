@@ -198,8 +198,8 @@ def _not_embeddings(name: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return ""
     return (
-        f"{name} must be a tensor, [b, D], got a {type(value).__name__}. Of a transformers model's output, pass "
-        "image_embeds and text_embeds, or a tower's pooler_output."
+        f"{name} must be a tensor, [b, D], got a {type(value).__name__}. From the output of a transformers model pass "
+        "image_embeds and text_embeds, or the pooler_output of a tower."
     )
 
 

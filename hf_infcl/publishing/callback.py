@@ -27,8 +27,8 @@ class CardCallback(TrainerCallback):
         describe: ``describe(args, state)`` gives the record of the run so far.
 
     Attributes:
-        first_step: the step at which the training began, that of the checkpoint after a resume. As long as the training
-            has not gone beyond it, nothing is written: the folder describes the run that went before.
+        first_step: the step at which this training began: 0, or that of the checkpoint that it resumed from. Nothing is
+            written before a step has been trained, because the folder still describes the run before.
     """
 
     def __init__(self, describe: Callable[[InfCLTrainingArguments, TrainerState], TrainingRecord]) -> None:
@@ -48,7 +48,7 @@ class CardCallback(TrainerCallback):
         self.write(args, state)
 
     def write(self, args: Any, state: TrainerState) -> None:
-        """Write everything as of now, if this is the main process and something has been trained."""
+        """Writes all files for the present state, if this is the main process and a step has been trained."""
         if state.is_world_process_zero and state.global_step > self.first_step:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -58,9 +58,10 @@ class CardCallback(TrainerCallback):
 
 
 def write_publication(record: TrainingRecord, folder: str | Path, state: TrainerState) -> None:
-    """Write the results and the card of a record into the folder, and the curves.
+    """Writes the results, the card and the curves of a record into the folder.
 
-    The curves need matplotlib and a logged training loss; otherwise a picture that is there already stays in the card.
+    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card keeps a picture
+    that is already in the folder.
     """
     picture = Path(folder, CURVES_FILE)
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):

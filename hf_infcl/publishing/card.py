@@ -65,7 +65,7 @@ def model_card(record: TrainingRecord, *, curves: str | None = None) -> ModelCar
 
 
 def write_eval_results(record: TrainingRecord, folder: str | Path) -> list[Path]:
-    """Write the results on datasets of the Hub in its format for leaderboards, ``.eval_results/*.yaml``.
+    """Writes the results on datasets of the Hub in its format for leaderboards, ``.eval_results/*.yaml``.
 
     Returns:
         The files written: one for each dataset of the Hub that was measured.
@@ -129,7 +129,7 @@ def _describe_source(source: Source) -> str:
 
 
 def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """The metrics that have a value: a top-5 accuracy of four classes has none. Ceilings of recalls are no results."""
+    """The metrics that have a value (top-5 accuracy has none for four classes), without the ceilings of recalls."""
     return [
         (metric, value)
         for metric, value in evaluation.metrics.items()

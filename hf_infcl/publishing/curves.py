@@ -9,15 +9,15 @@ from typing import Any
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
-CEILING = "_ceiling"  # the end of the name of the largest value that a recall can have on an evaluation set
+CEILING = "_ceiling"  # ends the name of the metric that is the highest possible value of a recall
 Line = list[tuple[int, float]]  # optimizer steps and values
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draw the training loss and, in panels of their own, the losses and the scores of the evaluations.
+    """Draws the training loss and, in panels of their own, the losses and the scores of the evaluations.
 
-    A contrastive loss grows with the number of pairs that it is computed over, so that of a global batch and that of an
-    evaluation set have no axis in common.
+    A contrastive loss grows with the number of pairs that it is computed over. The losses of global batches and those
+    of evaluation sets therefore cannot be compared, and share no axis.
 
     Args:
         log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
@@ -50,7 +50,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 if key + CEILING in entry:
                     ceilings[_label(key)] = entry[key + CEILING]
     if not training:
-        raise ValueError("The log history holds no training loss. Train with logging_steps no greater than the steps.")
+        raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
     every: list[tuple[str, dict[str, Line], float | None]] = [
         ("training loss (nats)", training, None),

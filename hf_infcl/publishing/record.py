@@ -68,13 +68,13 @@ class TrainingRecord:
 
     Args:
         name: the model's name.
-        location: what ``from_pretrained`` takes in the card's example.
+        location: the argument of ``from_pretrained`` in the card's example.
         model_class: the class of transformers that loads the model, "CLIPModel".
         start: the checkpoint that the training started from: Hub id, or the last part of a local path.
         start_on_hub: whether ``start`` is a Hub id.
         adapter: whether the repository holds an adapter (LoRA) instead of the whole model.
         sources: the datasets.
-        pairs: the images with captions in all of them, None where a stream does not tell.
+        pairs: the number of images with captions in all sources together; None for a stream of unknown length.
         objective: "softmax" or "sigmoid".
         strategy: how the processes shared a batch.
         per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
@@ -124,13 +124,13 @@ class TrainingRecord:
         return self.per_device_batch_size * self.accumulation_steps * self.processes
 
     def save(self, folder: str | Path) -> None:
-        """Write the record into the folder, as `RECORD_FILE`."""
+        """Writes the record into the folder, as `RECORD_FILE`."""
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, RECORD_FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> TrainingRecord:
-        """Read the record of a folder.
+        """Reads the record of a folder.
 
         Raises:
             ValueError: the folder has no record, or it cannot be read.
@@ -163,10 +163,10 @@ def training_record(
     evaluations: Sequence[Evaluation] = (),
     settings: Mapping[str, str] | None = None,
 ) -> TrainingRecord:
-    """The record of a run from its arguments and its state; the rest of the arguments as in `TrainingRecord`.
+    """The record of a run from its arguments and its state. Arguments not listed here are as in `TrainingRecord`.
 
     The duration, the peak memory, the number of bad samples and the metrics are the last ones in
-    ``state.log_history``, which a resumed run goes on with.
+    ``state.log_history``, which a resumed run continues.
 
     Args:
         args: the arguments of the training. The last part of ``output_dir`` is the model's name.

@@ -7,7 +7,9 @@ import torch
 
 
 def _check_torchvision() -> None:
-    """Imports an installed torchvision, as transformers does with Trainer, whose error would not name torchvision.
+    """Imports torchvision if it is installed.
+
+    transformers imports it with Trainer, but if that fails its error does not name torchvision.
 
     Raises:
         ImportError: torchvision is installed and cannot be imported, as happens beside another release of torch.

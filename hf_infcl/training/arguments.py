@@ -46,8 +46,8 @@ class InfCLTrainingArguments(TrainingArguments):
         offload_inputs: keep the inputs of a window in pinned host memory and copy them to the device one micro-batch
             ahead. Device memory then grows with gradient_accumulation_steps only by the embeddings.
         resume_with_changes: go on from a checkpoint although the global batch size, the objective, the model or the
-            training set are not those of the run that wrote it. The steps are counted on, and the data continues after
-            the rows of the epoch that were trained.
+            training set are not those of the run that wrote it. The count of steps goes on, and the epoch continues
+            after the rows that were already trained.
         skip_nonfinite: at most this many windows in a row are skipped if their embeddings, loss or gradient are not
             finite; one more ends the training, as the first does by default. A skipped window counts as a step, but
             changes no weight, no buffer, no optimizer and no learning rate. The log counts ``skipped_windows``, and
@@ -69,9 +69,12 @@ class InfCLTrainingArguments(TrainingArguments):
     """
 
     objective: str | None = field(
-        default=None, metadata={"help": f"Loss: {' or '.join(OBJECTIVES)}; by default the one the model was made for."}
+        default=None,
+        metadata={"help": f"The loss: {' or '.join(OBJECTIVES)}. By default the one that the model was made for."},
     )
-    strategy: str = field(default="ring", metadata={"help": f"How processes share the batch: {', '.join(STRATEGIES)}."})
+    strategy: str = field(
+        default="ring", metadata={"help": f"How the processes share the batch: {', '.join(STRATEGIES)}."}
+    )
     backend: str = field(default="auto", metadata={"help": f"Which kernels compute the loss: {', '.join(BACKENDS)}."})
     max_logit_scale: float | None = field(
         default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
@@ -92,8 +95,8 @@ class InfCLTrainingArguments(TrainingArguments):
     cache_features: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for the outputs of the frozen image tower (freeze=image), which are computed once and then "
-            "trained from. Without augmentation only."
+            "help": "Folder for the outputs of the frozen image tower (freeze=image). They are computed once, and the "
+            "training reads them in place of the images, which must not be augmented."
         },
     )
     retain_graphs: str = field(
@@ -136,7 +139,7 @@ class InfCLTrainingArguments(TrainingArguments):
     # The collator needs the raw columns of images and captions.
     remove_unused_columns: bool = field(
         default=False,
-        metadata={"help": "Drop columns that the model's forward does not name, and with them raw images."},
+        metadata={"help": "Drop the columns that are no arguments of the model's forward, raw images included."},
     )
 
     def __post_init__(self) -> None:

@@ -102,7 +102,7 @@ class CheckpointingTrainer(HubTrainer):
         if self._resumed.processes != self.args.world_size:
             logger.warning(
                 f"{checkpoint} was written by {self._resumed.processes} processes, and this run has "
-                f"{self.args.world_size}. The global batches are the same, but dropout draws anew."
+                f"{self.args.world_size}. The global batches are the same, but dropout draws other masks."
             )
 
     def _init_training_state(

@@ -67,7 +67,7 @@ class RunRecord:
         epoch: passes over the data that were completed.
         windows: windows trained in the epoch that was not completed.
         skipped_samples: bad samples that the data has passed over; None if the data does not count them.
-        processes: how many wrote the checkpoint, each with its random state.
+        processes: the number of processes that wrote the checkpoint, each with its random state.
         only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
         stream: what each process has consumed of an `ImageTextStream`; None for other data.
     """
@@ -131,7 +131,7 @@ class Checkpoint:
         self.partial = self.partial_dir / name
 
     def begin(self, record: RunRecord) -> None:
-        """Makes the folder to write into, with the record; removes what earlier saves have left half-written."""
+        """Makes the folder to write into, with the record; removes folders that earlier saves left incomplete."""
         for left in self.folder.parent.glob(f"{_PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
             logger.warning(f"{left} was left by a save that did not end. It is removed.")
             shutil.rmtree(left)
@@ -207,12 +207,12 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
                 found = pool.map(_describe, (Path(checkpoint, name) for name in files))
             for (name, described), now in zip(files.items(), found, strict=True):
                 if now != described:
-                    return f"{Path(checkpoint, name)} has changed since it was written: its checksum is another."
+                    return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{manifest} is damaged ({error})."
     record = RunRecord.read(checkpoint)
     if record is not None and record.only_model:
-        return f"{checkpoint} was saved with save_only_model: it has no optimizer, from which training could go on."
+        return f"{checkpoint} was saved with save_only_model: it has no optimizer state, so no training goes on."
     return None
 
 
@@ -338,9 +338,9 @@ def locked(output_dir: str | Path, *, locks: bool | None = None) -> Iterator[Non
             lock.acquire()
         except Timeout:
             problem = (
-                f"Another run is training in {output_dir}. Choose another output_dir, or end that run first; processes "
-                "without a launcher may be left of one that was killed. save_on_each_node is for machines that do not "
-                "share the folder."
+                f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If its "
+                "launcher was killed, some of its processes may still be running. Machines that do not share the "
+                "folder need save_on_each_node."
             )
         except (OSError, ValueError) as error:
             problem = str(error)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A warning is logged if the share since the training began exceeds the first, after the second number of windows.
+# A warning is logged if the share of the whole training exceeds WAIT_SHARE after WAIT_WINDOWS windows or more.
 WAIT_SHARE, WAIT_WINDOWS = 0.1, 20
 
 
 class DataWait:
-    """Counts the seconds that a process trains, and the seconds of these that it waits for data.
+    """Measures how long a process trains, and how much of that time it waits for data.
 
     The first window does not count, because the workers start in it. Evaluations and checkpoints do not count either:
     the clock stands still from `stop` to `start`.

@@ -71,8 +71,8 @@ class DualEncoder:
         if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1 or sharded:
             raise ValueError(
                 f"This {type(model).__name__} was split while it was loaded (device_map, tp_plan or "
-                "distributed_config): every process needs a whole model, which shares the batch with the others. Load "
-                "it without these options; --fsdp shards its parameters."
+                "distributed_config), but every process needs the whole model: the processes share the batch instead. "
+                "Load it without these options. To shard its parameters, train with --fsdp."
             )
         self.model: Any = model
         self.base: Any = getattr(model, "get_base_model", lambda: model)()

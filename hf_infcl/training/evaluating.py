@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..evaluation import (
     zero_shot_metrics,
 )
 from ..loss import local_contrastive_loss
-from ..processes import Processes, announce_failure
+from ..processes import Processes, failures_announced
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
 from .wrappers import fsdp_tower_methods
@@ -81,16 +81,6 @@ def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batc
     return torch.cat([encode(share[start : start + batch_size]) for start in range(0, size, batch_size)])
 
 
-@contextmanager
-def failures_announced() -> Iterator[None]:
-    """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`."""
-    try:
-        yield
-    except Exception as error:
-        announce_failure(error)
-        raise
-
-
 class AnnouncingDataLoader:
     """A data loader that announces its errors to all processes; each calls `Processes.agree` once for each batch."""
 
@@ -136,12 +126,12 @@ class EvaluatingTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Any, Any]:
-        """Embeddings and labels of this rank's rows: of images and their captions, or of images with a class each."""
+        """The embeddings and labels of this rank's rows, which are image-text pairs or labelled images."""
         if self.is_fsdp_enabled:
-            Processes().agree([])  # once more, because the forward itself communicates
+            Processes().agree([])  # before the forward, in which a process would wait for one that has failed
         with self._failures_announced():
             predictions, labels = self._embed(inputs)
-        Processes().agree([])  # no process has failed, neither here nor in its data
+        Processes().agree([])  # raises if a process has failed, here or while it loaded its data
         return None, predictions, labels
 
     def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -238,10 +228,10 @@ class EvaluatingTrainer(Trainer):
         if hasattr(processor, "tokenizer"):
             return ContrastiveCollator.for_model(processor, self.dual_encoder.model.config).tokenize
         raise ValueError(
-            "Zero-shot evaluation tokenizes class prompts, and neither the data collator, a "
-            f"{type(self.data_collator).__name__} without a method tokenize(texts), nor the processing_class, a "
-            f"{type(self.processing_class).__name__}, can. Pass processing_class=AutoProcessor.from_pretrained(...), "
-            "beside a data_collator if there is one."
+            "Zero-shot evaluation has to tokenize the prompts of the classes, but the data collator, a "
+            f"{type(self.data_collator).__name__}, has no method tokenize(texts), and the processing_class, a "
+            f"{type(self.processing_class).__name__}, has no tokenizer. Pass "
+            "processing_class=AutoProcessor.from_pretrained(...), beside a data_collator if there is one."
         )
 
     def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:

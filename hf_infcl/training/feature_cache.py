@@ -1,4 +1,4 @@
-"""The outputs of a frozen image tower, computed once and trained from (LiT, arXiv 2111.07991).
+"""The outputs of a frozen image tower, computed once and read in place of the images (LiT, arXiv 2111.07991).
 
 The features of a data set lie in a folder that is named by a fingerprint of the tower's weights, the preparation of the
 images, the rows and their order, and the dtype of the computation. If any of them changes, so does the folder.
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset
-from ..processes import Processes, announce_failure
+from ..processes import Processes, failures_announced
 
 if TYPE_CHECKING:
     import datasets
@@ -61,18 +61,18 @@ def cache_images(
     dtype: str,
     **loading: Any,
 ) -> CachedImages:
-    """Computes the features of the images that the folder does not hold yet. Collective: every process calls it.
+    """Computes the image features that the folder does not hold yet. Collective: every process calls it.
 
-    The processes share the shards. A shard appears when it is complete, so a run that was interrupted continues with
-    the next one.
+    The processes divide the shards among themselves. A shard gets its name once it is complete, so that a run after an
+    interruption computes only the shards that are missing.
 
     Args:
         pairs: the training set.
         folder: a folder that all processes can read, shared by any number of data sets and models.
-        tower: the frozen tower, whose weights count for the fingerprint.
+        tower: the frozen tower. Its weights are part of the fingerprint.
         encode: maps a batch of the collator to the tower's pooled output [b, H].
         collator: prepares the images.
-        dtype: the dtype of the tower's computation, for the fingerprint.
+        dtype: the dtype of the tower's computation, which is part of the fingerprint.
         **loading: options of the DataLoader.
 
     Raises:
@@ -84,7 +84,7 @@ def cache_images(
     place = Path(folder, fingerprint(pairs, tower, collator, dtype))
     count = -(-len(pairs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
-    try:
+    with failures_announced():
         place.mkdir(parents=True, exist_ok=True)
         for number in range(processes.rank, count, processes.world_size):
             if not shards[number].exists():
@@ -92,9 +92,6 @@ def cache_images(
                 logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
                 loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
                 _write(shards[number], [encode(batch) for batch in loader])
-    except Exception as error:
-        announce_failure(error)
-        raise
     processes.agree([])  # waits until all shards are written
     parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
     return CachedImages(pairs, datasets.concatenate_datasets(parts))

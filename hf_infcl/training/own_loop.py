@@ -92,8 +92,7 @@ def cached_backward(
         encode,
         micro_batches,
         device=next(model.parameters()).device,
-        # DDP prepares for the exchange of gradients in the forward before it, that of the last micro-batch.
-        retain=min(retain_graphs, max(1, count - 1)) if wrapper.synchronises else retain_graphs,
+        retain=min(retain_graphs, wrapper.most_graphs(count)),
         keep_grad_mode=is_compiled(model),
         buffers=model.buffers(),
     )

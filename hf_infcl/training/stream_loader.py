@@ -61,7 +61,7 @@ class StreamLoader(DataLoader[Any]):
         )
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
-        self._seconds = self._made = 0.0
+        self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their batches
 
     def __len__(self) -> int:
         """The micro-batches of one process in an epoch, of full windows only."""

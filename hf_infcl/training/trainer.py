@@ -21,7 +21,6 @@ from torch.profiler import record_function
 from transformers import Trainer, TrainerCallback
 
 from ..loss import contrastive_loss
-from ..processes import announce_failure
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import DualEncoder
 from .grad_cache import CachedWindow, Features, GraphBudget
@@ -80,14 +79,14 @@ class InfCLTrainer(GuardedTrainer):
             `ContrastiveCollator` over ``processing_class``.
         **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
             ``(image_embeds [N, D], text_embeds [M, D])``, the captions in the order of their images, and whose
-            label_ids are ``(counts [N], caption_ids [M])``, the number of captions of each image and an int64 that is
-            equal for captions of equal tokens, with ``pair_ids`` [N] for a third if the batches have them. For a
+            label_ids are ``(counts [N], caption_ids [M])``: the number of captions of each image, and an int64 that is
+            equal for captions of equal tokens. If the batches have ``pair_ids``, these [N] are the third label. For a
             `ZeroShotDataset` predictions are ``image_embeds`` and label_ids the labels [N].
 
     Raises:
         ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` are of another class;
-            several GPUs are visible without a launcher, or ``args`` do not know of the other processes; FSDP1, or a
-            stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
+            several GPUs are visible without a launcher; ``args.world_size`` is not the number of processes; FSDP1, or
+            a stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
             sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass has a
             ``compute_loss``; a data set of images has neither a processor nor a collator.
     """
@@ -116,7 +115,7 @@ class InfCLTrainer(GuardedTrainer):
                 f"{args.world_size}. On CPUs pass use_cpu=True."
             )
         if model is not None:
-            DualEncoder(model)  # raises here for any other model, with a clear message
+            DualEncoder(model)  # raises for any other model, before Trainer fails with a less clear message
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
                 "InfCLTrainer computes the loss itself and would never call compute_loss_func. Leave it out."
@@ -245,25 +244,19 @@ class InfCLTrainer(GuardedTrainer):
     def _first_pass(self, model: nn.Module) -> CachedWindow:
         """Encodes the window and evaluates its loss, on every process at once."""
         training = self._training
-        count = len(self._window)
         window = CachedWindow(
             partial(self._encode, model),
             [_MicroBatch(batch) for batch in self._window],
             device=self.args.device,
-            retain=training.graph_budget.graphs(max(1, count - 1) if training.wrapper.synchronises else count),
+            retain=training.graph_budget.graphs(training.wrapper.most_graphs(len(self._window))),
             keep_grad_mode=training.compiled,
             buffers=model.buffers(),
         )
         if training.fetcher is not None:
             self._passes.arriving = training.fetcher.fetch(self._window[i] for i in window.order)
-        try:
-            with record_function("infcl: first pass"):
-                features = window.encode()
-        except Exception as error:
-            # The other processes exchange the loss's inputs next. Under FSDP they are waiting within their forwards.
-            if not self.is_fsdp_enabled:
-                announce_failure(error)
-            raise
+        # The other processes learn of an error here when they exchange the inputs of the loss.
+        with self._failures_announced(), record_function("infcl: first pass"):
+            features = window.encode()
         finite = finite_rows(features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):

@@ -1,4 +1,4 @@
-"""The data of windows and evaluations: which rows make up a global batch, and loaders that keep to whole ones."""
+"""Which rows make up a global batch, the loader of a stream for evaluations, and the check of a training batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _rows_of_one_process(
     if isinstance(batch, Mapping) and "caption_image" in batch:
         raise ValueError(
             "Images of a stream with several captions each cannot be divided among "
-            f"{num_processes} processes. Evaluate the stream in one process, or rows that have a length."
+            f"{num_processes} processes. Evaluate the stream in one process, or use a dataset that has a length."
         )
     return slice_tensors(batch, rows, process_index, num_processes)
 
@@ -112,6 +112,6 @@ def check_batch(batch: Any) -> None:
             )
     if "caption_image" in batch:
         raise ValueError(
-            "A training batch has images with several captions or none; one is drawn per epoch by "
-            "ImageTextDataset(dataset) with all_captions=False. Wrap the training rows in that."
+            "A training batch must have one caption for each image, but this one has images with several captions or "
+            "none. Wrap the training rows: ImageTextDataset(dataset) draws one caption of each row anew every epoch."
         )

@@ -41,8 +41,9 @@ def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
     """Changes parameters and modules that the wrapper does not support.
 
     FSDP2 and DeepSpeed do not support a scalar parameter, so the temperature becomes a vector of one element;
-    `stock_shapes` undoes this in saved states. FSDP2 would also shard the embeddings twice: because of their modules'
-    entry in ``_no_split_modules``, and as the input embeddings, which CLIP does not name.
+    `stock_shapes` undoes this in saved states. accelerate shards the modules in ``_no_split_modules`` and also the
+    input embeddings, so that the modules of embeddings are taken off that list, or they would be sharded twice. For
+    CLIP, which does not implement ``get_input_embeddings``, it returns None.
 
     Raises:
         ValueError: under FSDP2 only the temperature trains.
@@ -116,8 +117,7 @@ class Wrapper:
 
     Attributes:
         model: the same, without `torch.compile` around it.
-        synchronises: whether the last backward of a window exchanges gradients, for which the wrapper prepares in the
-            forward just before: the last micro-batch then has to be encoded in the second pass.
+        synchronises: whether the last backward of a window exchanges gradients.
         backward_options: keyword arguments for `Accelerator.backward`.
     """
 
@@ -129,6 +129,14 @@ class Wrapper:
 
     def begin_training(self, encoder: DualEncoder, broadcast_buffers: bool | None) -> None:
         """Called before the first window. ``broadcast_buffers`` is ``args.ddp_broadcast_buffers``."""
+
+    def most_graphs(self, micro_batches: int) -> int:
+        """The largest number of graphs that a window of so many micro-batches can keep from its first pass.
+
+        A wrapper prepares for the exchange of gradients in the forward before it, so that the last micro-batch is
+        encoded in the second pass, unless it is the only one.
+        """
+        return max(1, micro_batches - 1) if self.synchronises else micro_batches
 
     def begin_window(self) -> None:
         """Called before the first forward of a window."""
