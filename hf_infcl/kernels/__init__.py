@@ -299,7 +299,8 @@ def multi_positive_statistics(
 
     Args:
         reference_x: [m], one logit of each image, preferably with a positive and computed by `positive_logits`;
-            reference_y: [n] likewise. None of the results overflows or underflows to zero, whichever logits these are.
+            reference_y: [n] likewise. No result overflows, whichever logits these are. A sum of terms that all lie 87
+            or more below the reference may be -inf: beside the term of the reference it does not matter.
 
     Returns:
         Negatives, positives and distance of the rows, each [m], and of the columns, each [n].

@@ -68,6 +68,7 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
     else:  # the smaller side travels between processes, and the loss is symmetric
         terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
         grad_y, grad_x = terms.grad_x, terms.grad_y
+    del images, texts, y  # the sorted copies: gradients in the order of the arguments take their place
     grad_texts = order_y.restore(grad_y)
     return terms._replace(
         grad_x=order_x.restore(grad_x),

@@ -236,8 +236,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plot(table: Path) -> None:
-    """Time and memory against the batch size: a row of two panels for each setting with three sizes or more."""
+    """Time and memory of pairs against the batch size: two panels for each setting with three sizes or more."""
     rows = common.newest(table, ("objective", "dtype", "dim", "batch_size", "implementation"), lambda row: row["ms"])
+    rows = [row for row in rows if not row["implementation"].endswith(tuple(filter(None, FORMS.values())))]
     style = common.styles(dict.fromkeys(row["implementation"] for row in rows))
     settings: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
