@@ -6,12 +6,12 @@ time is measured.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,23 @@ FAILURES = {
     "backward": "RuntimeError: this gradient is lost",
     "not finite": "rank 1: image embeddings of micro-batch 1, row 0",
 }
-# Signals to the launcher. It passes the first on; it does not handle the second and dies.
-ASKED = ("SIGTERM", "SIGKILL")
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    return subprocess.Popen(
-        [*command, __file__, *arguments],
+def torchrun(*arguments: str) -> tuple[int, str]:
+    """Runs this file; the launcher's exit code, and the output once the launcher and both processes have ended."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+    try:
+        output, _ = launcher.communicate(timeout=HANG)
+    finally:
+        launcher.terminate()  # if it still runs; it then ends its processes
+        launcher.wait()
+    return launcher.returncode, output
 
 
 def check_ended(code: int, output: str) -> None:
@@ -72,38 +76,21 @@ def test_a_failing_process_ends_all(kind, backend):
 
 
 def test_a_killed_process_ends_all(backend):
-    launcher = start("killed", backend)
-    try:
-        output, _ = launcher.communicate(timeout=HANG)
-    finally:
-        launcher.terminate()  # if it still runs; it then ends its processes
-        launcher.wait()
-    check_ended(launcher.returncode, output)
+    code, output = torchrun("killed", backend)
+    check_ended(code, output)
     assert "Signal 9 (SIGKILL) received" in output
 
 
-@pytest.mark.parametrize("number", ASKED)
-def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number):
-    launcher = start("asked " + number, "gloo", str(tmp_path))
-    processes: list[int] = []
-    output = ""
-    try:
-        for line in launcher.stdout:
-            output += line
-            if line.startswith("trains in process"):
-                processes.append(int(line.split()[-1]))
-            if len(processes) == 2:
-                break
-        assert len(processes) == 2, output
-        launcher.send_signal(signal.Signals[number])
-        output, _ = launcher.communicate(timeout=HANG)  # to the end of the last process
-    finally:
-        launcher.kill()
-        launcher.wait()
-        for pid in processes:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    assert launcher.returncode != 0
+def launch_here(*arguments: str) -> tuple[int, str]:
+    return launched(main, *arguments)
+
+
+# A launcher passes SIGTERM on; it cannot handle SIGKILL and dies.
+@pytest.mark.parametrize(("number", "launch"), [("SIGTERM", launch_here), ("SIGKILL", torchrun)])
+def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, launch):
+    code, output = launch(number, "gloo", str(tmp_path))
+    assert code != 0
+    assert "trained to the end" not in output
     assert "SIGTERM has ended the training after step" in output
     assert choose(str(tmp_path), "auto") is not None, output
 
@@ -115,7 +102,7 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
     if rank == 1 and place == "forward":
         exhaust_memory(model, time)
     elif rank == 1:
-        prepare, calls = trainer._prepare_inputs, iter(range(1, 100))
+        prepare, calls = trainer._prepare_inputs, itertools.count(1)
         trainer._prepare_inputs = lambda batch: too_much() if next(calls) == time else prepare(batch)
     try:
         trainer.train()
@@ -145,17 +132,25 @@ def too_much() -> torch.Tensor:
 
 def exhaust_memory(model: torch.nn.Module, forward: int) -> None:
     """Makes forward number ``forward`` of the model allocate more memory than there is."""
-    calls = iter(range(1, 1000))
+    calls = itertools.count(1)
     model.register_forward_pre_hook(lambda module, args: too_much() if next(calls) == forward else None)
 
 
 # ---- The training that fails ----
 
 
-class SayWhenTraining(TrainerCallback):
+def say(words: str) -> None:
+    """Prints a line at once: both processes print to one pipe, and print() may write a line in pieces."""
+    os.write(1, f"{words} {os.getpid()}\n".encode())
+
+
+class EndLauncher(TrainerCallback):
+    def __init__(self, number: str) -> None:
+        self.number = signal.Signals[number]
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
-            print("trains in process", os.getpid(), flush=True)
+            os.kill(os.getppid(), self.number)
 
 
 class Collator:
@@ -176,13 +171,13 @@ class Collator:
 
 @record
 def main(kind: str, backend: str, folder: str = "") -> None:
-    print("training in process", os.getpid(), flush=True)
+    say("training in process")
     own = kind if os.environ["RANK"] == "1" else "none"
     model = models.clip()
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
-    if kind.startswith("asked"):  # this training has to last until the signal
-        options |= {"max_steps": 100_000, "save_strategy": "steps", "save_steps": 100_000}
-        options["callbacks"] = [SayWhenTraining()]
+    if kind.startswith("SIG"):  # this training lasts longer than it takes the launcher to end
+        options |= {"max_steps": 5_000, "save_strategy": "steps", "save_steps": 5_000}
+        options["callbacks"] = [EndLauncher(own)] if own == kind else []
     trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})
     exhaust_memory(model, {"first pass": 5, "second pass": 6}.get(own, 0))
 
