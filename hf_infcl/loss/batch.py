@@ -75,10 +75,12 @@ class Order:
 
     def __init__(self, ids: Tensor) -> None:
         self.ids, self._order = ids.sort(stable=True)
+        places = torch.arange(len(ids), device=ids.device)
+        self._inverse = torch.empty_like(places).scatter_(0, self._order, places)
 
     def sort(self, rows: Tensor) -> Tensor:
         return rows[self._order]
 
     def restore(self, rows: Tensor | None) -> Tensor | None:
         """The rows in the order in which they were before `sort`."""
-        return None if rows is None else rows[self._order.argsort()]
+        return None if rows is None else rows[self._inverse]
