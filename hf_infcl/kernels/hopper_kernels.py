@@ -3,15 +3,15 @@
 
 `triton_kernels` explains the algorithm and its formulas; this text explains how they are scheduled on Hopper.
 
-Persistent, warp-specialised and ping-pong, as CUTLASS calls such kernels: one producer warp loads boxes of features by
-TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the tensor
-cores, the other makes sums or coefficients of its product.
+In CUTLASS's words the kernels are persistent, warp-specialised and ping-pong: one producer warp loads boxes of
+features by TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the
+tensor cores, the other makes sums or coefficients of its product.
 
-Work: a *run* is what a program of the plain kernels does, ``run`` row tiles of one column block. A program here takes
-pairs of runs of the same column block, one for either warpgroup, the second never the longer one. The order of tiles is
-first, second, first, second, ... until the second run ends, and then the rest of the first. All three partitions count
-the tiles of all the program's pairs: box k of tile i has the number step = i · STEPS + k, lies in stage step % STAGES,
-and is the (step // STAGES)-th to lie there.
+Work: a *run* is the work of one program of the plain kernels, ``run`` row tiles of one column block. A program here
+takes pairs of runs of the same column block, one for each warpgroup; the second run is never longer than the first. The
+tiles alternate between them until the second run ends, and then the rest of the first follows. All three partitions
+count the tiles of all the program's pairs: box k of tile i has the number step = i · STEPS + k, lies in stage
+step % STAGES, and is the (step // STAGES)-th to lie there.
 
 Barriers, of which each phase takes one arrival:
 
@@ -24,8 +24,8 @@ Phases are known by their parity alone, so no partition may be two phases behind
 all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has
 been full.
 
-A run has the number of its program in the plain kernels, whose launch takes up what is left over here: both add to the
-same sums, and for the sigmoid it finds by that number which runs have overflowed.
+A run has the number of its program in the plain kernels. Their slow launch does the tiles that are skipped here, adds
+to the same sums, and finds by this number the runs of the sigmoid that have overflowed.
 """
 
 import functools
@@ -62,7 +62,7 @@ _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 STAGES = gl.constexpr(6)  # stages of the buffer, 32 KiB each; with 32 KiB of outgoing tiles they fill shared memory
-# A processor has 168 registers for each thread of three warpgroups; the producer's single warp counts as one of them.
+# A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
 
@@ -95,7 +95,7 @@ def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
 
 @gluon.jit
 def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
-    """The plain program to which `_place` gives this column block and first row tile."""
+    """The number of the plain program to which `_place` gives this column block and first row tile."""
     group = block // GROUP * GROUP
     return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
@@ -146,7 +146,7 @@ def _product(
         acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the one just issued have ended: the stage before is free
         mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
         step += 1
-    # Pass the turn while the last one still runs, so that the tensor cores do not wait for the other warpgroup.
+    # Pass the turn while the last product still runs, so that the tensor cores do not wait for the other warpgroup.
     following = 0
     if not SECOND:
         following = gl.where(t < second_length, 1, 0)
@@ -238,7 +238,7 @@ def _sigmoid_cells(acc, s, b, GAIN: gl.constexpr):
 
 @gluon.jit
 def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
-    """`triton_kernels._sigmoid_tile` of half a tile, the width of a box on its way out."""
+    """`triton_kernels._sigmoid_tile` of half a tile, which has the width of a stored box."""
     left, right = _halves(acc)
     c, product, of_bias, of_scale = _sigmoid_cells(left, s, b, GAIN)
     more_c, more_product, more_of_bias, more_of_scale = _sigmoid_cells(right, s, b, GAIN)
@@ -280,7 +280,7 @@ def _sigmoid(
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
-            # The others are multiplied all the same, since their boxes are in the buffer.
+            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if fitting & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
                 more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
@@ -334,7 +334,7 @@ def _softmax_cells(acc, s, middle, of_x, lse_y, column, GAIN: gl.constexpr):
 
 @gluon.jit
 def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl.constexpr):
-    """`triton_kernels._softmax_tile` of half a tile, the width of a box on its way out."""
+    """`triton_kernels._softmax_tile` of half a tile, which has the width of a stored box."""
     left, right = _halves(acc)
     c, sums = _softmax_cells(left, s, middle, of_x, lse_y, column, GAIN)
     more_c, more_sums = _softmax_cells(right, s, middle, of_x, lse_y, column + left.shape[1], GAIN)
@@ -372,7 +372,7 @@ def _softmax(
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
-            # The others are multiplied all the same, since their boxes are in the buffer.
+            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
                 left, right = _halves(acc)
@@ -418,7 +418,7 @@ def _sums(
             acc = _product(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
-            # The others are multiplied all the same, since their boxes are in the buffer.
+            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = _exp(acc, s, of_x[:, None], 0)
                 gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")

@@ -1,53 +1,57 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The device code of the Triton backend, which `triton_backend` launches.
 
-The algorithm, for a block of m images and n texts with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b):
-
-The logits are never stored. A kernel makes them tile by tile ([BM, BN], in registers, from tensor cores), uses a tile
-and forgets it. A program owns a block of BN columns and streams a *run* of consecutive row tiles past it, so that the
-sums of its columns stay in registers.
+A block has m images and n texts, with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b). The logits are
+never stored: a kernel computes a tile of them ([BM, BN], in registers, from tensor cores), uses it and forgets it. A
+program owns BN columns and goes through a *run* of consecutive row tiles, so that the sums of its columns stay in
+registers.
 
 Softmax, four products of m·n·D:
-1. `positives`: the logits of the pairs, from the diagonal tiles of a product. It takes only m·BN·D.
-2. `softmax_sums`: first product. Row sums Σ_j exp(z_ij - positive_x_i) and column sums Σ_i exp(z_ij - positive_y_j).
-3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, from a running maximum.
-4. `softmax_coefficients`: the product once more, since nothing was stored. With the log-sum-exps of the whole batch,
-   the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) go to the workspace in the features' dtype.
+1. `positives`: the logits of the pairs, which are the references of their rows and columns. They come from the diagonal
+   tiles of a product, m·B·D multiplications for tiles of B rows.
+2. `softmax_sums`: the first product. Row sums Σ_j exp(z_ij - reference_x_i), column sums Σ_i exp(z_ij - reference_y_j).
+3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, with a running maximum.
+4. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch
+   it stores the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) in the workspace, in the features' dtype.
 5. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
 
 Sigmoid, three products of m·n·D:
-1. `sigmoid_coefficients`: the loss's terms and the coefficients C_ij = -t_ij σ(-t_ij z_ij), from the same tile.
+1. `sigmoid_coefficients`: the terms of the loss and the coefficients C_ij = -t_ij σ(-t_ij z_ij), from one product.
 2. cuBLAS: the same two products.
 
-Both coefficient kernels also sum C_ij·a_ij, the derivative by s, from the tile in fp32. It cannot be had as accurately
-from the products of step 5, whose coefficients are rounded: where its terms cancel, their roundings do not.
+Both coefficient kernels also sum C_ij·a_ij, the derivative by s, from the tile in fp32. The products of cuBLAS could
+give this sum as well, but from rounded coefficients: where its terms cancel, their rounding errors do not.
 
-What limits the kernels after the tensor cores is the arithmetic on single logits, and the registers for it. So two
-launches share the work of one kernel. The fast one skips the work that needs more than the shortest arithmetic, and the
-other does it:
+Besides the tensor cores, the arithmetic on single logits and its registers limit the speed. Two launches therefore
+share the work of one kernel. The fast launch has the shortest arithmetic and skips the tiles for which that is not
+enough; the slow launch does these:
 - Masks: tiles that hold a positive or equal ids, or lie at the end of the block, are not fast (`_inside`,
   `_left_over`). Where rows and columns are sorted by their ids, few tiles can hold equal ones (`id_overlaps`).
-- Softmax: one exponential serves rows and columns where their references lie near each other (`_span`): exp(z - row) is
-  exp(z - middle) · exp(middle - row). Elsewhere one factor could underflow while the product matters.
-- Sigmoid: exp(z) is taken without a bound. Runs in which it has overflowed are computed again.
+- Softmax: in the fast launch one exponential serves a row and a column, because exp(z - row) is exp(z - middle) ·
+  exp(middle - row). Runs whose references are far apart are not fast (`_span`): one of the factors could underflow
+  although the product is large.
+- Sigmoid: the fast launch computes exp(z) without a bound on z. Runs in which it overflows are marked and left to the
+  slow launch.
 
-fp32 features come as sums of bfloat16 parts (`triton_operands.split`). Each row then is the concatenation of its parts
-in such an order that one product sums over all pairs of parts, the pair of the largest parts last: in the CAREFUL last
-steps of BK numbers. CAREFUL = 0 means half precision.
+fp32 features come as sums of bfloat16 parts (`triton_operands.split`). Each row is then the concatenation of its parts,
+in an order by which one product adds up all pairs of parts. The pair of the largest parts is the last one: it takes the
+last CAREFUL steps of BK numbers. For features in half precision CAREFUL is 0.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-REACH = tl.constexpr(44.0)  # maximal distance of references: a row's least exponential, e^-87, is e^-43 in its column
-LIMIT = tl.constexpr(1e36)  # limit of products whose reciprocals are normal numbers
+# The largest distance between the references of a fast run. An exponential that underflows for its row, below e^-87, is
+# then below e^-43 for its column, and may be lost.
+REACH = tl.constexpr(44.0)
+LIMIT = tl.constexpr(1e36)  # the reciprocals of smaller products are normal numbers
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives on a diagonal: far from every tile
 
-# What the cells with equal ids are, the constant EQUAL of the kernels.
-NO_IDS = tl.constexpr(0)
-EXCLUDED = tl.constexpr(1)  # but for those on the diagonal, which are positives
-POSITIVE = tl.constexpr(2)
+# The constant EQUAL of the kernels: what the ids of rows and columns mean.
+NO_IDS = tl.constexpr(0)  # there are none
+EXCLUDED = tl.constexpr(1)  # cells with equal ids take no part, but for those on the diagonal, which are positives
+POSITIVE = tl.constexpr(2)  # cells with equal ids are positives
 
 
 # ---- Where a program works ----
@@ -68,10 +72,10 @@ def _place(program, tiles, blocks, run, GROUP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m", "n", "diagonal"])
 def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
-    """out [blocks, 2]: the row tiles that may hold cells with equal ids, or positives, in each column block.
+    """out [blocks, 2]: for each column block the first row tile that may hold equal ids or positives, and the last + 1.
 
-    They reach from the first number to before the second: from the first to the last row whose id is within the range
-    of the column block's ids. That is right for ids in any order, and saves work if rows and columns are sorted by id.
+    Between them lie all rows whose id is within the range of the column block's ids, and the rows of its diagonal. That
+    is right for ids in any order, and saves work if rows and columns are sorted by id.
     """
     column = tl.program_id(0) * BN
     of_y = tl.load(ids_y + tl.minimum(column + tl.arange(0, BN), n - 1))
@@ -93,7 +97,7 @@ def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.cons
 
 @triton.jit
 def _masked(overlaps, block, diagonal, BM: tl.constexpr, BN: tl.constexpr):
-    """The row tiles of a column block that hold positives or equal ids: from the first number to before the second."""
+    """The first row tile of a column block that may hold positives or equal ids, and the last + 1."""
     if overlaps is None:
         beyond = block * BN - diagonal  # the diagonal's rows in this column block: from here to BN further on
         start = tl.maximum(beyond, 0) // BM
@@ -115,9 +119,9 @@ def _inside(row, column, m, n, masked_start, masked_stop, BM: tl.constexpr, BN: 
 def _left_over(
     first, end, column, m, n, masked_start, masked_stop, tiles, whole, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """The row tiles of a run that are not _inside, or all of them if ``whole``: (start, ordinary, count).
+    """The row tiles of a run that are not `_inside`, or all of them if ``whole``: (start, ordinary, count).
 
-    There are ``count`` of them. Number i is start + i, but from i = ``ordinary`` on it is the block's last row tile.
+    There are ``count`` such tiles. Number i is the row tile start + i for i < ``ordinary``, then the block's last one.
     """
     start = tl.minimum(tl.maximum(masked_start, first), end)
     stop = tl.minimum(tl.maximum(masked_stop, start), end)
@@ -145,7 +149,7 @@ def _equal(ids_x, ids_y, in_x, in_y):
 
 @triton.jit
 def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to the box of a matrix without a descriptor, and which of them are inside: both [ROWS, COLUMNS]."""
+    """Pointers to a box of a matrix that has no descriptor, and whether they are inside the matrix: [ROWS, COLUMNS]."""
     base, m, n, stride = matrix
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
@@ -177,7 +181,7 @@ def _product(
     for k in range(0, tl.cdiv(K, BK) - CAREFUL):
         acc = tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, acc)
     for k in range(tl.cdiv(K, BK) - CAREFUL, tl.cdiv(K, BK)):
-        # With the option, which concerns fp8 alone, Triton leaves the addition outside of the tensor cores.
+        # The option is meant for fp8. With it Triton adds to acc outside of the tensor cores.
         acc += tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, max_num_imprecise_acc=BK)
     return acc
 
@@ -250,9 +254,9 @@ def _whole_sum(sums):
 def _exp(acc, scale, reference, CAREFUL: tl.constexpr):
     """exp(scale · acc - reference), the reference a row or a column.
 
-    For fp32 features the logit is rounded before anything is subtracted, as plain torch does it: at a scale of 1e4
-    only then are a row's largest logit and its log-sum-exp equal to the last bit. Otherwise the exponent is one fused
-    multiply-add.
+    For fp32 features the logit is rounded before the reference is subtracted, as in plain torch. Otherwise, at a scale
+    of 1e4, a row's largest logit would differ from its log-sum-exp where the two should be equal. For half precision
+    the exponent is one fused multiply-add.
     """
     exponent = acc * (scale * LOG2E) - reference * LOG2E if CAREFUL == 0 else (acc * scale - reference) * LOG2E
     return tl.exp2(exponent)
@@ -267,9 +271,9 @@ def _finite(references):
 def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
     """The middle of the references of a program's rows and columns, and whether they lie within REACH.
 
-    of_x points to all rows' references, of_y [BN] holds the columns'; SPAN is a power of two, ``rows`` or more.
-    Infinite references, of rows or columns without a share in the coefficients, are left out, but not where both have
-    some: nothing would bound the logit of such a row and such a column.
+    of_x points to the references of all rows, of_y [BN] holds those of the columns. SPAN is a power of two, at least
+    ``rows``. Rows or columns without a part in the coefficients have infinite references, which do not count. If there
+    are such rows and such columns, the answer is no: nothing would bound the logit of one with the other.
     """
     strip = first + tl.arange(0, SPAN)
     all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
@@ -309,20 +313,20 @@ def softmax_sums(
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - reference_x_i), sum_y_j += Σ_i exp(z_ij - reference_y_j) over the negatives.
 
-    If equal ids are POSITIVE, sum_x is [3, m], with the same sum over the positives and the sum of their
-    z_ij - reference_x_i in its other rows, and sum_y [3, n]. With GATED, two launches share the work, one of them NEAR.
+    If equal ids are POSITIVE, sum_x is [3, m]: row 1 gets the same sum over the positives, and row 2 the sum of their
+    z_ij - reference_x_i; likewise sum_y [3, n]. If GATED, two launches share the work, and NEAR is the fast one.
     """
     s = tl.load(scale)
     block, first = _place(tl.program_id(0), tiles, blocks, run, GROUP)
     end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
-    in_y = tl.minimum(columns, n - 1)  # beyond the end the last one again: in bounds, and never an extreme
+    in_y = tl.minimum(columns, n - 1)  # beyond the end the last column again, which changes no minimum or maximum
     of_y = tl.load(reference_y + in_y)  # [BN]
     masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
     start, ordinary, count = first, end - first, end - first
     limit = n
-    base = of_y  # what the column sums refer to until the end
+    base = of_y  # the reference of the column sums, until they are stored
     if GATED:
         middle, near = _span(reference_x, of_y, first * BM, run * BM, m, SPAN)
         if NEAR:
@@ -426,11 +430,11 @@ def log_odds(
     x, y, sum_x, sum_y, reference_x, reference_y, out_x, out_y, scale, ids_x, ids_y, m, n, diagonal,
     EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms of softmax_sums' results. The first programs take B rows each, the others B columns each.
+    """The logarithms of the results of `softmax_sums`. The first programs take B rows each, the others B columns each.
 
-    An infinite sum means a logit 88 above the reference of its row or column. Such rows are computed again, from a
+    A sum is infinite if a logit is 88 above the reference of its row or column. Such rows are computed again, with a
     running maximum and without atomics, by the program that finds them. If equal ids are POSITIVE, out_x is [3, m] and
-    out_y [3, n], and the last row of each has no logarithm taken.
+    out_y [3, n]; row 2 of each is copied without taking a logarithm.
     """
     of_rows = tl.cdiv(m, B)  # programs
     if tl.program_id(0) < of_rows:
@@ -464,7 +468,7 @@ def _softmax_cells(
 ):  # fmt: skip
     """The coefficients [BM, BN] of a part of a tile, and the _thread_sums of coefficients times cosines.
 
-    of_x [BM] belongs to the rows: if FAST the factors exp(middle - lse), and otherwise the log-sum-exps.
+    of_x [BM] are the rows' factors exp(middle - lse_x) if FAST, and otherwise their log-sum-exps.
     """
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
@@ -497,7 +501,10 @@ def _softmax_tile(
     FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's coefficients, in strips, and these in halves, to spare registers; sums as _softmax_cells."""
+    """Stores a tile's coefficients and returns the `_thread_sums` of coefficients times cosines.
+
+    To spare registers, it takes one strip of STRIP columns after the other, and each in two halves.
+    """
     left, right = _halves(acc, BM, BN)
     if STRIP < BN:
         sums = _softmax_tile(
@@ -529,12 +536,13 @@ def softmax_coefficients(
     EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """g_ij = 2^GAIN · C_ij, and the program's Σ C_ij x_i·y_j onto its scale_sums.
+    """g_ij = 2^GAIN · C_ij; adds Σ C_ij x_i·y_j to the program's scale_sums.
 
-    C_ij is the sum of a term of the row, exp(z_ij - lse_x_i - relative_x_i), and one of the column; relative_x and
-    relative_y are both None, for 0, or both given. Excluded cells are 0, and those on the diagonal share_x_i. Where
-    equal ids are POSITIVE, the term of such a cell's row is share_x_i if that is below 0, or else less by share_x_i,
-    and the term of its column likewise with share_y_j. With GATED, two launches share the work, one of them FAST.
+    C_ij is the sum of a term of the row, exp(z_ij - lse_x_i - relative_x_i), and one of the column. relative_x and
+    relative_y are both given, or both None, which counts as 0. Excluded cells are 0, and those on the diagonal
+    share_x_i. If equal ids are POSITIVE, the row's term of such a cell is share_x_i where that is negative, and is
+    reduced by share_x_i elsewhere; likewise the column's term with share_y_j. If GATED, two launches share the work,
+    and FAST says which.
     """
     s = tl.load(scale)
     program = tl.program_id(0)
@@ -581,10 +589,10 @@ def softmax_coefficients(
 
 @triton.jit
 def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM / 16, 8, 4] products of 1 + u, less 1, as far as one thread holds the factors.
+    """[BM / 16, 8, 4]: the products of 1 + u over the elements that one thread holds, less 1.
 
-    (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that one logarithm serves many elements and small ones keep
-    their digits. u <= 1 and 32 factors, of 64 columns, do not overflow.
+    One logarithm then serves many elements. (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that small elements
+    keep their digits. 32 factors with u <= 1, those of 64 columns, do not overflow.
     """
     if BN > 4:
         if BN > 8:
@@ -601,7 +609,7 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
-    """[BM, BN]: 2^GAIN · tile / (1 + u), one reciprocal for four elements; and _product_less_one of u."""
+    """[BM, BN]: 2^GAIN · tile / (1 + u), by one reciprocal for four elements; and `_product_less_one` of u."""
     a, b = _halves(u, BM, BN)
     tile_a, tile_b = _halves(tile, BM, BN)
     tile_a, tile_b = tl.fma(tile_a, b, tile_a), tl.fma(tile_b, a, tile_b)  # over one denominator, (1 + a)(1 + b)
@@ -626,10 +634,10 @@ def _sigmoid_cells(
     acc, s, b, ids_x, ids_y, row, column, m, n, diagonal,
     FAST: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients [BM, BN] of a part of a tile, and [BM / 16, 8, 4] for each thread's cells of it:
+    """The coefficients [BM, BN] of a part of a tile, and four [BM / 16, 8, 4] results of the cells of each thread.
 
-    the _product_less_one that their losses are the logarithm of, what is to be added to that logarithm, the sum of
-    coefficients, and that of coefficients times cosines.
+    These are p and r, for which the sum of their losses is log(1 + p) + r, the sum of their coefficients, and the sum
+    of their coefficients times cosines.
     """
     z = acc * s + b
     rows = row + tl.arange(0, BM)
@@ -663,8 +671,8 @@ def _sigmoid_tile(
 ):  # fmt: skip
     """Stores a tile's coefficients; three [BM / 16, 8, 4] sums: of losses, of g, and of g times cosines.
 
-    In strips, and these in halves, to spare registers. s and b are multiplied by log2(e), and so is z. FAST is for
-    tiles _inside the block whose products of 1 + 2^z stay below LIMIT. Where they do not, the loss is infinite.
+    It takes strips and halves as `_softmax_tile`. s and b are multiplied by log2(e), and so is z. FAST is for tiles
+    `_inside` the block whose products of 1 + 2^z stay below LIMIT. If one does not, the loss is infinite.
     """
     left, right = _halves(acc, BM, BN)
     if STRIP < BN:
@@ -699,7 +707,7 @@ def sigmoid_coefficients(
     FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """g_ij = 2^GAIN · C_ij, and onto the program's sums Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j.
+    """g_ij = 2^GAIN · C_ij; adds Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j to the program's sums.
 
     Two launches share the work. In the FAST one, a program whose logits are too large marks itself as overflowed and
     adds nothing. The other launch does all the work of the overflowed programs, which the fast launches of later chunks
