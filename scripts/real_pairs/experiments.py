@@ -1,0 +1,299 @@
+#!/usr/bin/env python3
+"""Run the experiments of the YAML files on all GPUs, the first file and its first configuration first.
+
+    python -m real_pairs.experiments --corpus outputs/real_pairs --output_dir outputs/experiments experiments/*.yaml
+
+Each configuration is trained with several learning rates at the first seed. While the best one, by the recalls of the
+validation set, is the least or the greatest that was tried, the next one beyond it, at half or twice the rate, is tried
+as well. The best one is then trained with the other seeds.
+
+Each row of results.csv is written as soon as it is measured. At the time limit the runs under way are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
+
+import torch
+import yaml
+from benchmarks.common import environment
+
+from real_pairs.training import SETS, Row, Run, fine_tune, prepare, score, to_device, train, versions
+
+LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
+METRICS = tuple(
+    f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10)
+) + tuple(f"{name}_acc1" for name in SETS[3:])
+COLUMNS = (
+    *(field.name for field in dataclasses.fields(Run)),
+    *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib", "alone", "processes_per_gpu"),
+    *METRICS,
+    *("date", "commit", "device", "torch", "transformers"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration of a YAML file.
+
+    Attributes:
+        run: its run with the first learning rate and the first seed.
+        rates, seeds: what is tried.
+        alone: whether nothing else runs on the same GPU.
+        ways, base: of a fine-tuning.
+    """
+
+    run: Run
+    rates: tuple[float, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
+    alone: bool = False
+    ways: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    base: Run | None = None
+
+    def wanted(self, scores: dict[tuple[float, int], float]) -> list[Run]:
+        """The runs that are needed next, given the scores of those that ended by learning rate and seed."""
+
+        def runs(rates: Iterable[float], seeds: Iterable[int]) -> list[Run]:
+            pairs = itertools.product(rates, seeds)
+            return [dataclasses.replace(self.run, learning_rate=rate, seed=seed) for rate, seed in pairs]
+
+        if self.ways:
+            return runs([self.run.learning_rate], self.seeds)
+        first = self.seeds[0]
+        tried = {rate: value for (rate, seed), value in scores.items() if seed == first}
+        if missing := [rate for rate in self.rates if rate not in tried]:
+            return runs(missing, [first])
+        best = max(tried, key=lambda rate: tried[rate])
+        if len(self.rates) > 1:
+            if best == max(tried) and 2 * best < MOST:
+                return runs([2 * best], [first])
+            if best == min(tried) and best / 2 > LEAST:
+                return runs([best / 2], [first])
+        return runs([best], self.seeds[1:])
+
+
+def read_plans(paths: Sequence[Path], *, toy: bool = False) -> list[Plan]:
+    """The configurations of the files in their order. Toys have a sixty-fourth of the batches and few samples."""
+    plans = []
+    for path in paths:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        configurations = settings.pop("configurations")
+        plan_settings = {name: settings.pop(name) for name in ("seeds", "alone") if name in settings}
+        if "seeds" in plan_settings:
+            plan_settings["seeds"] = tuple(plan_settings["seeds"])
+        ways = tuple((way, tuple(rates)) for way, rates in settings.pop("ways", {}).items())
+        rates = tuple(settings.pop("learning_rates", (0.0,)))
+        steps = settings.pop("steps", None)
+        base = settings.pop("base", None)
+
+        def run(values: dict[str, Any], path: Path = path, steps: int | None = steps) -> Run:
+            if steps is not None:
+                values = {**values, "samples": steps * values["batch"]}
+            if toy:
+                micro_batch = max(2, values["micro_batch"] // 64)
+                batch = max(micro_batch, values["batch"] // 64)
+                values = {**values, "batch": batch, "micro_batch": micro_batch, "samples": 4 * batch}
+            return Run(experiment=path.stem, **values)
+
+        for configuration in configurations:
+            common = {**settings, "learning_rate": rates[0], **configuration}
+            based = None if base is None else run({**settings, **base})
+            plans.append(Plan(run(common), rates, ways=ways, base=based, **plan_settings))
+    return plans
+
+
+# ---- Processes ----
+
+
+@dataclass
+class Worker:
+    process: Any
+    channel: Any
+    gpu: int
+    plan: Plan | None = None
+    run: Run | None = None
+    began: float = 0.0
+
+
+def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool) -> None:
+    """Trains the runs that arrive, on the one GPU that this process sees or on the CPU; sends what was measured."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = to_device(torch.load(tensors, weights_only=True), device)
+    shared = {**environment(device), **versions(), "processes_per_gpu": processes_per_gpu}
+    channel.send("ready")
+    while True:
+        plan, run = channel.recv()
+        origin = {**shared, "alone": plan.alone}
+        try:
+            if plan.ways:
+                base = dataclasses.replace(plan.base, seed=run.seed)
+                rates = {way: list(several) for way, several in plan.ways}
+                rows = fine_tune(run, data, origin, rates, base, toy=toy)
+            else:
+                rows, _ = train(run, data, origin, toy=toy)
+            channel.send(rows)
+        except Exception:
+            channel.send(traceback.format_exc())
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Queue:
+    """Hands the runs of the plans out to workers, in the order of the plans.
+
+    Args:
+        plans: the plans.
+        table: the CSV that the rows are added to.
+        end: the time, as of `time.monotonic`, at which nothing runs any more.
+    """
+
+    def __init__(self, plans: Sequence[Plan], table: Path, end: float) -> None:
+        self._plans, self._table, self._end = plans, table, end
+        self._scores: list[dict[tuple[float, int], float]] = [{} for _ in plans]
+        self._issued: set[Run] = set()
+        self._seconds: dict[tuple, float] = {}  # per sample, of the runs that ended, by what decides about the speed
+        self.skipped: set[Run] = set()
+        self.failures: list[str] = []
+
+    def next_for(self, worker: Worker, workers: Sequence[Worker]) -> tuple[Plan, Run] | None:
+        """The first run that may begin on this worker's GPU now and is likely to end in time."""
+        beside = [other for other in workers if other.gpu == worker.gpu and other.plan is not None]
+        if any(other.plan.alone for other in beside if other.plan is not None):
+            return None
+        for plan, scores in zip(self._plans, self._scores, strict=True):
+            if plan.alone and (beside or worker.gpu != workers[0].gpu):
+                continue
+            for run in plan.wanted(scores):
+                if run in self._issued:
+                    continue
+                if self._estimate(run) > self.seconds_left():
+                    self.skipped.add(run)
+                    continue
+                self._issued.add(run)
+                return plan, run
+        return None
+
+    def seconds_left(self) -> float:
+        return self._end - time.monotonic()
+
+    def _estimate(self, run: Run) -> float:
+        """Seconds that the run will take, by earlier ones of the same kind; 0 if there was none."""
+        return 1.1 * run.samples * self._seconds.get(_kind(run), 0.0)
+
+    def finished(self, worker: Worker, rows: list[Row] | str) -> None:
+        """Writes what a worker measured, or the error that ended its run."""
+        plan, run = worker.plan, worker.run
+        assert plan is not None
+        assert run is not None
+        worker.plan = worker.run = None
+        if isinstance(rows, str):
+            self.failures.append(rows)
+            print(f"{run} failed:\n{rows}", flush=True)
+            return
+        begun = self._table.exists()
+        with self._table.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="")
+            if not begun:
+                writer.writeheader()
+            writer.writerows(rows)
+        took = time.monotonic() - worker.began
+        self._seconds[_kind(run)] = took / run.samples
+        last = rows[-1]
+        value = score(last) if any(name.startswith("validation") for name in last) else 0.0
+        self._scores[self._plans.index(plan)][run.learning_rate, run.seed] = value
+        seen = " ".join(f"{k}={last[k]}" for k in ("vendor_image_recall@1", "concepts_image_recall@5") if k in last)
+        print(
+            f"{run.experiment} {run.method} batch={run.batch} {run.objective} ids={run.pair_ids} "
+            f"rate={run.learning_rate:g} seed={run.seed}: {took:.1f} s score={value:.4f} {seen}",
+            flush=True,
+        )
+
+
+def _kind(run: Run) -> tuple:
+    return run.experiment, run.method, run.batch, run.micro_batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("experiments", type=Path, nargs="+", help="YAML files, the most important first")
+    parser.add_argument("--corpus", type=Path, default=Path("outputs/real_pairs"), help="of scripts/real_pairs.py")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/experiments"))
+    parser.add_argument("--minutes", type=float, default=24 * 60, help="time limit, preparation included")
+    parser.add_argument("--processes_per_gpu", type=int, default=3, help="runs at a time: small steps leave a GPU idle")
+    parser.add_argument("--toy", action="store_true", help="a tiny model, few samples: to try everything out on a CPU")
+    args = parser.parse_args()
+    end = time.monotonic() + 60 * args.minutes
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    plans = read_plans(args.experiments, toy=args.toy)
+    queue = Queue(plans, args.output_dir / "results.csv", end)
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = Path(folder, "corpus.pt")
+        torch.save(prepare(args.corpus), tensors)
+        print(f"The corpus was prepared; {end - time.monotonic():.0f} s are left.", flush=True)
+        run_all(queue, tensors, args.processes_per_gpu, toy=args.toy)
+    print(f"{len(queue.failures)} runs failed, {len(queue.skipped)} were not begun for want of time.")
+
+
+def run_all(queue: Queue, tensors: Path, processes_per_gpu: int, *, toy: bool) -> None:
+    """Starts workers on all GPUs, or on the CPU, and hands runs out until none is left or the time is up."""
+    context = multiprocessing.get_context("spawn")
+    workers = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    # One worker of each GPU starts first: the runs that want a GPU for themselves begin on the first one.
+    for number in range(max(1, len(gpus)) * processes_per_gpu):
+        gpu = number % max(1, len(gpus))
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[gpu]
+        ours, theirs = context.Pipe()
+        process = context.Process(target=work, args=(theirs, tensors, processes_per_gpu, toy), daemon=True)
+        process.start()
+        theirs.close()
+        workers.append(Worker(process, ours, gpu))
+    try:
+        for worker in workers:
+            worker.channel.recv()  # it is ready
+        print(f"{len(workers)} processes are ready; {queue.seconds_left():.0f} s are left.", flush=True)
+        while True:
+            for worker in workers:
+                if worker.plan is None and (task := queue.next_for(worker, workers)) is not None:
+                    worker.plan, worker.run = task
+                    worker.began = time.monotonic()
+                    worker.channel.send(task)
+            busy = {worker.channel: worker for worker in workers if worker.plan is not None}
+            if not busy or queue.seconds_left() <= 0:
+                break
+            for channel in multiprocessing.connection.wait(list(busy), timeout=queue.seconds_left()):
+                worker = busy[channel]
+                try:
+                    queue.finished(worker, channel.recv())
+                except EOFError:
+                    queue.finished(worker, "Its process ended.")
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            worker.process.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Splits by concept, and the check that no near-duplicate of a training picture is evaluated on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+# Two pictures are near-duplicates if their outlines and their colours both agree.
+MAX_BITS = 12  # of the 128 bits of `outline`
+MAX_COLOUR = 0.06  # root mean square difference of `colours`, in [0, 1]
+
+
+def split_of(concept: str, seed: int = 0) -> str:
+    """The split that a concept belongs to: "train" (85%), "validation" (5%) or "test" (10%).
+
+    It depends on the concept's own text alone, so that another source adds to the splits without moving a concept.
+    """
+    draw = int.from_bytes(hashlib.sha256(f"{seed} {concept}".encode()).digest()[:8], "big") / 2**64
+    return "test" if draw < 0.1 else "validation" if draw < 0.15 else "train"
+
+
+def outline(image: Image.Image) -> np.ndarray:
+    """A difference hash (dHash), bool [128]: whether brightness grows from each cell of a grid to the next one.
+
+    64 bits compare neighbours in rows of a 9×8 grid, and 64 in columns of an 8×9 grid.
+    """
+    grey = image.convert("L")
+    rows = np.asarray(grey.resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    columns = np.asarray(grey.resize((8, 9), Image.Resampling.BOX), dtype=np.int16)
+    return np.concatenate([(np.diff(rows, axis=1) > 0).ravel(), (np.diff(columns, axis=0) > 0).ravel()])
+
+
+def colours(image: Image.Image) -> np.ndarray:
+    """The mean colours of an 8×8 grid, float32 [192] in [0, 1]."""
+    return np.asarray(image.convert("RGB").resize((8, 8), Image.Resampling.BOX), dtype=np.float32).ravel() / 255
+
+
+class Looks(NamedTuple):
+    """What near-duplicates agree in."""
+
+    outline: np.ndarray
+    colours: np.ndarray
+
+    @classmethod
+    def of(cls, image: Image.Image) -> Looks:
+        return cls(outline(image), colours(image))
+
+
+def near_duplicates(pictures: Sequence[Looks], others: Sequence[Looks]) -> np.ndarray:
+    """For each picture whether one of the others is a near-duplicate of it, bool [len(pictures)]."""
+    if not others:
+        return np.zeros(len(pictures), dtype=bool)
+    bits = np.packbits([other.outline for other in others], axis=1)  # [M, 16]
+    shades = np.stack([other.colours for other in others])  # [M, 192]
+    found = []
+    for picture in pictures:
+        near = np.flatnonzero(np.bitwise_count(bits ^ np.packbits(picture.outline)).sum(axis=1) <= MAX_BITS)
+        difference = ((shades[near] - picture.colours) ** 2).mean(axis=1) ** 0.5
+        found.append(bool((difference <= MAX_COLOUR).any()))
+    return np.array(found, dtype=bool)

@@ -1,0 +1,476 @@
+"""One run of the experiments: the corpus in memory, a small CLIP, a trainer, and what is measured on the way."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import benchmarks.training
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.training.dual_encoder import DualEncoder
+
+Row = dict[str, Any]
+
+VOCABULARY, LENGTH = 8192, 24  # tokens
+SPECIAL = {"<start>": 0, "<end>": 1, "<padding>": 2}  # the text tower reads its result at the first <end>
+# A ViT of 8.8 M parameters, and a text tower of 5.8 M, 2.6 of which are the vocabulary's.
+VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7, "num_attention_heads": 5}
+TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
+TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
+TEMPLATES = ("{}", "{}: a drawing")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What determines one training.
+
+    Attributes:
+        experiment: the name of the YAML file.
+        method: a key of `TRAINERS`.
+        batch: the pairs of one optimizer step.
+        micro_batch: the pairs of one forward. `Trainer` computes a loss for each.
+        samples: the pairs seen, in all.
+        objective: "softmax" or "sigmoid".
+        pair_ids: pairs of one name are not each other's negatives.
+        learning_rate: after a warm-up over a tenth of the steps; a cosine ends at 0.
+        seed: of the initial weights, the order, the captions drawn and the augmentation.
+        evaluations: how often the run is measured.
+    """
+
+    experiment: str
+    method: str
+    batch: int
+    micro_batch: int
+    samples: int
+    learning_rate: float
+    objective: str = "softmax"
+    pair_ids: bool = False
+    seed: int = 0
+    evaluations: int = 4
+
+
+# ---- Data ----
+
+
+def prepare(corpus: Path) -> dict[str, Any]:
+    """The corpus as tensors.
+
+    Returns:
+        images: uint8 [N, 3, S, S].
+        tokens: int32 [N, C, LENGTH], the captions of each image, and ``counts`` [N] of them.
+        names: int64 [N], equal for equal names.
+        sources: N names.
+        vocabulary: the number of tokens.
+        sets: for each evaluation set its images, and tokens [N, LENGTH], or labels [N] with the tokens of the prompts.
+    """
+    pictures, rows = [], []
+    for shard in sorted(corpus.glob("train-*.tar")):
+        with tarfile.open(shard) as tar:
+            for entry in tar:
+                content = tar.extractfile(entry)
+                assert content is not None
+                if entry.name.endswith(".json"):
+                    rows.append(json.load(content))
+                else:
+                    pictures.append(_pixels(content.read()))
+    tokenizer = train_tokenizer([caption for row in rows for caption in row["caption"]])
+
+    def tokens(texts: Sequence[str]) -> Tensor:
+        return torch.tensor([encoding.ids for encoding in tokenizer.encode_batch(list(texts))], dtype=torch.int32)
+
+    most = max(len(row["caption"]) for row in rows)
+    captions = [row["caption"] + row["caption"][:1] * (most - len(row["caption"])) for row in rows]
+    names = {name: number for number, name in enumerate(sorted({row["name"] for row in rows}))}
+    sets = {}
+    for name, place in {
+        "validation": "held_out_concepts/validation",
+        "concepts": "held_out_concepts/test",
+        "vendor": "held_out_vendor/test",
+    }.items():
+        folder = corpus / "evaluation" / place
+        found = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
+        sets[name] = {
+            "images": torch.stack([_pixels((folder / row["file_name"]).read_bytes()) for row in found]),
+            "tokens": tokens([row["caption"] for row in found]),
+            "clip_art": torch.tensor([row["source"] in ("openclipart", "tuxpaint") for row in found]),
+        }
+    for name, place in {"zero_shot_concepts": "zero_shot_concepts", "zero_shot_vendor": "zero_shot_vendor"}.items():
+        folder = corpus / "evaluation" / place / "test"
+        classes = sorted(path.name for path in folder.iterdir())
+        found = [(path, label) for label, c in enumerate(classes) for path in sorted((folder / c).iterdir())]
+        sets[name] = {
+            "images": torch.stack([_pixels(path.read_bytes()) for path, _ in found]),
+            "labels": torch.tensor([label for _, label in found]),
+            "prompts": tokens([template.format(c) for c in classes for template in TEMPLATES]),
+        }
+    return {
+        "images": torch.stack(pictures),
+        "tokens": tokens([caption for group in captions for caption in group]).unflatten(0, (-1, most)),
+        "counts": torch.tensor([len(row["caption"]) for row in rows]),
+        "names": torch.tensor([names[row["name"]] for row in rows]),
+        "sources": [row["source"] for row in rows],
+        "vocabulary": tokenizer.get_vocab_size(),
+        "sets": sets,
+    }
+
+
+def train_tokenizer(captions: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE learned from the captions, which gives LENGTH tokens for every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(captions, trainer)
+    start, end, padding = SPECIAL
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}", special_tokens=[(start, SPECIAL[start]), (end, SPECIAL[end])]
+    )
+    tokenizer.enable_truncation(LENGTH)
+    tokenizer.enable_padding(length=LENGTH, pad_id=SPECIAL[padding], pad_token=padding)
+    return tokenizer
+
+
+def _pixels(content: bytes) -> Tensor:
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """The tensors of `prepare` on the device."""
+    if isinstance(data, dict):
+        return {name: to_device(value, device) for name, value in data.items()}
+    return data.to(device) if isinstance(data, Tensor) else data
+
+
+class InMemory(Dataset):
+    """The training pairs on the device; a batch is gathered and augmented there at once.
+
+    Each time a pair is drawn, one of its captions is drawn and its image is scaled by 0.85 to 1.15 and moved by up to a
+    tenth of its side.
+
+    Args:
+        data: of `prepare`, on a device.
+        seed: of what is drawn.
+        pair_ids: whether batches tell which pairs have one name.
+        sources: only the pairs of these.
+    """
+
+    def __init__(self, data: dict, seed: int, pair_ids: bool = False, sources: Sequence[str] | None = None) -> None:
+        self._data, self._pair_ids = data, pair_ids
+        wanted = [row for row, source in enumerate(data["sources"]) if sources is None or source in sources]
+        self._device = data["images"].device
+        self._rows = torch.tensor(wanted, device=self._device)
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Tensor]:
+        """A batch: pixel_values [b, 3, S, S], input_ids [b, LENGTH] and, if asked for, pair_ids [b]."""
+        index = self._rows[torch.tensor(rows, device=self._device)]
+        chance = torch.rand(4, len(rows), device=self._device, generator=self._generator)
+        which = (chance[0] * self._data["counts"][index]).long()
+        scale = 0.85 + 0.3 * chance[1]
+        zero = torch.zeros_like(scale)
+        move = 0.4 * chance[2:] - 0.2  # in half sides
+        theta = torch.stack([scale, zero, move[0], zero, scale, move[1]], dim=1).view(-1, 2, 3)
+        images = normalised(self._data["images"][index])
+        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+        batch = {
+            "pixel_values": F.grid_sample(images, grid, padding_mode="border", align_corners=False),
+            "input_ids": self._data["tokens"][index, which].long(),
+        }
+        return {**batch, "pair_ids": self._data["names"][index]} if self._pair_ids else batch
+
+
+def normalised(images: Tensor) -> Tensor:
+    return images.float() / 127.5 - 1
+
+
+def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The collator: `InMemory` gives whole batches."""
+    return batch
+
+
+# ---- Model and trainers ----
+
+
+def new_model(data: dict, seed: int, objective: str = "softmax", *, toy: bool = False) -> CLIPModel:
+    """A CLIP with random weights; with the sigmoid objective it has SigLIP's temperature and bias at their start."""
+    start, end, padding = SPECIAL.values()
+    text = {"vocab_size": data["vocabulary"], "max_position_embeddings": LENGTH}
+    config = CLIPConfig(
+        text_config={
+            **(TOY if toy else TEXT),
+            **text,
+            "bos_token_id": start,
+            "eos_token_id": end,
+            "pad_token_id": padding,
+        },
+        vision_config={
+            **(TOY if toy else VISION),
+            "image_size": data["images"].shape[-1],
+            "patch_size": 16 if toy else 8,
+        },
+        projection_dim=32 if toy else 256,
+    )
+    torch.manual_seed(seed)
+    model = CLIPModel(config)
+    if objective == "sigmoid":  # arXiv 2303.15343, section 3.3
+        model.logit_bias = nn.Parameter(torch.full((1,), -10.0))
+        model.logit_scale.data.fill_(math.log(10))
+    return model
+
+
+class _SameDecay(Trainer):
+    """Trainer that decays matrices only, as InfCLTrainer does: neither side shall win by its weight decay."""
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        matrices = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
+        return [name for name in super().get_decay_parameter_names(model) if name in matrices]
+
+    get_train_dataloader = Trainer.get_train_dataloader  # the benchmark's trainers read from a pool
+
+
+class PlainTrainer(_SameDecay, benchmarks.training.PlainTrainer):
+    """`transformers.Trainer` with CLIPModel's own loss of each micro-batch."""
+
+
+class OpenCLIPTrainer(_SameDecay, benchmarks.training.OpenCLIPTrainer):
+    """OpenCLIP's --accum-freq."""
+
+
+TRAINERS: dict[str, Any] = {
+    "Trainer": PlainTrainer,
+    "OpenCLIP accumulation": OpenCLIPTrainer,
+    "InfCLTrainer": InfCLTrainer,
+}
+
+
+# ---- Measuring ----
+
+
+@torch.no_grad()
+def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
+    """Retrieval recalls and zero-shot accuracies of evaluation sets; the model is left in evaluation mode."""
+    model.eval()
+    dual = DualEncoder(model)
+    device = data["images"].device
+
+    def encode(images: Tensor | None = None, tokens: Tensor | None = None) -> Tensor:
+        found = []
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            for part in (images if images is not None else tokens).split(1024):  # type: ignore[union-attr]
+                if images is not None:
+                    found.append(dual.encode_images({"pixel_values": normalised(part)}))
+                else:
+                    found.append(dual.encode_texts({"input_ids": part.long()}))
+        return torch.cat(found).float()
+
+    row: Row = {}
+    for name in sets:
+        values = data["sets"][name]
+        images = encode(images=values["images"])
+        if "labels" in values:
+            classifier = zero_shot_classifier(encode(tokens=values["prompts"]), num_templates=len(TEMPLATES))
+            row[f"{name}_acc1"] = round(zero_shot_metrics(images, classifier, values["labels"])["acc1"], 5)
+            continue
+        texts = encode(tokens=values["tokens"])
+        found = retrieval_metrics(images, texts, torch.arange(len(images), device=device))
+        row |= {f"{name}_{metric.replace('_retrieval', '')}": round(value, 5) for metric, value in found.items()}
+    return row
+
+
+def score(row: Row) -> float:
+    """What learning rates are chosen by: the mean of all recalls of the validation set."""
+    recalls = [value for name, value in row.items() if name.startswith("validation_")]
+    return sum(recalls) / len(recalls)
+
+
+SETS = ("validation", "concepts", "vendor", "zero_shot_concepts", "zero_shot_vendor")
+
+
+class Measure(TrainerCallback):
+    """Measures at equal distances and at the end; counts the seconds of training without the measuring."""
+
+    def __init__(self, data: dict, run: Run, origin: Row) -> None:
+        self._data, self._run, self._origin = data, run, origin
+        self._cuda = data["images"].is_cuda
+        self._seconds = 0.0
+        self._since = 0.0
+        self.step_seconds: list[float] = []
+        self.rows: list[Row] = []
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._since = self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        points = max(1, self._run.evaluations)
+        due = {round(state.max_steps * (k + 1) / points) for k in range(points)}
+        if state.global_step not in due and self._run.evaluations:
+            return
+        now = self._now()
+        self.step_seconds.append(now - self._since)
+        self._seconds += now - self._since
+        if state.global_step in due:
+            row = {
+                **vars(self._run),
+                "steps": state.global_step,
+                "samples_seen": state.global_step * self._run.batch,
+                "finished": state.global_step == state.max_steps,
+                "seconds": round(self._seconds, 3),
+                "logit_scale": round(model.logit_scale.exp().item(), 4),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._cuda else "",
+                **(measure(model, self._data, SETS) if self._run.evaluations else {}),
+                **self._origin,
+            }
+            model.train()
+            self.rows.append(row)
+        self._since = self._now()
+
+
+def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingArguments:
+    kind = InfCLTrainingArguments if run.method == "InfCLTrainer" else TrainingArguments
+    own = {"objective": run.objective} if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
+    return kind(
+        output_dir=folder,
+        per_device_train_batch_size=run.micro_batch,
+        gradient_accumulation_steps=run.batch // run.micro_batch,
+        max_steps=run.samples // run.batch,
+        learning_rate=run.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=math.ceil(0.1 * run.samples / run.batch),
+        weight_decay=0.1,
+        adam_beta2=0.98,
+        adam_epsilon=1e-6,
+        optim="adamw_torch_fused",
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        seed=run.seed,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **own,
+        **more,
+    )
+
+
+def train(
+    run: Run, data: dict, origin: Row, *, model: Any = None, sources: Sequence[str] | None = None, toy: bool = False
+) -> tuple[list[Row], Any]:
+    """Trains; returns what was measured and the model.
+
+    Args:
+        run: what to train.
+        data: of `prepare`, on the device to train on.
+        origin: columns for every row, such as the commit and the device.
+        model: the model to train on; by default a new one.
+        sources: the sources to train on; by default all.
+        toy: whether a new model is tiny, to try things out.
+    """
+    if run.batch % run.micro_batch or run.samples < run.batch:
+        raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
+    pairs = InMemory(data, run.seed, run.pair_ids, sources)
+    if run.batch > len(pairs):
+        raise ValueError(f"A batch of {run.batch} pairs needs as many, and there are {len(pairs)}.")
+    model = new_model(data, run.seed, run.objective, toy=toy) if model is None else model
+    callback = Measure(data, run, origin)
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(run, folder, on_gpu=data["images"].is_cuda)
+        trainer = TRAINERS[run.method](model, args, as_it_is, train_dataset=pairs, callbacks=[callback])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    if not run.evaluations:  # a run for its cost: the median of the steps, without the first ones
+        steps = sorted(callback.step_seconds[2:])
+        callback.rows[-1]["seconds"] = round(steps[len(steps) // 2] * callback.rows[-1]["steps"], 4)
+    return callback.rows, model
+
+
+# ---- Fine-tuning ----
+
+
+def fine_tune(
+    run: Run, data: dict, origin: Row, rates: dict[str, list[float]], base: Run, *, toy: bool = False
+) -> list[Row]:
+    """Trains a base on the emoji's vendors and fine-tunes it on clip art, in each of several ways at each of its rates.
+
+    Args:
+        run: the fine-tuning; its method and learning rate are replaced.
+        rates: the learning rates by way: "full", "LoRA", "locked image tower".
+        base: the training of the base.
+    """
+    data = {**data, "sets": _by_source(data["sets"])}
+    rows, model = train(base, data, origin, sources=EMOJI, toy=toy)
+    before = [{**row, "way": "base"} for row in rows if row["finished"]]
+    found = before
+    for way, several in rates.items():
+        for rate in several:
+            tuned = copy.deepcopy(model)
+            if way == "LoRA":
+                import peft
+
+                rank = 16
+                config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+                tuned = peft.get_peft_model(tuned, config)
+                tuned.base_model.model.logit_scale.requires_grad_(True)
+            elif way == "locked image tower":
+                tuned.vision_model.requires_grad_(False)
+                tuned.visual_projection.requires_grad_(False)
+            rows, _ = train(
+                replace(run, learning_rate=rate),
+                data,
+                origin,
+                model=tuned,
+                sources=("openclipart", "tuxpaint"),
+                toy=toy,
+            )
+            found += [{**row, "way": way} for row in rows if row["finished"]]
+    return found
+
+
+def _by_source(sets: dict) -> dict:
+    """The sets of held-out concepts, of clip art in place of all; those of emoji are the guard."""
+    found = dict(sets)
+    for name in ("validation", "concepts"):
+        chosen = sets[name]["clip_art"]
+        found[name] = {key: value[chosen] for key, value in sets[name].items()}
+    return found
+
+
+def versions() -> Row:
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,147 @@
+"""The corpus of real pairs and its experiments, on pictures drawn here: nothing is fetched and no model is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.demo import SCRIPTS
+from PIL import Image, ImageDraw
+
+SHAPES = {
+    "circle": lambda draw, box, colour: draw.ellipse(box, fill=colour),
+    "square": lambda draw, box, colour: draw.rectangle(box, fill=colour),
+    "triangle": lambda draw, box, colour: draw.polygon([(box[0], box[3]), (box[2], box[3]), box[:2]], fill=colour),
+}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of scripts/real_pairs."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return lambda name: importlib.import_module(f"real_pairs.{name}")
+
+
+def picture(path: Path, shape: str, colour: str, place: int) -> Path:
+    image = Image.new("RGBA", (40, 40))
+    SHAPES[shape](ImageDraw.Draw(image), (4 + place, 6, 24 + place, 30 + place // 2), colour)
+    image.save(path)
+    return path
+
+
+@pytest.fixture
+def drawings(module, tmp_path) -> list[Any]:
+    """Shapes in colours from two vendors, "google" and "openmoji"; each concept is a shape in a colour."""
+    found = []
+    for vendor, place in (("google", 0), ("openmoji", 9)):
+        for shape in SHAPES:
+            for colour in ("red", "lime", "blue", "gold", "black", "cyan", "navy", "pink"):
+                path = picture(tmp_path / f"{vendor} {colour} {shape}.png", shape, colour, place)
+                name = f"{colour} {shape}"
+                found.append(module("sources").Drawing(vendor, path, name, shape, [colour, shape], name))
+    return found
+
+
+def test_splits_share_no_concept_no_vendor_and_no_near_duplicate(module, drawings, tmp_path):
+    corpus, splits = module("corpus"), module("splits")
+    tested = [d for d in drawings if d.source == "openmoji" and splits.split_of(d.concept) == "test"]
+    trained = [d for d in drawings if d.source == "openmoji" and splits.split_of(d.concept) == "train"]
+    assert len(tested) >= 2, "the toy has something to hold out"
+    # A drawing to be tested on that looks like one to be trained on; and a file that is no picture.
+    copied = dataclasses.replace(tested[0], file=trained[0].file)
+    broken = dataclasses.replace(trained[0], name="broken", file=tmp_path / "broken.png")
+    broken.file.write_bytes(b"no picture")
+    given = [copied if d is tested[0] else d for d in drawings] + [broken]
+
+    summary = corpus.build(given, tmp_path / "corpus", 32, shard_size=10, processes=1)
+    rows, images = [], []
+    for shard in sorted((tmp_path / "corpus").glob("train-*.tar")):
+        with tarfile.open(shard) as tar:
+            for entry in tar:
+                content = tar.extractfile(entry).read()
+                if entry.name.endswith(".json"):
+                    rows.append(json.loads(content))
+                else:
+                    (tmp_path / "image.webp").write_bytes(content)
+                    images.append(Image.open(tmp_path / "image.webp").convert("RGB"))
+    held = {}
+    for part in ("held_out_concepts/validation", "held_out_concepts/test", "held_out_vendor/test"):
+        folder = tmp_path / "corpus/evaluation" / part
+        held[part] = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines()]
+        looks = [splits.Looks.of(Image.open(folder / row["file_name"])) for row in held[part]]
+        assert not splits.near_duplicates(looks, [splits.Looks.of(image) for image in images]).any()
+        assert len({row["caption"] for row in held[part]}) == len(held[part]), "one picture of each name"
+
+    concepts = {row["concept"] for row in rows}
+    assert {row["source"] for row in rows} == {"openmoji"}, "the held-out vendor is not trained on"
+    assert len(rows) == len(images) == len(trained) == summary["sizes"]["train"]
+    assert all(len(row["caption"]) == 3 for row in rows), "several captions"
+    assert not concepts & {row["concept"] for part in list(held)[:2] for row in held[part]}
+    assert {row["concept"] for row in held["held_out_vendor/test"]} <= concepts
+    assert tested[0].name not in {row["caption"] for row in held["held_out_concepts/test"]}
+    assert summary["near_duplicates_dropped"]["test"] == 1
+    assert summary["not_rendered"] == 1
+    assert images[0].size == (32, 32)
+
+
+def test_near_duplicates_agree_in_outline_and_in_colour(module, tmp_path):
+    splits = module("splits")
+
+    def looks(shape: str, colour: str, place: int, side: int = 64) -> Any:
+        image = Image.open(picture(tmp_path / "picture.png", shape, colour, place))
+        white = Image.new("RGBA", image.size, "white")
+        return splits.Looks.of(Image.alpha_composite(white, image).convert("RGB").resize((side, side)))
+
+    first = [looks("circle", "red", 3)]
+    same = {"another size": looks("circle", "red", 3, 100)}
+    others = {"colour": looks("circle", "blue", 3), "outline": looks("triangle", "red", 3)}
+    assert splits.near_duplicates(list(same.values()), first).tolist() == [True]
+    assert splits.near_duplicates(list(others.values()), first).tolist() == [False, False]
+    assert splits.near_duplicates(first, []).tolist() == [False]
+
+
+@pytest.mark.parametrize(
+    ("names", "concept"),
+    [
+        (("woman farmer: dark skin tone", "man farmer", "farmer"), "farmer"),
+        (("family: man, woman, girl", "family"), "family"),
+        (("man walking: facing right", "person walking: light skin tone"), "walking"),
+        (("flag: france",), "flag: france"),
+        (("woman", "woman: medium skin tone"), "woman"),
+    ],
+)
+def test_variants_of_a_motif_are_one_concept(module, names, concept):
+    assert {module("sources").concept_of(name) for name in names} == {concept}
+
+
+def test_the_best_rate_is_looked_for_beyond_the_grid_and_then_gets_the_other_seeds(module):
+    module("training")
+    experiments = module("experiments")
+    run = module("training").Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
+    plan = experiments.Plan(run, (1e-3, 2e-3), (0, 1, 2))
+
+    def wanted(scores: dict[float, float]) -> list[tuple[float, int]]:
+        return [(r.learning_rate, r.seed) for r in plan.wanted({(rate, 0): s for rate, s in scores.items()})]
+
+    assert wanted({}) == [(1e-3, 0), (2e-3, 0)]
+    assert wanted({2e-3: 0.5}) == [(1e-3, 0)], "nothing is decided before the grid is finished"
+    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0)]
+    assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0)]
+    assert wanted({1e-3: 0.1, 2e-3: 0.5, 4e-3: 0.3}) == [(2e-3, 1), (2e-3, 2)]
+
+
+def test_the_files_of_the_experiments_can_be_run(module):
+    training, experiments = module("training"), module("experiments")
+    files = sorted((SCRIPTS / "real_pairs/experiments").glob("*.yaml"))
+    plans = experiments.read_plans(files)
+    assert {plan.run.experiment for plan in plans} == {path.stem for path in files}
+    for plan in plans:
+        for run in (plan.run, plan.base or plan.run):
+            assert run.method in training.TRAINERS
+            assert run.batch % run.micro_batch == 0
+            assert run.samples // run.batch >= 5, "enough steps"
