@@ -237,12 +237,17 @@ def test_recipes_train(small, tmp_path, recipe):
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
-    infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj")
+    guard = ["--guard_dataset", tmp_path / "pairs"]
+    infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj", *guard)
     out = tmp_path / "out"
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], set(config["target_modules"])) == (4, 8, {"q_proj", "v_proj"})
     assert not (out / "model.safetensors").exists()
-    assert "# out" in (out / "README.md").read_text(), "the card is ours, not peft's empty one"
+    card = (out / "README.md").read_text()
+    assert "# out" in card, "the card is ours, not peft's empty one"
+    state = json.loads((out / "trainer_state.json").read_text())
+    before, *_, after = (e["eval_guard1_pairs_loss"] for e in state["log_history"] if "eval_guard1_pairs_loss" in e)
+    assert f"| {after:.4f} (before the training: {before:.4f}) |" in card, "the guard set is measured before and after"
     model = transformers.AutoModel.from_pretrained(out)
     assert any("lora" in name for name, _ in model.named_parameters())
 

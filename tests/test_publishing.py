@@ -213,6 +213,32 @@ def test_a_record_takes_the_last_of_the_logs(tmp_path):
     assert not made.start_on_hub
 
 
+def test_a_guard_is_told_as_it_was_before_and_after(tmp_path):
+    history = [
+        {"step": 0, "eval_guard1_old_loss": 1.0, "eval_pairs_loss": 9.0},
+        {"step": 1, "eval_guard1_old_loss": 1.5},
+        {"step": 2, "eval_guard1_old_loss": 2.0, "eval_pairs_loss": 8.0},
+    ]
+    made = training_record(
+        InfCLTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
+        TrainerState(global_step=2, max_steps=2, log_history=history),
+        model_class="CLIPModel",
+        start=str(tmp_path),
+        sources=[Source("pairs", False)],
+        objective="softmax",
+        evaluations=[
+            Evaluation("old", False, "test", 10, "guard1_old", guard=True),
+            Evaluation("new", False, "test", 10, "pairs"),
+        ],
+    )
+    made.save(tmp_path)
+    assert [e.before for e in TrainingRecord.load(tmp_path).evaluations] == [{"loss": 1.0}, {}]
+    text = read(made, tmp_path).text
+    assert "| 2.0000 (before the training: 1.0000) |" in text
+    assert "`old`, test is a guard set" in text
+    assert "| 8.0000 |" in text
+
+
 def test_the_card_is_there_from_the_first_evaluation_on(tmp_path):
     seen = []
 

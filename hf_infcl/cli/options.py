@@ -104,6 +104,14 @@ class DataOptions:
             "numbers of processes and workers if their product divides it. By default it is their product at the start."
         },
     )
+    guard_dataset: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Image-text pairs that the model should not get worse on, Hub ids or folders: their loss and "
+            "recalls are measured before the training, at every evaluation and at the end, and stand in the card."
+        },
+    )
+    guard_split: str = field(default="test", metadata={"help": "The split of each --guard_dataset."})
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},

@@ -66,7 +66,7 @@ def train(words: Sequence[str]) -> None:
                 "choose another --output_dir, or delete it by --overwrite_output_dir."
             )
         train_dataset = training_set(data, columns, args)
-        eval_datasets = evaluation_datasets(columns, evaluation)
+        eval_datasets = evaluation_datasets(columns, evaluation) | guard_datasets(columns, data)
         if "zero_shot" in eval_datasets:
             check_best_metric(namespace, len(eval_datasets["zero_shot"].class_names))
         model, processor = load(model_options.model)
@@ -85,7 +85,7 @@ def train(words: Sequence[str]) -> None:
         pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
         objective=trainer.contrastive_objective,
         pair_id_column=columns.pair_id_column,
-        evaluations=described_evaluations(evaluation, eval_datasets),
+        evaluations=described_evaluations(evaluation, data, eval_datasets),
         settings={
             **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
             "augmentation": data.augmentation,
@@ -151,7 +151,10 @@ def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in given), None)
     if steps is None and limited:
         steps = tenth
-    for what, wanted in (("save", True), ("eval", namespace.eval_dataset or namespace.zero_shot_dataset)):
+    evaluated = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    if namespace.guard_dataset:
+        chosen["eval_on_start"] = True
+    for what, wanted in (("save", True), ("eval", evaluated)):
         strategy = getattr(namespace, f"{what}_strategy")
         if wanted and f"{what}_strategy" not in given:
             strategy = chosen[f"{what}_strategy"] = "epoch" if steps is None else "steps"
@@ -276,11 +279,27 @@ def licence_on_hub(dataset: str) -> str | None:
     return ", ".join(stated) if isinstance(stated, list) else stated
 
 
-def described_evaluations(options: EvaluationOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+def guard_datasets(columns: ColumnOptions, data: DataOptions) -> dict[str, ImageTextDataset]:
+    """The guard sets, by the prefix of their metrics: "guard1_" and the name of the first, and so on."""
+    found = {}
+    for number, name in enumerate(data.guard_dataset or [], 1):
+        rows = load_pairs(name, split=data.guard_split)
+        dataset = ImageTextDataset(rows, all_captions=True, **columns.of_pairs)  # type: ignore[arg-type]
+        found[re.sub(r"\W+", "_", f"guard{number}_{source_name(name)[0]}")] = dataset
+    return found
+
+
+def described_evaluations(
+    options: EvaluationOptions, data: DataOptions, datasets: Mapping[str, Any]
+) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
+    guards = iter(data.guard_dataset or [])
     found = []
     for key, dataset in datasets.items():
-        if key == "pairs":
+        if key.startswith("guard"):
+            name, on_hub = source_name(next(guards))
+            found.append(Evaluation(name, on_hub, data.guard_split, len(dataset), key, guard=True))
+        elif key == "pairs":
             name, on_hub = source_name(str(options.eval_dataset))
             found.append(Evaluation(name, on_hub, options.eval_split, len(dataset), key))
         else:

@@ -178,7 +178,10 @@ def _results(record: TrainingRecord) -> str:
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
             at_most = "" if ceiling is None else f" (at most {ceiling:.4f})"
-            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}{at_most}"))
+            before = f" (before the training: {evaluation.before[metric]:.4f})" if metric in evaluation.before else ""
+            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}{at_most}{before}"))
+        if evaluation.guard:
+            notes.append(f"{where} is a guard set: it shows what the training has made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):
             notes.append(
                 f"Some captions of {where} belong to several images, but only an image's own captions count as right. "

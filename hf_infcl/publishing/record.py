@@ -50,6 +50,8 @@ class Evaluation:
         metrics: those of `InfCLTrainer.evaluate` without their prefixes: zero-shot accuracies, or loss and recalls.
         templates: the prompts of a zero-shot classification; empty for image-text pairs.
         class_names: the names of its classes; empty for image-text pairs.
+        guard: whether the set is there to show what the training makes worse.
+        before: for a guard, its metrics before the training; empty where they were not measured.
     """
 
     dataset: str
@@ -60,6 +62,8 @@ class Evaluation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     templates: Sequence[str] = ()
     class_names: Sequence[str] = ()
+    guard: bool = False
+    before: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -213,9 +217,9 @@ def training_record(
             **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
         },
         evaluations=[
-            replace(evaluation, metrics=metrics)
+            replace(evaluation, metrics=metrics, before=_first_metrics(state, prefix) if evaluation.guard else {})
             for evaluation in evaluations
-            if (metrics := _last_metrics(state, f"eval_{evaluation.key}_"))
+            if (metrics := _last_metrics(state, prefix := f"eval_{evaluation.key}_"))
         ],
         measured_during_training=args.eval_strategy != "no",
         best=bool(args.load_best_model_at_end),
@@ -236,7 +240,14 @@ def _last(state: TrainerState, key: str, default: Any) -> Any:
 
 
 def _last_metrics(state: TrainerState, prefix: str) -> dict[str, float]:
-    for entry in reversed(state.log_history):
-        if metrics := {name.removeprefix(prefix): v for name, v in entry.items() if name.startswith(prefix)}:
-            return metrics
-    return {}
+    return next((found for entry in reversed(state.log_history) if (found := _metrics(entry, prefix))), {})
+
+
+def _first_metrics(state: TrainerState, prefix: str) -> dict[str, float]:
+    """The metrics before the first step."""
+    before = (entry for entry in state.log_history if entry.get("step") == 0)
+    return next((found for entry in before if (found := _metrics(entry, prefix))), {})
+
+
+def _metrics(entry: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in entry.items() if name.startswith(prefix)}
