@@ -286,7 +286,7 @@ def multi_positive_statistics(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the softmax loss with several positives has to know of each row and each column of a block.
+    """The statistics of each row and each column of a block for the softmax loss with several positives.
 
     With d_ij = z_ij - reference_x_i, the statistics of row i are
 

@@ -37,14 +37,14 @@ CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
 HOPPER_PAYS = 1 << 27  # number of logits from which on `hopper_kernels` are faster
-HOPPER_SUMS_PAY = 512  # dimensions from which on this holds for the sums; at 256 they take a quarter longer
-GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton in which they compile: Gluon is experimental
+HOPPER_SUMS_PAY = 512  # dimensions from which on they are faster for the sums; at 256 they take a quarter longer
+GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton that compile `hopper_kernels`: Gluon is experimental
 
-# Row tiles of a program. Statistics keep their columns' sums for the whole run, so that a long one saves atomics;
-# coefficients keep nothing, and shorter runs fill the last wave better.
+# The most row tiles of a program. Statistics keep the sums of their columns for the whole run, so that long runs need
+# fewer atomics; coefficients keep no sums, and shorter runs fill the last wave better.
 LONGEST_OF_STATISTICS, LONGEST_OF_COEFFICIENTS = 64, 16
-# Column blocks that share row tiles in the L2 cache. A wave of a Hopper GPU, 264 programs, are 8 runs of 33 blocks; the
-# coefficients share the cache with what they write.
+# Column blocks that share row tiles in the L2 cache. On a Hopper GPU 264 programs run at a time: 8 runs of 33 blocks.
+# The kernels of coefficients have fewer, since their output takes a part of the cache.
 GROUP_OF_STATISTICS, GROUP_OF_COEFFICIENTS = 33, 16
 
 
@@ -167,7 +167,7 @@ def multi_positive_sigmoid(
 
 
 def _softmax_statistics(block: Operands, scale: Tensor, references: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The results of `triton_kernels.log_odds` for rows and columns: [m] and [n], or with several positives thrice."""
+    """The results of `triton_kernels.log_odds`: [m] and [n], or [3·m] and [3·n] with several positives."""
     m, n, tile = len(block.x), len(block.y), block.tiling.tile
     lengths = (3 * m, 3 * n) if block.equal == triton_kernels.POSITIVE.value else (m, n)
     features, constants = block.features(), {"EQUAL": block.equal, **block.constants()}
@@ -300,7 +300,7 @@ class _Chunk:
 
     @property
     def gain(self) -> float:
-        """The gain: a coefficient c is stored as c · 2^gain, since the smallest that matter are below fp16's range."""
+        """A coefficient c is stored as c · 2^gain, because the smallest that matter are below the range of fp16."""
         return 14.0 if self.workspace.dtype == torch.float16 else 0.0  # the largest are 2, and fp16 reaches 2^16
 
     def launch(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
@@ -322,7 +322,7 @@ class _Chunk:
         kernel[(self.programs,)](*arguments, **constants)
 
     def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
-        """Makes the coefficients by a persistent kernel of `hopper_kernels`: one program on each processor."""
+        """Makes the coefficients by a persistent kernel of `hopper_kernels`, one program on each multiprocessor."""
         assert self.hopper is not None
         block, tiling = self.block, self.block.tiling
         pairs = cdiv(self.tiles, 2 * self.run) * self.blocks
@@ -341,12 +341,12 @@ class _Chunk:
         kernel[(min(pairs, tiling.slots // 2),)](*arguments, **constants)
 
     def add_products(self) -> None:
-        """The products of the coefficients, onto the gradients."""
+        """Adds the products of the coefficients to the gradients."""
         block, parts = self.block, self.block.parts
         coefficients = self.workspace[:, : len(block.x), : len(block.y)]
         for a, b in PAIRS[parts]:
             c = coefficients[a]
-            # Beside the product of the largest parts the others, and their errors, are small.
+            # The other products, and with them their errors, are small beside that of the largest parts.
             longest = EXACT_SUM if parts > 1 and a == b == 0 else 1 << 30
             if self.grad_x is not None:
                 _add_product(self.grad_x, c, self._part(block.y, b, 1), 2.0**-self.gain, longest)
@@ -373,7 +373,7 @@ def _chunks(block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, dimen
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
             size = r.stop - r.start, s.stop - s.start
             # On Hopper two runs of a column block are the work of one program. Both kinds of kernels number the runs
-            # alike: sigmoid's second launch takes up what the first has left.
+            # alike, so that the sigmoid's slow launch finds the runs that the fast one has left.
             tiles, blocks, run = block.tiling.split(*size, LONGEST_OF_COEFFICIENTS, 1 if hopper is None else 2)
             yield _Chunk(
                 block=block.part(r, s),

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import triton_kernels
 from .triton_tiling import INTERPRETED, Tiling, boxes, cdiv, tiling_for
 
-# Pairs of parts (of x, of y), largest product last: tensor cores round each addition down, by what the sum then is.
+# Pairs of parts (of x, of y), the largest product last: tensor cores round an addition by the size of the sum so far.
 PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
@@ -25,7 +25,7 @@ class Operands:
     parts: int  # parts of which each number is the sum; above 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
-    equal: int  # what cells with equal ids are, one of the three constants of `triton_kernels`
+    equal: int  # the meaning of equal ids: one of the three constants of `triton_kernels`
     overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_kernels.id_overlaps`)
     diagonal: int
     tiling: Tiling
@@ -93,7 +93,7 @@ class Operands:
 
 
 def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Features as tensor cores and descriptors take them, and the number of parts of which each number is the sum.
+    """Features in the form for tensor cores and descriptors, and the number of parts that each of them is the sum of.
 
     With several parts, one product of the concatenations along D is the sum of the products of all pairs of parts.
     """

@@ -34,11 +34,11 @@ class Tiling:
 
         Args:
             longest: the longest run.
-            together: how many programs' work, of one column block, starts and ends as one.
+            together: the number of programs of one column block that one launched program does together.
         """
         tiles, blocks = cdiv(m, self.tile), cdiv(n, self.tile)
 
-        def time(run: int) -> int:  # a program takes as long as a tile to start
+        def time(run: int) -> int:  # in tiles; to start a program takes as long as one tile
             return cdiv(blocks * cdiv(tiles, run * together), self.slots // together) * (run * together + 1)
 
         return tiles, blocks, min(range(1, min(longest, cdiv(tiles, together)) + 1), key=time)

@@ -1,4 +1,4 @@
-"""What one process knows of the global batch, what it computes of the loss, and the batch in the order of its ids."""
+"""One process's share of the global batch and of the loss, and rows in the order of their ids."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Batch:
     """This process's share of the global batch, and the parameters of the logits z_ij = scale · x_i·y_j + bias."""
 
     x: Tensor  # [n, D] images
-    y: Tensor  # [m, D] texts; of pairs, text i belongs to image i
+    y: Tensor  # [m, D] texts; in a batch of pairs text i belongs to image i
     negatives: Tensor | None  # [h, D] texts that belong to no image
     scale: Tensor  # scalar, on the features' device
     bias: Tensor  # scalar
-    ids_x: Tensor | None  # [n] int64; of pairs their ids: two with equal ids are not each other's negatives
-    ids_y: Tensor | None  # [m] int64, equal to those of the images that a text belongs to; None: pairs
+    ids_x: Tensor | None  # [n] int64; in a batch of pairs those with equal ids are not each other's negatives
+    ids_y: Tensor | None  # [m] int64, equal to the ids of the images that a text belongs to; None in a batch of pairs
     counts: Counts
 
 

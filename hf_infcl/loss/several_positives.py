@@ -5,9 +5,10 @@ and the differences d_ij = z_ij - r_i from a reference r_i, the logit of some ce
 
     N = log Σ_negatives exp(d_ij), P = log Σ_positives exp(d_ij), Z = Σ_positives d_ij,
 
-its cross entropy is log(exp(N) + exp(P)) - Z / K_i. N, P and Z of blocks combine, so that they need not know where the
-positives lie. A single positive has P = Z, and the cross entropy is softplus(N - Z), as for pairs, which keeps its
-digits however small it gets; P would differ from Z by a rounding. With several the cross entropy is at least log K_i.
+its cross entropy is log(exp(N) + exp(P)) - Z / K_i. N, P and Z of blocks combine, so that no block needs to know where
+the positives lie. With a single positive P = Z, and the cross entropy is softplus(N - Z), as for pairs, which keeps its
+digits however small it gets; a computed P would differ from Z by a rounding. With several positives the cross entropy
+is at least log K_i.
 """
 
 from __future__ import annotations

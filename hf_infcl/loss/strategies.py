@@ -289,7 +289,8 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
     A small block takes longer to launch than to compute, and a ring of W processes launches W of them.
 
     Args:
-        texts: this process's, as they travel; ``count``: the number of those of all processes.
+        texts: the texts of this process, in the form in which they travel.
+        count: the number of texts on all processes.
     """
     # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
     feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()
