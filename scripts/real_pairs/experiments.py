@@ -142,16 +142,18 @@ def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool) -> None
     while True:
         plan, run = channel.recv()
         origin = {**shared, "alone": plan.alone}
+        rows: list[Row] = []
+        error = ""
         try:
             if plan.ways:
                 base = dataclasses.replace(plan.base, seed=run.seed)
-                rates = {way: list(several) for way, several in plan.ways}
-                rows = fine_tune(run, data, origin, rates, base, toy=toy)
+                for found in fine_tune(run, data, origin, dict(plan.ways), base, toy=toy):
+                    rows += found
             else:
                 rows, _ = train(run, data, origin, toy=toy)
-            channel.send(rows)
         except Exception:
-            channel.send(traceback.format_exc())
+            error = traceback.format_exc()
+        channel.send((rows, error))
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -198,22 +200,22 @@ class Queue:
         """Seconds that the run will take, by earlier ones of the same kind; 0 if there was none."""
         return 1.1 * run.samples * self._seconds.get(_kind(run), 0.0)
 
-    def finished(self, worker: Worker, rows: list[Row] | str) -> None:
-        """Writes what a worker measured, or the error that ended its run."""
+    def finished(self, worker: Worker, rows: list[Row], error: str) -> None:
+        """Writes what a worker measured, and prints the error that ended its run, if one did."""
         plan, run = worker.plan, worker.run
         assert plan is not None
         assert run is not None
         worker.plan = worker.run = None
-        if isinstance(rows, str):
-            self.failures.append(rows)
-            print(f"{run} failed:\n{rows}", flush=True)
-            return
         begun = self._table.exists()
         with self._table.open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="")
             if not begun:
                 writer.writeheader()
             writer.writerows(rows)
+        if error:
+            self.failures.append(error)
+            print(f"{run} failed:\n{error}", flush=True)
+            return
         took = time.monotonic() - worker.began
         self._seconds[_kind(run)] = took / run.samples
         last = rows[-1]
@@ -284,9 +286,9 @@ def run_all(queue: Queue, tensors: Path, processes_per_gpu: int, *, toy: bool) -
             for channel in multiprocessing.connection.wait(list(busy), timeout=queue.seconds_left()):
                 worker = busy[channel]
                 try:
-                    queue.finished(worker, channel.recv())
+                    queue.finished(worker, *channel.recv())
                 except EOFError:
-                    queue.finished(worker, "Its process ended.")
+                    queue.finished(worker, [], "Its process ended.")
                     workers.remove(worker)
     finally:
         for worker in workers:

@@ -9,7 +9,7 @@ import math
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -425,9 +425,11 @@ def train(
 
 
 def fine_tune(
-    run: Run, data: dict, origin: Row, rates: dict[str, list[float]], base: Run, *, toy: bool = False
-) -> list[Row]:
+    run: Run, data: dict, origin: Row, rates: dict[str, tuple[float, ...]], base: Run, *, toy: bool = False
+) -> Iterator[list[Row]]:
     """Trains a base on the emoji's vendors and fine-tunes it on clip art, in each of several ways at each of its rates.
+
+    Yields what was measured at the end of each training.
 
     Args:
         run: the fine-tuning; its method and learning rate are replaced.
@@ -436,8 +438,7 @@ def fine_tune(
     """
     data = {**data, "sets": _by_source(data["sets"])}
     rows, model = train(base, data, origin, sources=EMOJI, toy=toy)
-    before = [{**row, "way": "base"} for row in rows if row["finished"]]
-    found = before
+    yield [{**row, "way": "base"} for row in rows if row["finished"]]
     for way, several in rates.items():
         for rate in several:
             tuned = copy.deepcopy(model)
@@ -459,8 +460,7 @@ def fine_tune(
                 sources=("openclipart", "tuxpaint"),
                 toy=toy,
             )
-            found += [{**row, "way": way} for row in rows if row["finished"]]
-    return found
+            yield [{**row, "way": way} for row in rows if row["finished"]]
 
 
 def _by_source(sets: dict) -> dict:
