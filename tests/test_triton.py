@@ -137,7 +137,7 @@ def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "dim"), [(7, 40), (150, 48)])
+@pytest.mark.parametrize(("batch", "dim"), [(7, 40), (70 if triton_tiling.INTERPRETED else 150, 48)])  # several tiles
 def test_without_descriptors(
     batch: int, dim: int, dtype: torch.dtype, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
