@@ -44,6 +44,7 @@ COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
     *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib", "alone", "processes_per_gpu"),
     *METRICS,
+    *("concepts_examples", "vendor_examples"),
     *("date", "commit", "device", "torch", "transformers"),
 )
 

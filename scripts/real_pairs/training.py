@@ -277,7 +277,10 @@ TRAINERS: dict[str, Any] = {
 
 @torch.no_grad()
 def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
-    """Retrieval recalls and zero-shot accuracies of evaluation sets; the model is left in evaluation mode."""
+    """Retrieval recalls, the images found for ten captions, and zero-shot accuracies of evaluation sets.
+
+    The model is left in evaluation mode.
+    """
     model.eval()
     dual = DualEncoder(model)
     device = data["images"].device
@@ -303,7 +306,15 @@ def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
         texts = encode(tokens=values["tokens"])
         found = retrieval_metrics(images, texts, torch.arange(len(images), device=device))
         row |= {f"{name}_{metric.replace('_retrieval', '')}": round(value, 5) for metric, value in found.items()}
+        if name != "validation":
+            best = (texts[example_captions(len(texts))] @ images.T).topk(min(5, len(images)), dim=1)
+            row[f"{name}_examples"] = json.dumps(best.indices.tolist())
     return row
+
+
+def example_captions(count: int) -> list[int]:
+    """Ten captions of an evaluation set, at equal distances, whose best five images are kept to be looked at."""
+    return [number * count // 10 for number in range(10)]
 
 
 def score(row: Row) -> float:
