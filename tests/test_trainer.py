@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.processes import Processes
+from hf_infcl.training.dual_encoder import DualEncoder
 
 # ---- Training ----
 
@@ -46,15 +47,34 @@ def test_images_are_let_go_after_their_last_use(tmp_path):
 # ---- Options of Trainer that have to keep working ----
 
 
-def test_logs_say_what_a_contrastive_run_is_watched_by(tmp_path):
-    trainer = trainer_for(tmp_path, models.siglip(), max_steps=3)
+class Tracker(TrainerCallback):
+    """Gets what TensorBoard, Weights & Biases, trackio and MLflow get: the numbers given to `on_log`."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.entries.append({name: value for name, value in logs.items() if isinstance(value, (int, float))})
+
+
+def test_trackers_get_all_figures_of_a_contrastive_run(tmp_path):
+    tracker = Tracker()
+    data = models.Pairs(8)  # one global batch
+    trainer = trainer_for(tmp_path, models.siglip(), data, max_steps=3, max_grad_norm=1e-3, callbacks=[tracker])
+    with torch.no_grad():
+        images, texts = DualEncoder(trainer.model).embed(trainer.model, data.batch())
     trainer.train()
-    entries = [e for e in trainer.state.log_history if "loss" in e]
+    entries = [entry for entry in tracker.entries if "loss" in entry]
     assert len(entries) == 3
     for entry in entries:
-        for key in ("loss", "logit_scale", "logit_bias", "grad_norm", "learning_rate", "samples_per_second"):
+        for key in ("loss", "logit_scale", "logit_bias", "learning_rate", "samples_per_second"):
             assert math.isfinite(entry[key]), key
         assert entry["global_batch_size"] == 8
+        towers = entry["grad_norm_image"] ** 2 + entry["grad_norm_text"] ** 2
+        assert 1e-4 < towers <= entry["grad_norm"] ** 2, "of the gradient before it is clipped"
+    assert entries[0]["positive_cosine"] == pytest.approx((images * texts).sum(1).mean().item(), rel=1e-5)
+    assert entries[2]["positive_cosine"] != entries[0]["positive_cosine"]
+    assert [entry["samples_seen"] for entry in entries] == [8, 16, 24]
     assert entries[0]["logit_scale"] == pytest.approx(10, rel=1e-3)
     assert entries[0]["logit_bias"] == pytest.approx(-10, rel=1e-3)
 

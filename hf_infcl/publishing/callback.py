@@ -20,8 +20,8 @@ CURVES_FILE = "curves.png"
 class CardCallback(TrainerCallback):
     """Writes the record, the curves, the results and the card into ``output_dir``.
 
-    They are written after each evaluation, before each push to the Hub and at the end of the training, by the main
-    process.
+    They are written after each evaluation and each checkpoint, before each push to the Hub and at the end of the
+    training, by the main process.
 
     Args:
         describe: ``describe(args, state)`` gives the record of the run so far.
@@ -33,19 +33,27 @@ class CardCallback(TrainerCallback):
 
     def __init__(self, describe: Callable[[InfCLTrainingArguments, TrainerState], TrainingRecord]) -> None:
         self._describe = describe
+        self._written = 0, 0  # the step and the number of log entries that the card tells of
         self.first_step = 0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.first_step = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._update(args, state)
 
     def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._update(args, state)
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._update(args, state)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.write(args, state)
+        self._update(args, state)
+
+    def _update(self, args: Any, state: TrainerState) -> None:
+        if (state.global_step, len(state.log_history)) != self._written:
+            self.write(args, state)
 
     def write(self, args: Any, state: TrainerState) -> None:
         """Writes all files for the present state, if this is the main process and a step has been trained."""
@@ -55,6 +63,7 @@ class CardCallback(TrainerCallback):
             record = self._describe(args, state)
             record.save(folder)
             write_publication(record, folder, state)
+            self._written = state.global_step, len(state.log_history)
 
 
 def write_publication(record: TrainingRecord, folder: str | Path, state: TrainerState) -> None:

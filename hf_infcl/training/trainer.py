@@ -21,12 +21,14 @@ from torch.profiler import record_function
 from transformers import Trainer, TrainerCallback
 
 from ..loss import contrastive_loss
+from ..processes import Processes
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import DualEncoder
 from .grad_cache import CachedWindow, Features, GraphBudget
 from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
 from .preparation import prepare_model, set_learning_rates
+from .tower_gradients import TowerGradients
 from .wrappers import Wrapper, is_compiled, stock_shapes, wrapper_of
 
 
@@ -40,6 +42,9 @@ class _Training:
     fetcher: Fetcher | None  # with offload_inputs
     began: float  # seconds of `time.perf_counter`
     last_log: tuple[float, int]  # seconds of `time.perf_counter`, and the step
+    samples: tuple[int, int]  # pairs that were trained up to a step, and the step
+    tower_gradients: TowerGradients
+    positive_cosine: Tensor | None = None  # the mean over this process's pairs of the last window
     windows: int = 0  # trained
 
 
@@ -148,6 +153,8 @@ class InfCLTrainer(GuardedTrainer):
         wrapper = wrapper_of(self.model_wrapped, self.accelerator.distributed_type)
         wrapper.begin_training(self.dual_encoder, self.args.ddp_broadcast_buffers)
         retain = self.args.retain_graphs
+        history = reversed(self.state.log_history)
+        samples = ((int(entry["samples_seen"]), int(entry["step"])) for entry in history if "samples_seen" in entry)
         now = time.perf_counter()
         self._training = _Training(
             wrapper=wrapper,
@@ -156,6 +163,8 @@ class InfCLTrainer(GuardedTrainer):
             fetcher=Fetcher(self.args.device) if self.args.offload_inputs else None,
             began=now - self._last_logged("train_seconds"),  # the time trained before an interruption counts
             last_log=(now, self.state.global_step),
+            samples=next(samples, (0, 0)),
+            tower_gradients=TowerGradients(self.dual_encoder),
         )
 
     def _begin_window(self, batches: list[Any]) -> None:
@@ -239,6 +248,8 @@ class InfCLTrainer(GuardedTrainer):
             if training.compiled:
                 gc.collect()  # compiling leaves reference cycles, which hold the graph of a micro-batch
         training.windows += 1
+        scaler = self.accelerator.scaler
+        training.tower_gradients.measure(1.0 if scaler is None else scaler.get_scale())
         return loss
 
     def _first_pass(self, model: nn.Module) -> CachedWindow:
@@ -258,10 +269,14 @@ class InfCLTrainer(GuardedTrainer):
         with self._failures_announced(), record_function("infcl: first pass"):
             features = window.encode()
         finite = finite_rows(features)
-        del features  # they take the memory of the whole window
+        images, texts = features
+        cosine = torch.linalg.vecdot(images, texts).float().mean()
+        del features, images, texts  # they take the memory of the whole window
         with record_function("infcl: loss"):
             loss = window.evaluate(self._loss, lambda: self.dual_encoder.temperature_parameters)
         self._check_loss(loss, finite)  # before anything has been changed
+        if not self._guard.skipping:
+            training.positive_cosine = cosine
         return window
 
     def _encode(self, model: nn.Module, micro_batch: _MicroBatch) -> Features:
@@ -292,18 +307,27 @@ class InfCLTrainer(GuardedTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures of a contrastive run to the training logs.
 
-        The figures are logit_scale, the multiplier, and logit_bias, if any; global_batch_size in pairs;
-        samples_per_second, the rate of pairs since the last log, the evaluations in between included; train_seconds,
-        the duration of the training so far, the parts before an interruption included; and peak_memory of this GPU in
-        bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add theirs.
+        The figures are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the
+        positives of the last global batch; grad_norm_image and grad_norm_text, the norms of the towers' gradients in
+        the last step, before they were clipped (not under DeepSpeed); global_batch_size in pairs; samples_seen, the
+        pairs trained so far; samples_per_second, the rate of pairs since the last log, the evaluations in between
+        included; train_seconds, the duration of the training so far, the parts before an interruption included; and
+        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log`
+        add theirs.
         """
         if "loss" in logs:
+            logs |= self._training.tower_gradients.logs()
+            if (cosine := self._training.positive_cosine) is not None:
+                processes = Processes()
+                logs["positive_cosine"] = processes.sum(cosine).item() / processes.world_size
             scale, bias = self.dual_encoder.scale_and_bias()
             logs["logit_scale"] = scale.item()
             if bias is not None:
                 logs["logit_bias"] = bias.item()
             logs["global_batch_size"] = self.args.global_batch_size
             now, step = time.perf_counter(), self.state.global_step
+            samples, counted = self._training.samples
+            logs["samples_seen"] = samples + (step - counted) * self.args.global_batch_size
             since, at = self._training.last_log
             if step > at:
                 logs["samples_per_second"] = round((step - at) * self.args.global_batch_size / (now - since), 3)

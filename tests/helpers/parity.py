@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
-from hf_infcl.training.dual_encoder import DualEncoder
+from hf_infcl.training.dual_encoder import TOWERS, DualEncoder
 
 from . import models
 
@@ -136,7 +136,7 @@ def rank_gradients(rank: int, world_size: int, cells: list[tuple], overrides: di
         trainer = train(objective, variant, world_size, steps, **overrides)
         callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Gradients))
         gradients = {name: gradient.cpu() for name, gradient in callback.seen.items()}
-        results.append((trainer.state.log_history[0]["loss"], gradients, trainer.draws.states))
+        results.append((trainer.state.log_history[0], gradients, trainer.draws.states))
     return results
 
 
@@ -170,6 +170,16 @@ def truth(
     return loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def check_tower_norms(logs: dict[str, float], expected: dict[str, Tensor], tolerance: float, where: str) -> None:
+    """The norms of the towers' gradients in the logs; DeepSpeed does not tell them."""
+    for tower, parts in TOWERS.items():
+        norms = [g.norm() for name, g in expected.items() if any(f"{part}." in name for part in parts)]
+        if norms and (seen := logs.get(f"grad_norm_{tower}")) is not None:
+            assert seen == pytest.approx(torch.stack(norms).norm().item(), rel=tolerance), f"{where} {tower}"
+        else:
+            assert f"grad_norm_{tower}" not in logs
+
+
 def check(
     ranks: Any,
     world_size: int,
@@ -191,9 +201,10 @@ def check(
         draws = {key: state for _, _, states in results for key, state in states.items()}
         loss, expected = truth(objective, variant, draws, device)
         whole = torch.stack([g.norm() for g in expected.values()]).norm()
-        for rank, (seen_loss, gradients, _) in enumerate(results):
+        for rank, (logs, gradients, _) in enumerate(results):
             where = f"{cell} rank {rank} of {world_size}"
-            assert seen_loss == pytest.approx(loss, rel=tolerance), where
+            assert logs["loss"] == pytest.approx(loss, rel=tolerance), where
+            check_tower_norms(logs, expected, tolerance, where)
             assert gradients.keys() == expected.keys(), where
             for name, gradient in expected.items():
                 error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may have become a vector
