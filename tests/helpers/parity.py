@@ -170,14 +170,17 @@ def truth(
     return loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def check_tower_norms(logs: dict[str, float], expected: dict[str, Tensor], tolerance: float, where: str) -> None:
-    """The norms of the towers' gradients in the logs; DeepSpeed does not tell them."""
+def check_tower_norms(
+    logs: dict[str, float], expected: dict[str, Tensor], tolerance: float, floor: float, where: str
+) -> None:
+    """The norms of the towers' gradients in the logs."""
     for tower, parts in TOWERS.items():
         norms = [g.norm() for name, g in expected.items() if any(f"{part}." in name for part in parts)]
-        if norms and (seen := logs.get(f"grad_norm_{tower}")) is not None:
-            assert seen == pytest.approx(torch.stack(norms).norm().item(), rel=tolerance), f"{where} {tower}"
-        else:
-            assert f"grad_norm_{tower}" not in logs
+        seen = logs.get(f"grad_norm_{tower}")
+        assert (seen is None) == (not norms), f"{where} {tower}"
+        if seen is not None:
+            norm = torch.stack(norms).norm()
+            assert abs(seen - norm) <= tolerance * norm + floor * len(norms) ** 0.5, f"{where} {tower}"
 
 
 def check(
@@ -204,7 +207,8 @@ def check(
         for rank, (logs, gradients, _) in enumerate(results):
             where = f"{cell} rank {rank} of {world_size}"
             assert logs["loss"] == pytest.approx(loss, rel=tolerance), where
-            check_tower_norms(logs, expected, tolerance, where)
+            if "deepspeed" not in overrides:  # which does not tell the gradients
+                check_tower_norms(logs, expected, tolerance, floor * whole, where)
             assert gradients.keys() == expected.keys(), where
             for name, gradient in expected.items():
                 error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may have become a vector
