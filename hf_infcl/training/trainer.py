@@ -236,6 +236,8 @@ class InfCLTrainer(GuardedTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
+        if training.compiled and training.windows == 0 and (index == 0 or last):
+            gc.collect()  # the first forward and backward are compiled, which leaves cycles that hold activations
         loss = passes.cached.loss.float()
         if not last:
             return torch.zeros_like(loss)
@@ -245,8 +247,6 @@ class InfCLTrainer(GuardedTrainer):
             return torch.full_like(loss, self._guard.last_loss)
         if training.windows == 0:
             training.wrapper.check_gradients()
-            if training.compiled:
-                gc.collect()  # compiling leaves reference cycles, which hold the graph of a micro-batch
         training.windows += 1
         scaler = self.accelerator.scaler
         training.tower_gradients.measure(1.0 if scaler is None else scaler.get_scale())
