@@ -124,6 +124,15 @@ def test_what_weakens_a_result_is_told(tmp_path):
     assert "not evaluated" in read(record(), tmp_path).text
 
 
+def test_positives_and_negatives_of_several_captions_are_told(tmp_path):
+    several = {"equal_ids": "positive", "captions_per_image": 5, "negative_caption_column": "swapped"}
+    text = read(record(**several), tmp_path).text
+    assert "| positives | up to 5 captions of the image, drawn anew each epoch |" in text
+    assert "| negatives | all other captions of the batch; for all images also one of `swapped` of each image" in text
+    text = read(record(equal_ids="positive", pair_id_column="label"), tmp_path).text
+    assert "| positives | the caption of the image, and those of equal `label` |" in text
+
+
 @pytest.mark.parametrize(
     "name", ['a "quoted" {}', "pipe | {}", "`tick` {}", "back\\slash {}", "two\nlines {}", "é 猫 {}"]
 )

@@ -276,7 +276,7 @@ def test_plain_training_arguments_are_refused(tmp_path):
 
 
 def test_training_on_several_captions_at_once_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"several captions.*ImageTextDataset"):
+    with pytest.raises(ValueError, match=r"has \d captions, and equal_ids is 'exclude'.*ImageTextDataset"):
         trainer_for(tmp_path, data=Captioned(30), data_collator=collate_captions).train()
 
 

@@ -94,6 +94,16 @@ class DataOptions:
         default=None,
         metadata={"help": "With --streaming: the number of pairs of an epoch. Without it pass --max_steps."},
     )
+    captions_per_image: int = field(
+        default=1,
+        metadata={"help": "Captions that are drawn per epoch of an image that has a list of them; all are positives."},
+    )
+    negative_caption_column: str | None = field(
+        default=None,
+        metadata={
+            "help": "Column of captions that almost describe the image, a string or a list: negatives of all images."
+        },
+    )
     shuffle_buffer: int = field(
         default=2048, metadata={"help": "With --streaming: the number of samples that each worker shuffles at a time."}
     )

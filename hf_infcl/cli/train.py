@@ -85,6 +85,9 @@ def train(words: Sequence[str]) -> None:
         pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
         objective=trainer.contrastive_objective,
         pair_id_column=columns.pair_id_column,
+        equal_ids=trainer.equal_ids,
+        captions_per_image=data.captions_per_image,
+        negative_caption_column=data.negative_caption_column,
         evaluations=described_evaluations(evaluation, data, eval_datasets),
         settings={
             **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
@@ -227,6 +230,8 @@ def training_set(
         "on_bad_sample": data.on_bad_sample,
         "augmentation": data.augmentation,
         "min_side": data.min_side,
+        "captions_per_image": data.captions_per_image,
+        "negative_caption_column": data.negative_caption_column,
         **columns.of_pairs,
     }
     if data.streaming:

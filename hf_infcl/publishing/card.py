@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -106,18 +106,29 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     )
     if record.processes > 1:
         yield "strategy", f"{_code(record.strategy)} shares the batch among the processes"
-    yield (
-        "negatives",
-        f"all other pairs of the batch but those of equal {_code(record.pair_id_column)}"
-        if record.pair_id_column
-        else "all other pairs of the batch, those with equal captions included",
-    )
+    yield from _positives_and_negatives(record)
     yield "length", f"{record.steps:,} optimizer steps, {seen:,} pairs seen{epochs}"
     yield from record.settings.items()
     yield "time", f"{_duration(record.seconds)} with {processes} on {record.device}"
     if record.peak_memory is not None:
         yield "peak memory", f"{record.peak_memory / 2**30:.1f} GiB on one GPU"
     yield "versions", ", ".join(f"{package} {version}" for package, version in record.versions.items())
+
+
+def _positives_and_negatives(record: TrainingRecord) -> Iterator[tuple[str, str]]:
+    of_equal = f"those of equal {_code(record.pair_id_column)}" if record.pair_id_column else ""
+    if record.equal_ids == "positive":
+        own = "the caption of the image"
+        if record.captions_per_image > 1:
+            own = f"up to {record.captions_per_image} captions of the image, drawn anew each epoch"
+        yield "positives", f"{own}, and {of_equal}" if of_equal else own
+        negatives = "all other captions of the batch"
+    else:
+        negatives = "all other pairs of the batch"
+        negatives += f" but {of_equal}" if of_equal else ", those with equal captions included"
+    if record.negative_caption_column:
+        negatives += f"; for all images also one of {_code(record.negative_caption_column)} of each image that has any"
+    yield "negatives", negatives
 
 
 def _describe_source(source: Source) -> str:

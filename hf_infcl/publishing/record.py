@@ -83,6 +83,9 @@ class TrainingRecord:
         strategy: how the processes shared a batch.
         per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
         pair_id_column: pairs of equal value in this column were not each other's negatives.
+        equal_ids: "exclude", or "positive" where they, and all captions of an image, were positives.
+        captions_per_image: the most captions that were drawn per epoch of an image.
+        negative_caption_column: where the captions came from that were negatives of all images.
         frozen: the tower that did not train, "image" or "text".
         steps: the optimizer steps.
         settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
@@ -114,6 +117,9 @@ class TrainingRecord:
     pairs: int | None = None
     adapter: bool = False
     pair_id_column: str | None = None
+    equal_ids: str = "exclude"
+    captions_per_image: int = 1
+    negative_caption_column: str | None = None
     frozen: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     peak_memory: int | None = None
@@ -163,6 +169,9 @@ def training_record(
     objective: str,
     pairs: int | None = None,
     pair_id_column: str | None = None,
+    equal_ids: str = "exclude",
+    captions_per_image: int = 1,
+    negative_caption_column: str | None = None,
     adapter: bool = False,
     evaluations: Sequence[Evaluation] = (),
     settings: Mapping[str, str] | None = None,
@@ -197,6 +206,9 @@ def training_record(
         accumulation_steps=args.gradient_accumulation_steps,
         processes=args.world_size,
         pair_id_column=pair_id_column,
+        equal_ids=equal_ids,
+        captions_per_image=captions_per_image,
+        negative_caption_column=negative_caption_column,
         frozen=args.freeze,
         steps=state.global_step,
         settings={

@@ -15,6 +15,8 @@ from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from .dual_encoder import TOWERS
 
+EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
+
 
 @dataclass(repr=False)  # TrainingArguments' own hides the token
 class InfCLTrainingArguments(TrainingArguments):
@@ -22,13 +24,18 @@ class InfCLTrainingArguments(TrainingArguments):
 
     One contrastive batch, the global batch, has ``per_device_train_batch_size × gradient_accumulation_steps ×
     world_size`` pairs. The micro-batch of ``per_device_train_batch_size`` pairs bounds the memory of activations; more
-    accumulation steps cost time, and memory only for embeddings and inputs.
+    accumulation steps cost time, and memory only for embeddings and inputs. With several captions per image, or
+    negative captions, these numbers count images, and the text tower sees all texts of a micro-batch at once.
 
     Args:
         objective: ``"softmax"`` (CLIP) or ``"sigmoid"`` (SigLIP), which needs a model with a logit_bias. None is the
             objective that the model was made for.
         strategy: how the processes share the batch; see `hf_infcl.contrastive_loss`.
         backend: which kernels compute the loss; see `hf_infcl.contrastive_loss`.
+        equal_ids: what pairs with equal pair ids are to each other. ``"exclude"``: neither positives nor negatives.
+            ``"positive"``: positives, like the captions of one image; labels as pair ids make it UniCL's loss
+            (arXiv 2204.03610). None is ``"positive"`` if the training set draws several captions per image, which needs
+            it, and ``"exclude"`` otherwise. The loss of an evaluation goes by it as well.
         max_logit_scale: after each step logit_scale, the multiplier, is clamped to [1, max_logit_scale]. None is 100
             with the softmax objective, as in CLIP, and no limit with the sigmoid objective.
         logit_scale_learning_rate: the learning rate of logit_scale and logit_bias, on the same schedule. None is
@@ -76,6 +83,13 @@ class InfCLTrainingArguments(TrainingArguments):
         default="ring", metadata={"help": f"How the processes share the batch: {', '.join(STRATEGIES)}."}
     )
     backend: str = field(default="auto", metadata={"help": f"Which kernels compute the loss: {', '.join(BACKENDS)}."})
+    equal_ids: str | None = field(
+        default=None,
+        metadata={
+            "help": "What pairs with equal pair ids are to each other: 'exclude' (neither positives nor negatives) or "
+            "'positive'; by default 'positive' with several captions per image, else 'exclude'."
+        },
+    )
     max_logit_scale: float | None = field(
         default=None, metadata={"help": "Upper limit of logit_scale; by default 100 with softmax, none with sigmoid."}
     )
@@ -172,6 +186,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("objective", self.objective, (None, *OBJECTIVES)),
             ("strategy", self.strategy, STRATEGIES),
             ("backend", self.backend, BACKENDS),
+            ("equal_ids", self.equal_ids, (None, *EQUAL_IDS)),
             ("freeze", self.freeze, (None, *TOWERS)),
             ("on_divergence", self.on_divergence, ("stop", "roll_back")),
         ):

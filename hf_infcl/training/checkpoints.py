@@ -47,8 +47,9 @@ class Run:
         global_batch_size: pairs of one optimizer step.
         objective: ``"softmax"`` or ``"sigmoid"``.
         model: class and number of parameters.
-        data: class of the training set, its number of rows and how they are drawn.
+        data: class of the training set, its number of rows and captions per image, and how they are drawn.
         content: a fingerprint of the training set; empty if it has none, and then not compared.
+        equal_ids: ``"exclude"`` or ``"positive"``.
     """
 
     global_batch_size: int
@@ -56,6 +57,7 @@ class Run:
     model: str
     data: str
     content: str = ""
+    equal_ids: str = "exclude"
 
 
 @dataclass(frozen=True)

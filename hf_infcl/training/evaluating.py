@@ -28,6 +28,7 @@ from ..loss import local_contrastive_loss
 from ..processes import Processes, failures_announced
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
+from .windows import most_captions
 from .wrappers import fsdp_tower_methods
 
 logger = logging.get_logger(__name__)
@@ -119,6 +120,11 @@ class EvaluatingTrainer(Trainer):
         """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was made for."""
         return self.args.objective or self.dual_encoder.objective
 
+    @property
+    def equal_ids(self) -> str:
+        """``"exclude"`` or ``"positive"``: the argument, or else what the training set needs."""
+        return self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -183,8 +189,9 @@ class EvaluatingTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then computes the same exact metrics of the whole set on every process.
 
-        For pairs these are ``loss``, the contrastive loss of the whole set as one batch (each image with its first
-        caption), and retrieval recalls over all captions; for a `ZeroShotDataset` they are accuracies.
+        For pairs these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over all
+        captions; for a `ZeroShotDataset` they are accuracies. The loss is that of each image with its first caption,
+        or with ``equal_ids="positive"`` with all of its captions.
         """
         self.gather_function = gather_rows
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
@@ -240,15 +247,19 @@ class EvaluatingTrainer(Trainer):
         images, texts = map(self._on_device, predictions)
         counts, ids, *pair_ids = map(self._on_device, labels)
         with torch.no_grad():
-            scale, bias = self.dual_encoder.scale_and_bias()
+            if self.equal_ids == "positive":
+                image_ids = pair_ids[0] if pair_ids else torch.arange(len(images), device=images.device)
+                captions, ids_of = texts, {"image_ids": image_ids, "text_ids": image_ids[image_of_captions(counts)]}
+            else:
+                captions = texts[counts.cumsum(0) - counts]  # the first of each image
+                ids_of = {"pair_ids": pair_ids[0]} if pair_ids else {}
             loss = local_contrastive_loss(
                 images,
-                texts[counts.cumsum(0) - counts],  # the first caption of each image
-                scale,
-                bias,
+                captions,
+                *self.dual_encoder.scale_and_bias(),
                 objective=self.contrastive_objective,
                 backend=self.args.backend,
-                pair_ids=pair_ids[0] if pair_ids else None,
+                **ids_of,
             )
         recalls = retrieval_metrics(images, texts, image_of_captions(counts), caption_ids=ids)
         if ceilings := {name: f"{value:.4g}" for name, value in recalls.items() if name.endswith("_ceiling")}:

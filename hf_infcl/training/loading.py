@@ -28,7 +28,7 @@ from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .evaluating import EvaluatingTrainer
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .stream_loader import StreamLoader
-from .windows import WindowSampler, check_batch, set_epoch, stream_for_evaluation
+from .windows import WindowSampler, check_batch, most_captions, set_epoch, stream_for_evaluation
 
 logger = logging.get_logger(__name__)
 
@@ -72,6 +72,11 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             raise ValueError(
                 "Images and captions have to be prepared for the model: pass "
                 "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
+            )
+        if args.equal_ids == "exclude" and (most := most_captions(kwargs.get("train_dataset"))) > 1:
+            raise ValueError(
+                f"The training set draws {most} captions per image, which are all positives of their image, but "
+                "equal_ids is 'exclude'. Pass equal_ids='positive', or leave it out; or draw one caption per image."
             )
         self._source = _Source()
         self._worker_seeds = torch.Generator()
@@ -254,7 +259,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             with self._data_wait.waiting():
                 window, _ = super().get_batch_samples(batches, num_batches, device)
             for batch in window:
-                check_batch(batch)
+                check_batch(batch, self.equal_ids)
             rows = sum(len(batch["pixel_values"]) for batch in window)
         except Exception as error:
             if source.dispatcher is None:
@@ -272,7 +277,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         if signals := {int(number) for _, number in agreed if number}:
             self._end_early(max(signals))
         seen = [int(rows) for rows, _ in agreed]
-        wanted = self.args.global_batch_size // self.args.world_size
+        wanted = self._images_of_window()
         if seen != [wanted] * len(seen):
             # Training on a short window would change the objective, and Trainer would leave its gradient behind.
             if self.state.global_step == 0:
@@ -287,8 +292,11 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             source.stream_loader.consume()
         return window, None
 
+    def _images_of_window(self) -> int:
+        return self.args.global_batch_size // self.args.world_size
+
     def _stream_too_short(self, seen: list[int]) -> ValueError:
-        wanted = self.args.global_batch_size // self.args.world_size
+        wanted = self._images_of_window()
         return ValueError(
             f"The stream ended before its first global batch of {self.args.global_batch_size} pairs was full: the "
             f"processes got {seen} of {wanted} each in full micro-batches. Lower the batch, or use more data."
@@ -320,7 +328,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         """Adds figures of the data to the training logs; collective.
 
         The figures are skipped_samples since the training began, if the data reports them, and data_wait, the share of
-        the time since the last log, evaluations and checkpoints apart, that the slowest process waited for data.
+        the time since the last log, evaluations and checkpoints apart, that the slowest process waited for data. With
+        several captions per image, or negative captions, texts_per_image is their number in the last window of the
+        main process.
 
         For an `ImageTextStream` the logs also have stream_samples, trained since the run began, stream_shards, opened
         since then, and loader_samples_per_second, the rate that the workers can reach.
@@ -328,6 +338,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         if "loss" in logs:
             if (skipped := self._skipped_samples()) is not None:
                 logs["skipped_samples"] = skipped
+            texts, images = sum(len(batch["input_ids"]) for batch in self._window), self._images_of_window()
+            if texts != images and self._window:
+                logs["texts_per_image"] = round(texts / images, 3)
             self._log_waiting(logs)
         super().log(logs, start_time)
 
@@ -372,6 +385,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def _run(self) -> Run:
         data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
         rows = f", {len(data)} rows" if has_length(data) else ""
+        captions = f", {most} captions per image" if (most := most_captions(data)) > 1 else ""
         order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
         model = self.dual_encoder.model
         kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
@@ -379,8 +393,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             global_batch_size=self.args.global_batch_size,
             objective=self.contrastive_objective,
             model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
-            data=type(data).__name__ + rows + ("" if isinstance(data, IterableDataset) else order),
+            data=type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order),
             content=data.content_fingerprint() if isinstance(data, ImageTextDataset) else "",
+            equal_ids=self.equal_ids,
         )
 
     def _record(self) -> RunRecord:

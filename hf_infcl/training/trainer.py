@@ -29,6 +29,7 @@ from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
 from .preparation import prepare_model, set_learning_rates
 from .tower_gradients import TowerGradients
+from .windows import caption_images
 from .wrappers import Wrapper, is_compiled, stock_shapes, wrapper_of
 
 
@@ -81,7 +82,8 @@ class InfCLTrainer(GuardedTrainer):
         eval_dataset: `ImageTextDataset` (global contrastive loss and retrieval), `ZeroShotDataset` (classification), or
             a dict of them.
         data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
-            `ContrastiveCollator` over ``processing_class``.
+            `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 names the image of each
+            text, -1 for a text that belongs to none; without it text i belongs to image i.
         **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
             ``(image_embeds [N, D], text_embeds [M, D])``, the captions in the order of their images, and whose
             label_ids are ``(counts [N], caption_ids [M])``: the number of captions of each image, and an int64 that is
@@ -93,7 +95,8 @@ class InfCLTrainer(GuardedTrainer):
             several GPUs are visible without a launcher; ``args.world_size`` is not the number of processes; FSDP1, or
             a stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
             sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass has a
-            ``compute_loss``; a data set of images has neither a processor nor a collator.
+            ``compute_loss``; a data set of images has neither a processor nor a collator; ``equal_ids="exclude"`` for
+            a training set that draws several captions per image.
     """
 
     args: InfCLTrainingArguments
@@ -289,11 +292,11 @@ class InfCLTrainer(GuardedTrainer):
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
     def _loss(self, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-        ids = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
         # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
         # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
         bf16 = self.accelerator.mixed_precision == "bf16"
         images, texts = (f.bfloat16() if bf16 else f for f in features)
+        texts, further = self._texts_and_ids(texts, len(images))
         return contrastive_loss(
             images,
             texts,
@@ -301,8 +304,33 @@ class InfCLTrainer(GuardedTrainer):
             objective=self.contrastive_objective,
             strategy=self.args.strategy,
             backend=self.args.backend,
-            pair_ids=torch.cat(ids).to(self.args.device) if ids else None,
+            **further,
         )
+
+    def _texts_and_ids(self, texts: Tensor, images: int) -> tuple[Tensor, dict[str, Any]]:
+        """The texts of the window's images, and the ids and negative texts for `contrastive_loss`.
+
+        Negative texts are passed without being any as well, because another process may have some.
+        """
+        device = texts.device
+        negatives = texts[:0]
+        caption_image = caption_images(self._window)
+        if caption_image is not None:
+            order = caption_image.argsort(stable=True)  # negative captions first
+            count = int((caption_image < 0).sum())
+            sorted_texts = texts[order.to(device)]
+            negatives, texts = sorted_texts[:count], sorted_texts[count:]
+            caption_image = caption_image[order[count:]]
+        of_batches = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
+        pair_ids = torch.cat(of_batches).to(device) if of_batches else None
+        if self.equal_ids == "exclude":
+            ids: dict[str, Tensor] = {} if pair_ids is None else {"pair_ids": pair_ids}
+        else:
+            rank = self.args.process_index
+            image_ids = torch.arange(images, device=device) + rank * images if pair_ids is None else pair_ids
+            text_ids = image_ids if caption_image is None else image_ids[caption_image.to(device)]
+            ids = {"image_ids": image_ids, "text_ids": text_ids}
+        return texts, {**ids, "negative_texts": negatives}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the figures of a contrastive run to the training logs.

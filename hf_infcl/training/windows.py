@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,22 @@ class WindowSampler(Sampler[int]):
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of a data set and of all that it wraps.
+    """Calls ``set_epoch`` of a data set and of all that it wraps; those without the method are passed over."""
+    for part in _parts(dataset):
+        if callable(method := getattr(part, "set_epoch", None)):
+            method(epoch)
+
+
+def most_captions(dataset: Any) -> int:
+    """The most captions per image that a data set, or one that it wraps, draws."""
+    return max((getattr(part, "captions_per_image", 1) for part in _parts(dataset)), default=1)
+
+
+def _parts(dataset: Any) -> Iterator[Any]:
+    """A data set and all that it wraps.
 
     Wrapped data sets are found in the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
-    random_split and accelerate's shards of streams keep them. Data sets without the method are passed over.
+    random_split and accelerate's shards of streams keep them.
     """
     pending, seen = [dataset], set()
     while pending:
@@ -63,8 +75,7 @@ def set_epoch(dataset: Any, epoch: int) -> None:
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
-        if callable(method := getattr(part, "set_epoch", None)):
-            method(epoch)
+        yield part
         several = getattr(part, "datasets", ())
         if isinstance(several, Mapping):
             several = several.values()
@@ -99,19 +110,56 @@ def _rows_of_one_process(
     return slice_tensors(batch, rows, process_index, num_processes)
 
 
-def check_batch(batch: Any) -> None:
-    """Raises a ValueError if a data collator gives a batch that cannot be trained on."""
+def check_batch(batch: Any, equal_ids: str) -> None:
+    """Raises a ValueError if a data collator gives a batch that cannot be trained on.
+
+    Args:
+        batch: what the data collator gave.
+        equal_ids: ``"exclude"``, with which every image needs exactly one caption, or ``"positive"``.
+    """
     if not isinstance(batch, Mapping) or not {"pixel_values", "input_ids"} <= batch.keys():
         got = f"keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise ValueError(f"The data collator must give a dict with pixel_values and input_ids at least, got {got}.")
-    for name in ("pixel_values", "input_ids", "pair_ids", "skipped"):
+    for name in ("pixel_values", "input_ids", "pair_ids", "skipped", "caption_image"):
         if name in batch and not isinstance(batch[name], Tensor):
             raise ValueError(
-                f"The data collator must give {name} as a tensor, or leave pair_ids and skipped out, got a "
-                f"{type(batch[name]).__name__}."
+                f"The data collator must give {name} as a tensor, or leave pair_ids, skipped and caption_image out, "
+                f"got a {type(batch[name]).__name__}."
             )
-    if "caption_image" in batch:
+    if "caption_image" not in batch:
+        return
+    caption_image = batch["caption_image"].cpu()
+    images, texts = len(batch["pixel_values"]), len(batch["input_ids"])
+    if caption_image.shape != (texts,) or not ((caption_image >= -1) & (caption_image < images)).all():
         raise ValueError(
-            "A training batch must have one caption for each image, but this one has images with several captions or "
-            "none. Wrap the training rows: ImageTextDataset(dataset) draws one caption of each row anew every epoch."
+            "The data collator must give caption_image, the image of each caption, as integers from 0 to "
+            f"{images - 1}, or -1 for negative captions, [{texts}], got {caption_image.tolist()}."
         )
+    captions = torch.bincount(caption_image[caption_image >= 0], minlength=images)
+    if (captions == 0).any():
+        raise ValueError(
+            f"Image {captions.argmin()} of a training batch has no caption. Every image needs one: drop the others "
+            "from the data set."
+        )
+    if equal_ids == "exclude" and (captions > 1).any():
+        raise ValueError(
+            f"Image {captions.argmax()} of a training batch has {captions.max()} captions, and equal_ids is 'exclude'. "
+            "Pass equal_ids='positive', which trains on all of them, or wrap the training rows in "
+            "ImageTextDataset(dataset), which draws one caption per epoch."
+        )
+
+
+def caption_images(window: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """[texts] int64 on the CPU: the image of the window that each text belongs to, -1 for negative captions.
+
+    None if text i belongs to image i everywhere.
+    """
+    if not any("caption_image" in batch for batch in window):
+        return None
+    parts, images = [], 0
+    for batch in window:
+        count = len(batch["pixel_values"])
+        own = batch["caption_image"].cpu() if "caption_image" in batch else torch.arange(count)
+        parts.append(torch.where(own < 0, own, own + images))
+        images += count
+    return torch.cat(parts)

@@ -1,0 +1,198 @@
+"""Training on several captions per image and on negative captions: the gradient is that of the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers import models
+from helpers.evaluation import Captioned, collate_captions
+from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
+from helpers.pictures import picture
+from helpers.processors import clip_processor
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch.utils.data import Subset, default_collate
+
+from hf_infcl import ImageTextDataset, InfCLTrainer, reference
+from hf_infcl.training.dual_encoder import DualEncoder
+
+ROWS = 24
+
+
+class WithNegatives(Captioned):
+    """Images with one to ``most`` captions, every third with a negative one besides; two images share each pair id."""
+
+    def __init__(self, rows: int, most: int) -> None:
+        super().__init__(rows)
+        self.most, self.captions_per_image, self.negatives = most, most, models.Pairs(rows, seed=9).tokens
+
+    def captions(self, row: int) -> torch.Tensor:
+        return super().captions(row)[: self.most]
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return super().__getitem__(row) | {"negatives": self.negatives[row : row + (row % 3 == 0)]}
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    captions, negatives = ([item[name] for item in items] for name in ("texts", "negatives"))
+    tokens = torch.cat(captions + negatives)
+    of_captions = torch.arange(len(items)).repeat_interleave(torch.tensor(list(map(len, captions))))
+    return {
+        "pixel_values": torch.stack([item["pixel_values"] for item in items]),
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "caption_image": torch.cat((of_captions, torch.full((sum(map(len, negatives)),), -1))),
+        "pair_ids": torch.tensor([item["pair_id"] for item in items]),
+    }
+
+
+def without_ids(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in collate(items).items() if name != "pair_ids"}
+
+
+def truth(objective: str, most: int, equal_ids: str, with_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one process that holds the whole batch, by the definition."""
+    model = MODELS[objective]().train()
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    batch = collate([WithNegatives(ROWS, most)[row] for row in range(ROWS)])
+    images, texts = encoder.embed(model, batch)
+    of_captions = batch["caption_image"][batch["caption_image"] >= 0]
+    captions, negatives = texts[: len(of_captions)], texts[len(of_captions) :]
+    ids = batch["pair_ids"] if with_ids else torch.arange(ROWS)
+    options = {"pair_ids": ids} if equal_ids == "exclude" else {"image_ids": ids, "text_ids": ids[of_captions]}
+    scale, bias = encoder.scale_and_bias()
+    loss = reference.contrastive_loss(
+        images, captions, scale, bias, objective=objective, negative_texts=negatives, **options
+    )
+    loss.sum().backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) -> None:
+    for objective, most, equal_ids, with_ids, steps, options in cells:
+        where = (objective, most, equal_ids, with_ids, steps, options, rank)
+        gradients = Gradients()
+        trainer = trainer_for(
+            folder,
+            MODELS[objective](),
+            WithNegatives(ROWS, most),
+            data_collator=collate if with_ids else without_ids,
+            equal_ids=equal_ids,
+            per_device_train_batch_size=ROWS // world_size // steps,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            max_grad_norm=0.0,
+            callbacks=[gradients],
+            **options,
+        )
+        trainer.train()
+        loss, expected = truth(objective, most, trainer.equal_ids, with_ids)
+        entry = trainer.state.log_history[0]
+        assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
+        if world_size == steps == 1:
+            assert entry["texts_per_image"] == pytest.approx((2 if most == 3 else 1) + 1 / 3, abs=1e-3)
+        whole = torch.stack([g.norm() for g in expected.values()]).norm()
+        frozen = options.get("freeze")
+        for name, gradient in expected.items():
+            if frozen and name not in gradients.seen:
+                assert name.startswith(("vision_model", "visual_projection"))
+                continue
+            error = (gradients.seen[name].reshape(gradient.shape) - gradient).norm()
+            assert error <= TOLERANCE * gradient.norm() + FLOOR * whole, (where, name)
+
+
+def test_gradients_equal_one_process_with_the_whole_batch(ranks, tmp_path):
+    cells = [
+        *((objective, most, None, True, 2, {}) for objective in MODELS for most in (1, 3)),
+        ("softmax", 3, "positive", False, 1, {}),
+        ("softmax", 1, "positive", True, 1, {}),  # UniCL: labels as pair ids
+        ("softmax", 3, None, True, 4, {"retain_graphs": "2", "offload_inputs": True}),
+        ("softmax", 3, None, True, 2, {"freeze": "image", "strategy": "local"}),
+    ]
+    ranks.run(rank_gradients, 1, str(tmp_path), [("sigmoid", 3, None, True, 1, {})])
+    ranks.run(rank_gradients, 3, str(tmp_path), cells, always_ring=True)
+
+
+def pictures(**options: Any) -> ImageTextDataset:
+    """Twelve images with three captions each, of which every other has negative captions."""
+    rows = {
+        "image": [picture(row, (20, 24)) for row in range(12)],
+        "caption": [[" ".join("abcdefghijklmno"[row : row + 1 + k]) for k in range(3)] for row in range(12)],
+        "wrong": [["p q", "r"] if row % 2 else [] for row in range(12)],
+    }
+    options = {"captions_per_image": 2, "negative_caption_column": "wrong", **options}
+    return ImageTextDataset(datasets.Dataset.from_dict(rows), **options)
+
+
+def trainer_of_pictures(folder: Any, seed: int = 0, data: Any = None, **options: Any) -> InfCLTrainer:
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, **options}
+    options |= {"per_device_train_batch_size": 3}
+    extras = {"callbacks": options.pop("callbacks", None)}
+    data = pictures() if data is None else data
+    processor = clip_processor()
+    model = models.clip(seed=seed)
+    return InfCLTrainer(model, arguments(folder, **options), train_dataset=data, processing_class=processor, **extras)
+
+
+def test_a_run_is_resumed_with_the_captions_that_it_would_have_drawn(tmp_path):
+    """Two windows an epoch; the run stops in the middle of the second."""
+    whole = trainer_of_pictures(tmp_path / "whole", save_strategy="no")
+    whole.train()
+    trainer_of_pictures(tmp_path / "parts", callbacks=[StopAt(3)]).train()
+    resumed = trainer_of_pictures(tmp_path / "parts", seed=5)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(parameters(whole), parameters(resumed))
+    for changes, message in (
+        ({"data": pictures(captions_per_image=3)}, "2 captions per image.*3 captions per image"),
+        ({"data": pictures(captions_per_image=1)}, "equal_ids was 'positive' and is 'exclude'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_of_pictures(tmp_path / "parts", max_steps=8, **changes).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_several_captions_are_not_excluded(tmp_path, wrapped):
+    data = Subset(pictures(), range(12)) if wrapped else pictures()
+    with pytest.raises(ValueError, match=r"draws 2 captions per image.*equal_ids is 'exclude'"):
+        trainer_of_pictures(tmp_path, data=data, equal_ids="exclude")
+    with pytest.raises(ValueError, match="equal_ids must be one of None, 'exclude', 'positive', got 'same'"):
+        arguments(tmp_path, equal_ids="same")
+
+
+@pytest.mark.parametrize(
+    ("caption_image", "message"),
+    [
+        ([0, 0, 1, -1], "Image 2 of a training batch has no caption"),
+        ([0, 1, 2, 4], r"from 0 to 3, or -1 for negative captions, \[4\], got \[0, 1, 2, 4\]"),
+        ([0, 1, 2], r"\[4\], got \[0, 1, 2\]"),
+        ([0, 1, 2, -2], r"got \[0, 1, 2, -2\]"),
+    ],
+)
+def test_captions_of_no_image_are_refused(tmp_path, caption_image, message):
+    def wrong(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return default_collate(items) | {"caption_image": torch.tensor(caption_image)}
+
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, data_collator=wrong, equal_ids="positive").train()
+
+
+def test_the_loss_of_an_evaluation_is_that_of_all_captions(tmp_path):
+    data = WithNegatives(7, 3)
+    batch = collate([data[row] for row in range(7)])
+    encoder = DualEncoder(models.clip().eval())
+    count = int((batch["caption_image"] >= 0).sum())
+    with torch.no_grad():
+        images, texts = encoder.encode_images(batch), encoder.encode_texts(batch)[:count]
+    ids = batch["pair_ids"]
+    scale, _ = encoder.scale_and_bias()
+    both = {"image_ids": ids, "text_ids": ids[batch["caption_image"][:count]]}
+    expected = {
+        "positive": reference.contrastive_loss(images, texts, scale, **both).item(),
+        "exclude": reference.contrastive_loss(images, texts[[0, 1, 3, 6, 7, 9, 12]], scale, pair_ids=ids).item(),
+    }
+    for equal_ids, loss in expected.items():
+        trainer = trainer_for(tmp_path, data_collator=collate_captions, equal_ids=equal_ids)
+        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(loss, rel=1e-5)
