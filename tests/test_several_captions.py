@@ -179,6 +179,22 @@ def test_captions_of_no_image_are_refused(tmp_path, caption_image, message):
         trainer_for(tmp_path, data_collator=wrong, equal_ids="positive").train()
 
 
+def test_a_caption_whose_embedding_is_not_finite_is_named(tmp_path):
+    """Its row is that of the texts in its micro-batch; no row of the training set is claimed."""
+
+    def broken(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate(items)
+        batch["input_ids"][-1, 1] = models.VOCABULARY - 2
+        return batch
+
+    model = models.clip()
+    with torch.no_grad():
+        model.text_model.embeddings.token_embedding.weight[models.VOCABULARY - 2] = torch.nan
+    trainer = trainer_for(tmp_path, model, WithNegatives(ROWS, 3), data_collator=broken)
+    with pytest.raises(ValueError, match=r"text embeddings of micro-batch 0, row \d+; [^(]*(?!.*of the training set)"):
+        trainer.train()
+
+
 def test_the_loss_of_an_evaluation_is_that_of_all_captions(tmp_path):
     data = WithNegatives(7, 3)
     batch = collate([data[row] for row in range(7)])

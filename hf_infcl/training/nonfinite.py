@@ -162,7 +162,7 @@ class GuardedTrainer(LoadingTrainer):
         """
         self._global_loss = value = loss.item()
         if not math.isfinite(value):
-            cause = describe_rows(finite_rows, self.args.per_device_train_batch_size, self._rows_of_dataset)
+            cause = describe_rows(finite_rows, self._sizes(), self._rows_of_dataset)
             cause = f"these are not finite: {cause}" if cause else f"logit_scale is {self._last_scale():g}"
             self._guard.refuse(
                 f"The loss of the global batch after step {self.state.global_step} is {value}, because {cause}."
@@ -176,6 +176,11 @@ class GuardedTrainer(LoadingTrainer):
             self._guard.skip()
             self._guard.forget_losses()
             self._roll_back(reason)
+
+    def _sizes(self) -> list[list[int]]:
+        """The numbers of images and of texts in each micro-batch of this process's window."""
+        images = [self.args.per_device_train_batch_size] * len(self._window)
+        return [images, [len(batch["input_ids"]) for batch in self._window]]
 
     def _last_scale(self) -> float:
         with torch.no_grad():
@@ -206,7 +211,7 @@ class GuardedTrainer(LoadingTrainer):
         if not last or finite:
             return
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
-        places = describe_rows(window.finite_rows(), self.args.per_device_train_batch_size, self._rows_of_dataset)
+        places = describe_rows(window.finite_rows(), self._sizes(), self._rows_of_dataset)
         places = places or _of_all_ranks("" if first is None else f"micro-batch {first}")
         parameters = _of_all_ranks(_parameters_not_finite(self.dual_encoder.model))
         self._guard.refuse(
@@ -270,25 +275,28 @@ def finite_rows(features: Iterable[Tensor]) -> list[Tensor]:
 
 def describe_rows(
     finite: Sequence[Tensor],
-    micro_batch_size: int,
+    sizes: Sequence[Sequence[int]],
     rows_of_dataset: Callable[[Sequence[tuple[int, int]]], list[int]],
 ) -> str:
     """The rows of all processes' windows with values that are not finite, as a phrase; collective.
 
     Args:
         finite: for images and texts, whether the values of each row are finite, [rows of the window] bool.
-        micro_batch_size: rows of a micro-batch.
-        rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known.
+        sizes: for images and texts, the number of rows in each micro-batch.
+        rows_of_dataset: the rows of the training set for places (micro-batch, row); empty if they are not known. It is
+            not asked for texts that are more than the images: several captions or negative ones.
 
     Returns:
         The same on every process, such as ``rank 1: image embeddings of micro-batch 0, row 3 (17 of the training
         set)``; empty if all rows are finite.
     """
     parts = []
-    for kind, rows in zip(_KINDS, finite, strict=True):
+    for kind, rows, of_micro_batches in zip(_KINDS, finite, sizes, strict=True):
         bad = (~rows).nonzero().flatten().tolist()
-        places = [divmod(row, micro_batch_size) for row in bad[:_MOST_NAMES]]
-        known = [f" ({row} of the training set)" for row in rows_of_dataset(places)] or [""] * len(places)
+        places_of_rows = [(index, row) for index, size in enumerate(of_micro_batches) for row in range(size)]
+        places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
+        rows_known = rows_of_dataset(places) if of_micro_batches == sizes[0] else []
+        known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
         named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
         if len(bad) > len(places):
             named.append(f"{len(bad) - len(places)} more rows")
