@@ -547,6 +547,7 @@ def test_help_begins_with_what_is_our_own(capsys):
     with contextlib.suppress(SystemExit):
         infcl("train", "--help")
     text = capsys.readouterr().out
+    assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
     of_ours = text.index("Exact contrastive training (hf_infcl.InfCLTrainingArguments):")
     of_theirs = text.index("All else about the training (transformers.TrainingArguments):")
     theirs = {field.name for field in fields(TrainingArguments) if field.init}

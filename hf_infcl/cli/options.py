@@ -168,6 +168,13 @@ class EvaluationOptions:
     )
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except None: the help of an option says what that means."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class Parser(HfArgumentParser):
     """Reads dataclasses from words and files, lists the package's own options first, and suggests names for typos.
 
@@ -183,6 +190,7 @@ class Parser(HfArgumentParser):
             prog=f"infcl {command}",
             usage="%(prog)s [FILE.yaml or FILE.json] [--NAME VALUE ...]",
             description=description,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
 
