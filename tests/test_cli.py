@@ -581,6 +581,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "./no/such/model"),
+        ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),

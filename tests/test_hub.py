@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from helpers import models
-from helpers.hub import Hub, hub_for_this_process
+from helpers.hub import Hub, hub_for_this_process, talk_to
 from helpers.trainers import StopAt, parameters, trainer_for
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
@@ -20,6 +20,10 @@ from transformers import TrainerCallback
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
 PUSHING = {**SAVING, "push_to_hub": True, "hub_model_id": "me/mine", "hub_token": TOKEN, "hub_always_push": True}
+
+
+AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+ZERO = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}
 
 
 @pytest.fixture
@@ -61,6 +65,43 @@ def test_a_strategy_pushes_what_it_says_to_a_branch_of_a_private_repository(
     assert not [path for path, data in files.items() if TOKEN.encode() in data]
     model = transformers.CLIPModel.from_pretrained("me/mine", revision="trial")
     assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), parameters(trainer))
+
+
+def rank_push(rank: int, world_size: int, folder: str, endpoint: str, options: dict[str, Any]) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        talk_to(endpoint, monkeypatch)
+        trainer = trainer_for(folder, **{**PUSHING, **options}, hub_strategy="every_save")
+        trainer.train()
+        trainer.push_folder()
+        whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in trainer.model.parameters())
+        return torch.cat([p.detach().flatten() for p in whole])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cpu": False, "fsdp": True},
+        {"use_cpu": False, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+        {"use_cpu": False, "deepspeed": ZERO},
+    ],
+    ids=["ddp", "fsdp2", "fsdp2 sharded", "zero 2"],
+)
+def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, tmp_path, options):
+    if "deepspeed" in options:
+        pytest.importorskip("deepspeed")
+    processes = fresh_ranks if options else ranks
+    trained, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, options)
+    for number, tree in enumerate(hub.commits["me/mine", "main"][1:]):
+        folder = tmp_path / f"commit-{number}"
+        folder.mkdir()
+        for name, data in tree.items():
+            (folder / name).write_bytes(data)
+        model, info = transformers.CLIPModel.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["mismatched_keys"]
+    assert number == 2, "at both saves and at the end"
+    assert torch.equal(torch.nn.utils.parameters_to_vector(model.parameters()), trained)
 
 
 class Failures(logging.Handler, TrainerCallback):

@@ -58,6 +58,8 @@ def train(words: Sequence[str]) -> None:
         parser.error(str(error))
     model_options, lora, data, columns, evaluation, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
+        if lora.lora_merge and lora.lora_rank is None:
+            raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Give both or none.")
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
             names = ", ".join(path.name for path in earlier)

@@ -34,9 +34,9 @@ class HubTrainer(Trainer):
         self._pushed: dict[str, tuple[Path, Future[Any] | None]] = {}
         super().__init__(*args, **kwargs)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Creates the repository, and the branch ``hub_revision`` if it is given, unless they exist."""
-        super().init_hf_repo(token, private)
+        super().init_hf_repo(token, *args, **kwargs)
         branch = self.args.hub_revision
         if self.is_world_process_zero() and branch is not None and not branch.startswith("refs/"):
             HfApi().create_branch(

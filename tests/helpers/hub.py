@@ -83,12 +83,17 @@ def hub_double() -> Iterator[Hub]:
 def hub_for_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
     """A running double that the Hub's client of this process talks to; downloads go into ``cache``."""
     with hub_double() as hub:
-        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        talk_to(hub.endpoint, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it remembers the endpoint
         yield hub
+
+
+def talk_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the Hub's client of this process talk to a double."""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it remembers the endpoint
 
 
 class _Handler(BaseHTTPRequestHandler):
