@@ -343,6 +343,7 @@ print(sorted(answer["label"] for answer in ask(sys.argv[1], candidate_labels=["o
 def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, config, precision):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
+    pytest.importorskip("datasets")
     if config.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]

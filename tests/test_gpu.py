@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from accelerate.utils import DistributedType
 from helpers import models
 from helpers.parity import MODELS, VARIANTS, Gradients, check
 from helpers.processes import without_tf32
 from helpers.trainers import parameters, trainer_for
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_infcl.loss.strategies import STRATEGIES
 
@@ -120,8 +121,8 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
         trainer.train()
         ends.append(parameters(trainer))
         forwards.append(len(runs))
-    # A wrapper's last micro-batch is always encoded again.
-    last = 4 if trainer.accelerator.distributed_type == DistributedType.NO else 5
+    # Under DDP the last micro-batch is always encoded again. accelerate wraps no model of a group of one process.
+    last = 5 if isinstance(trainer.model_wrapped, DistributedDataParallel) else 4
     assert forwards == [7 * 4, 7 * 2 + last * 2]
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
 
@@ -145,6 +146,7 @@ def peak_gib(folder: str, micro_batches: int, **options: Any) -> float:
     options |= {"per_device_train_batch_size": 256, "gradient_accumulation_steps": micro_batches, "max_steps": 3}
     trainer = trainer_for(folder, transformers.CLIPModel(config), data, use_cpu=False, bf16=True, **options)
     torch.compiler.reset()
+    gc.collect()  # earlier trainers
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     trainer.train()
@@ -155,7 +157,8 @@ def rank_memory(rank: int, world_size: int, folder: str, options: dict[str, Any]
     one = peak_gib(folder, 1, **options)
     both = peak_gib(folder, 4, retain_graphs="2", **options)
     assert both > 1.4 * one, "activations are too small beside the rest: the test says nothing"
-    assert peak_gib(folder, 4, **options) <= 1.1 * one
+    four = peak_gib(folder, 4, **options)
+    assert four <= 1.1 * one, f"{four:.2f} GiB for four micro-batches, {one:.2f} for one, {both:.2f} with two graphs"
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -18,10 +18,11 @@ DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  #
 
 def start(*words: Any) -> subprocess.CompletedProcess[str]:
     """Runs Python in the repository root; stdout holds stderr as well."""
+    known = filter(None, [os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *known]), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
