@@ -52,7 +52,7 @@ def without_ids(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in collate(items).items() if name != "pair_ids"}
 
 
-def truth(objective: str, most: int, equal_ids: str, with_ids: bool) -> tuple[float, dict[str, torch.Tensor]]:
+def truth(objective: str, most: int, equal_ids: str, with_ids: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
     """Loss and gradients of one process that holds the whole batch, by the definition."""
     model = MODELS[objective]().train()
     encoder = DualEncoder(model)
@@ -68,7 +68,9 @@ def truth(objective: str, most: int, equal_ids: str, with_ids: bool) -> tuple[fl
         images, captions, scale, bias, objective=objective, negative_texts=negatives, **options
     )
     loss.sum().backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    cosines = (images[of_captions] * captions).sum(1).detach()
+    cosine = torch.stack([cosines[of_captions == image].mean() for image in range(ROWS)]).mean()
+    return loss.item(), cosine.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) -> None:
@@ -89,10 +91,11 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
             **options,
         )
         trainer.train()
-        loss, expected = truth(objective, most, trainer.equal_ids, with_ids)
+        loss, cosine, expected = truth(objective, most, trainer.equal_ids, with_ids)
         entry = trainer.state.log_history[0]
         assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
         if world_size == steps == 1:
+            assert entry["positive_cosine"] == pytest.approx(cosine, rel=1e-5)
             assert entry["texts_per_image"] == pytest.approx((2 if most == 3 else 1) + 1 / 3, abs=1e-3)
         whole = torch.stack([g.norm() for g in expected.values()]).norm()
         frozen = options.get("freeze")

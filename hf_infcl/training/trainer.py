@@ -273,7 +273,7 @@ class InfCLTrainer(GuardedTrainer):
             features = window.encode()
         finite = finite_rows(features)
         images, texts = features
-        cosine = torch.linalg.vecdot(images, texts).float().mean()
+        cosine = _positive_cosine(images, texts, caption_images(self._window))
         del features, images, texts  # they take the memory of the whole window
         with record_function("infcl: loss"):
             loss = window.evaluate(self._loss, lambda: self.dual_encoder.temperature_parameters)
@@ -376,6 +376,18 @@ class InfCLTrainer(GuardedTrainer):
         finally:
             for name in each_node:
                 del vars(self.dual_encoder.model)[name]
+
+
+def _positive_cosine(images: Tensor, texts: Tensor, caption_image: Tensor | None) -> Tensor:
+    """The mean over the images of their mean cosine with their captions, a scalar."""
+    if caption_image is None:
+        return torch.linalg.vecdot(images, texts).float().mean()
+    captions = (caption_image >= 0).nonzero().flatten()
+    of_captions = caption_image[captions]
+    shares = 1 / torch.bincount(of_captions, minlength=len(images))[of_captions]
+    device = images.device
+    cosines = torch.linalg.vecdot(images[of_captions.to(device)], texts[captions.to(device)]).float()
+    return (cosines * shares.to(device)).sum() / len(images)
 
 
 class _LoopEvents(TrainerCallback):
