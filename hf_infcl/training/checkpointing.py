@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import logging
 
-from ..processes import Processes
+from ..processes import OtherRankFailedError, Phases, Processes, is_lost_connection
 from .arguments import InfCLTrainingArguments
 from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, check_writable, choose, differences, locked, rotate
 from .hub import LAST_CHECKPOINT, HubTrainer
@@ -44,6 +44,7 @@ class CheckpointingTrainer(HubTrainer):
         self._last_checkpoint: str | None = None  # which `_roll_back` has not used yet
         self._first_step = 0  # the first step of the last `train`; transformers 5.17 does not keep it
         self._preemption = Preemption()
+        self._phases = Phases()
         super().__init__(model, args, *others, **kwargs)
 
     def _run(self) -> Run:
@@ -73,6 +74,7 @@ class CheckpointingTrainer(HubTrainer):
             ValueError: besides Trainer's reasons, the checkpoint is damaged, or comes from a run with another global
                 batch size, objective, model or training set while ``resume_with_changes`` is off; another run is
                 training in ``output_dir``, or nothing can be written to it; the Hub has no ``last-checkpoint``.
+            OtherRankFailedError: another process failed. If it has ended or hangs, the message holds its last phase.
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
         """
         self._trial = trial
@@ -85,7 +87,19 @@ class CheckpointingTrainer(HubTrainer):
             self._last_checkpoint = checkpoint
             if checkpoint is not None:
                 self._check_same_run(checkpoint)
-            return super().train(checkpoint, trial, ignore_keys_for_eval)
+            self._phases = Phases()
+            try:
+                return super().train(checkpoint, trial, ignore_keys_for_eval)
+            except RuntimeError as error:
+                if not is_lost_connection(error):
+                    raise
+                message = self._phases.describe_lost()
+                logger.error(message)
+                raise OtherRankFailedError(message) from error
+
+    def _enter(self, phase: str) -> None:
+        """Tells the other processes what this one does, in case that it ends or hangs."""
+        self._phases.enter(f"{phase} after step {self.state.global_step}")
 
     def _check_same_run(self, checkpoint: str) -> None:
         if self._resumed is None:
@@ -171,6 +185,10 @@ class CheckpointingTrainer(HubTrainer):
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
 
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._enter("evaluating")
+        return super()._evaluate(*args, **kwargs)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all.
 
@@ -178,6 +196,7 @@ class CheckpointingTrainer(HubTrainer):
         goes on to the next save. Under FSDP and DeepSpeed the error ends the training, since their writing is
         collective.
         """
+        self._enter("saving")
         record = self._record()
         checkpoint = Checkpoint(super()._get_output_dir(trial), self.state.global_step)
         best_before = self.state.best_model_checkpoint

@@ -248,6 +248,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         and a signal to one ends the training on all. No forward happens here: on resume Trainer restores the
         random state after this call.
         """
+        self._enter("loading data")
         self._begin_window([])
         source = self._source
         if self._epoch.exhausted:

@@ -227,6 +227,7 @@ class GuardedTrainer(LoadingTrainer):
             first.grad = torch.full_like(first, math.inf)
 
     def _before_optimizer_step(self) -> None:
+        self._enter("the optimizer's step")
         optimizer: Any = self.optimizer
         if self.accelerator.scaler is not None:
             self._scale = self.accelerator.scaler.get_scale()

@@ -226,7 +226,9 @@ class InfCLTrainer(GuardedTrainer):
             self._guard.begin_window(model.buffers())
         with training.wrapper.gradient_sync(last):
             if index == 0:
+                self._enter("the first pass")
                 passes.cached = self._first_pass(model)
+                self._enter("the second pass")
             assert passes.cached is not None
             if not self._guard.skipping:
                 with record_function("infcl: second pass"):
