@@ -53,12 +53,14 @@ from hf_infcl.kernels import triton_backend as backend  # noqa: E402
 backend.HOPPER_PAYS = 0  # for these small blocks as well
 x = torch.zeros(6000, 512, dtype=torch.bfloat16)
 scale, vector = torch.tensor(1.0), torch.zeros(6000)
-backend.positive_logits(x, x, scale)
-backend.softmax_statistics(x, x, scale, vector, vector, None, None, 0)
-backend.softmax_gradients(x, x, scale, vector, vector, vector, None, None, 0)
-backend.sigmoid_block(x, x, scale, scale, None, None, 0)
-if architecture == "90":  # elsewhere they are the same kernels with more of the same arithmetic
-    ids = torch.arange(6000, dtype=torch.int32) // 2
-    backend.multi_positive_statistics(x, x, scale, vector, vector, ids, ids)
-    backend.multi_positive_gradients(x, x, scale, vector, vector, vector, vector, vector, vector, ids, ids)
-    backend.multi_positive_sigmoid(x, x, scale, scale, ids, ids)
+block = x, x, scale
+ids = torch.arange(6000, dtype=torch.int32) // 2
+backend.positive_logits(*block)
+if architecture == "90":  # the targets together have each kernel with ids, as positives, and without
+    backend.multi_positive_statistics(*block, vector, vector, ids, ids)
+    backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)
+    backend.multi_positive_sigmoid(*block, scale, ids, ids)
+else:
+    backend.softmax_statistics(*block, vector, vector, None, None, 0)
+    backend.multi_positive_gradients(*block, vector, vector, vector, vector, vector, vector, ids, ids)
+    backend.sigmoid_block(*block, scale, None, None, 0)

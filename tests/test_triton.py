@@ -451,9 +451,7 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
     compiled = [line.split() for line in output.splitlines()]
-    names = {"positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients"}
-    if target == "cuda 90":
-        names |= {"id_overlaps"}
+    names = {"positives", "softmax_sums", "log_odds", "softmax_coefficients", "sigmoid_coefficients", "id_overlaps"}
     if target == "cuda 90" and backend.triton.__version__.startswith(backend.GLUON):
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
         names |= {f"hopper_kernels.{name}" for name in on_hopper}
