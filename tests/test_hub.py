@@ -141,6 +141,19 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
     assert files["checkpoint-1/model.safetensors"] == (tmp_path / "checkpoint-1/model.safetensors").read_bytes()
 
 
+def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
+    """Two of them are deleted by save_total_limit; the uploads wait until the training has ended."""
+    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3)
+    with hub.lock:  # which every commit takes
+        trainer._finish_current_push = lambda: None  # Trainer waits at the end of the training
+        trainer.train()
+        assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    del trainer._finish_current_push
+    trainer.push_folder()
+    assert "has failed" not in caplog.text
+    assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+
+
 def test_the_final_push_brings_what_is_missing_or_raises(hub, tmp_path):
     trainer = trainer_for(tmp_path, **{**PUSHING, "hub_always_push": False}, hub_strategy="checkpoint")
     hub.failures = 100

@@ -30,8 +30,9 @@ class HubTrainer(Trainer):
     args: InfCLTrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # For each folder of the repository that holds a checkpoint: which one is pushed there, and the last upload.
+        # For each folder of the repository that holds a checkpoint: which one belongs there, and its upload.
         self._pushed: dict[str, tuple[Path, Future[Any] | None]] = {}
+        self._uploads: dict[Future[Any], Path] = {}  # of checkpoints, those that have ended included
         super().__init__(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -104,14 +105,19 @@ class HubTrainer(Trainer):
             self._report_failure(job)
         if name is not None:
             missing.pop(name, None)
-            self._pushed[name] = checkpoint, jobs[1] if len(jobs) == 2 else None
+            self._note(name, checkpoint, jobs[1] if len(jobs) == 2 else None)
         if jobs:
             for name, checkpoint in missing.items():
                 if checkpoint.is_dir():
                     job = HfApi().upload_folder(**self._upload(name, checkpoint), run_as_future=True)
                     self._report_failure(job)
-                    self._pushed[name] = checkpoint, job
+                    self._note(name, checkpoint, job)
                     self.push_in_progress.jobs.append(job)  # type: ignore[attr-defined]
+
+    def _note(self, name: str, checkpoint: Path, job: Future[Any] | None) -> None:
+        self._pushed[name] = checkpoint, job
+        if job is not None:
+            self._uploads[job] = checkpoint
 
     def _jobs(self) -> list[Future[Any]]:
         """The uploads that run in the background or have run there lately."""
@@ -132,7 +138,7 @@ class HubTrainer(Trainer):
 
     def _uploading(self) -> list[Path]:
         """The checkpoints that are being pushed."""
-        return [folder for folder, job in self._pushed.values() if job is not None and not job.done()]
+        return [checkpoint for job, checkpoint in self._uploads.items() if not job.done()]
 
     def _not_on_hub(self) -> dict[str, Path]:
         """The checkpoints whose push has failed or never began, by the name of their folder in the repository."""

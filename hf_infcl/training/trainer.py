@@ -1,7 +1,8 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch.
 
 This file holds the training step. The other parts of the trainer are in `nonfinite.py` (windows that are not trained),
-`loading.py` (data), `evaluating.py`, `checkpointing.py` (saving and resuming) and `preparation.py` (the model).
+`loading.py` (data), `evaluating.py`, `checkpointing.py` (saving and resuming), `hub.py` (pushes) and `preparation.py`
+(the model).
 """
 
 from __future__ import annotations
