@@ -13,7 +13,11 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", ROOT / "hf_infcl" / "data" / "README.md", ROOT / "hf_infcl" / "loss" / "README.md"]
+GUIDES = [
+    ROOT / "README.md",
+    *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
+    *(ROOT / "hf_infcl" / room / "README.md" for room in ("data", "loss", "training")),
+]
 OPTIONS = {
     "train": (ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
     "evaluate": (ModelOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
@@ -30,7 +34,7 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("infcl ")]
+    return [line for line in lines if line.startswith(("infcl train ", "infcl evaluate "))]
 
 
 def test_there_are_commands_of_both_kinds():
