@@ -49,6 +49,15 @@ class _Training:
     positive_cosine: Tensor | None = None  # the mean over this process's pairs of the last window
     windows: int = 0  # trained
 
+    def collect_after_compiling(self) -> None:
+        """Frees activations in the first window of a compiled model.
+
+        Compiling leaves reference cycles that hold the activations of a micro-batch, beside which the window would hold
+        those of another one. It is called after the first forward, after the first backward and after the last.
+        """
+        if self.compiled and self.windows == 0:
+            gc.collect()
+
 
 @dataclass
 class _MicroBatch:
@@ -64,6 +73,7 @@ class _Passes:
 
     cached: CachedWindow | None = None  # from the first pass to the last backward
     arriving: Iterator[dict[str, Any]] | None = None  # the micro-batches on the device, with offload_inputs
+    encoded: int = 0  # forwards, in both passes
     next_micro_batch: int = 0  # of the second pass
 
 
@@ -242,8 +252,8 @@ class InfCLTrainer(GuardedTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-        if training.compiled and training.windows == 0 and (index == 0 or last):
-            gc.collect()  # the first forward and backward are compiled, which leaves cycles that hold activations
+        if index == 0 or last:
+            training.collect_after_compiling()
         loss = passes.cached.loss.float()
         if not last:
             return torch.zeros_like(loss)
@@ -288,6 +298,9 @@ class InfCLTrainer(GuardedTrainer):
     def _encode(self, model: nn.Module, micro_batch: _MicroBatch) -> Features:
         arriving = self._passes.arriving
         inputs = micro_batch.inputs if arriving is None else next(arriving)
+        if self._passes.encoded == 1:
+            self._training.collect_after_compiling()
+        self._passes.encoded += 1
         # A compiled model would be compiled again for every tower that is left out.
         frozen_outputs = None if self._training.compiled else micro_batch.frozen_outputs
         embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
