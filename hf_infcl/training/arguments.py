@@ -32,10 +32,10 @@ class InfCLTrainingArguments(TrainingArguments):
             objective that the model was made for.
         strategy: how the processes share the batch; see `hf_infcl.contrastive_loss`.
         backend: which kernels compute the loss; see `hf_infcl.contrastive_loss`.
-        equal_ids: what pairs with equal pair ids are to each other. ``"exclude"``: neither positives nor negatives.
-            ``"positive"``: positives, like the captions of one image; labels as pair ids make it UniCL's loss
-            (arXiv 2204.03610). None is ``"positive"`` if the training set draws several captions per image, which needs
-            it, and ``"exclude"`` otherwise. The loss of an evaluation goes by it as well.
+        equal_ids: how pairs with equal pair ids count for each other. ``"exclude"``: neither as positives nor as
+            negatives. ``"positive"``: as positives, like the captions of one image; with labels as pair ids this is
+            UniCL's loss (arXiv 2204.03610). None is ``"positive"`` if the training set draws several captions per
+            image, which needs it, and ``"exclude"`` otherwise. It also applies to the loss of an evaluation.
         max_logit_scale: after each step logit_scale, the multiplier, is clamped to [1, max_logit_scale]. None is 100
             with the softmax objective, as in CLIP, and no limit with the sigmoid objective.
         logit_scale_learning_rate: the learning rate of logit_scale and logit_bias, on the same schedule. None is
@@ -57,8 +57,8 @@ class InfCLTrainingArguments(TrainingArguments):
             after the rows that were already trained.
         skip_nonfinite: at most this many windows in a row are skipped if their embeddings, loss or gradient are not
             finite; one more ends the training, as the first does by default. A skipped window counts as a step, but
-            changes no weight, no buffer, no optimizer and no learning rate. The log counts ``skipped_windows``, and
-            averages the loss of the window before in place of a skipped one's.
+            changes no weight, no buffer, no optimizer and no learning rate. The log counts ``skipped_windows``; in its
+            average of the loss, the loss of the window before stands for that of a skipped one.
         divergence_factor: the loss has exploded if that of a window is more than this many times the mean of the 20
             windows before, 3 for instance. None compares nothing.
         on_divergence: ``"stop"`` ends the training with an error when the loss has exploded. ``"roll_back"`` takes
@@ -86,8 +86,8 @@ class InfCLTrainingArguments(TrainingArguments):
     equal_ids: str | None = field(
         default=None,
         metadata={
-            "help": "What pairs with equal pair ids are to each other: 'exclude' (neither positives nor negatives) or "
-            "'positive'; by default 'positive' with several captions per image, else 'exclude'."
+            "help": "How pairs with equal pair ids count for each other: 'exclude' (neither positive nor negative) or "
+            "'positive'. By default 'positive' with several captions per image, else 'exclude'."
         },
     )
     max_logit_scale: float | None = field(
@@ -130,12 +130,14 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     skip_nonfinite: int = field(
         default=0,
-        metadata={"help": "Skip up to so many windows in a row whose embeddings, loss or gradient are not finite."},
+        metadata={
+            "help": "Skip up to this many windows in a row if their embeddings, loss or gradient are not finite."
+        },
     )
     divergence_factor: float | None = field(
         default=None,
         metadata={
-            "help": "The loss has exploded if it is more than so many times the mean of the 20 windows before; by "
+            "help": "The loss has exploded if it is more than this many times the mean of the 20 windows before; by "
             "default it is not compared."
         },
     )
@@ -285,5 +287,5 @@ class InfCLTrainingArguments(TrainingArguments):
 
     @property
     def learning_rate_factor(self) -> float:
-        """What ``learning_rate`` is multiplied by, see ``learning_rate_batch_size``."""
+        """The factor of ``learning_rate``, see ``learning_rate_batch_size``."""
         return 1.0 if self.learning_rate_batch_size is None else self.global_batch_size / self.learning_rate_batch_size
