@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ def test_the_best_rate_is_looked_for_beyond_the_grid_and_then_gets_the_other_see
     assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0)]
     assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0)]
     assert wanted({1e-3: 0.1, 2e-3: 0.5, 4e-3: 0.3}) == [(2e-3, 1), (2e-3, 2)]
+
+
+def test_what_ended_earlier_is_not_run_again(module, tmp_path):
+    training, experiments = module("training"), module("experiments")
+    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
+    plans = [experiments.Plan(run, (1e-3, 2e-3), (0, 1))]
+    worker = experiments.Worker(None, None, 0)
+    table = tmp_path / "results.csv"
+    queue = experiments.Queue(plans, table, math.inf)
+    for value in (0.5, 0.1):
+        worker.plan, worker.run = queue.next_for(worker, [worker])
+        measured = {f"validation_image_recall@{k}": value for k in (1, 5, 10)}
+        queue.finished(worker, [{**vars(worker.run), "way": "", "finished": True, **measured}], "")
+
+    again = experiments.Queue(plans, table, math.inf)
+    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, learning_rate=5e-4), "the best was the least"
+    assert again.next_for(worker, [worker]) is None
+    assert len(table.read_text().splitlines()) == 3
 
 
 def test_the_files_of_the_experiments_can_be_run(module):

@@ -7,7 +7,8 @@ Each configuration is trained with several learning rates at the first seed. Whi
 validation set, is the least or the greatest that was tried, the next one beyond it, at half or twice the rate, is tried
 as well. The best one is then trained with the other seeds.
 
-Each row of results.csv is written as soon as it is measured. At the time limit the runs under way are ended.
+The rows of a run are added to results.csv when it has ended. At the time limit the runs under way are ended without
+rows; the same command goes on with what is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from real_pairs.training import SETS, Row, Run, fine_tune, prepare, score, to_de
 LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
 METRICS = tuple(
     f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10)
-) + tuple(f"{name}_acc1" for name in SETS[3:])
+) + tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", "mean_per_class_recall"))
 COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
     *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib", "alone", "processes_per_gpu"),
@@ -164,7 +165,7 @@ class Queue:
 
     Args:
         plans: the plans.
-        table: the CSV that the rows are added to.
+        table: the CSV that the rows are added to. Runs that ended in it are not repeated.
         end: the time, as of `time.monotonic`, at which nothing runs any more.
     """
 
@@ -175,6 +176,24 @@ class Queue:
         self._seconds: dict[tuple, float] = {}  # per sample, of the runs that ended, by what decides about the speed
         self.skipped: set[Run] = set()
         self.failures: list[str] = []
+        if table.exists():
+            with table.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            table.unlink()  # it may lack columns that are new
+            self._write(rows)
+            self._remember(rows)
+
+    def _remember(self, rows: Sequence[dict[str, str]]) -> None:
+        """Counts the runs that ended earlier; a fine-tuning, of which a part may be missing, is done again."""
+        for row in rows:
+            if row["finished"] != "True" or row["way"]:
+                continue
+            run = _run_of(row)
+            for plan, scores in zip(self._plans, self._scores, strict=True):
+                if dataclasses.replace(run, learning_rate=plan.run.learning_rate, seed=plan.run.seed) == plan.run:
+                    self._issued.add(run)
+                    metrics = {name: float(row[name]) for name in METRICS if row.get(name)}
+                    scores[run.learning_rate, run.seed] = score(metrics) if metrics else 0.0
 
     def next_for(self, worker: Worker, workers: Sequence[Worker]) -> tuple[Plan, Run] | None:
         """The first run that may begin on this worker's GPU now and is likely to end in time."""
@@ -207,12 +226,7 @@ class Queue:
         assert plan is not None
         assert run is not None
         worker.plan = worker.run = None
-        begun = self._table.exists()
-        with self._table.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, restval="")
-            if not begun:
-                writer.writeheader()
-            writer.writerows(rows)
+        self._write(rows)
         if error:
             self.failures.append(error)
             print(f"{run} failed:\n{error}", flush=True)
@@ -228,6 +242,26 @@ class Queue:
             f"rate={run.learning_rate:g} seed={run.seed}: {took:.1f} s score={value:.4f} {seen}",
             flush=True,
         )
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        begun = self._table.exists()
+        with self._table.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="")
+            if not begun:
+                writer.writeheader()
+            writer.writerows(rows)
+
+
+def _run_of(row: dict[str, str]) -> Run:
+    """The run of a row of the CSV."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Run):
+        text = row[field.name]
+        values[field.name] = text == "True" if field.type == "bool" else _CASTS[str(field.type)](text)
+    return Run(**values)
+
+
+_CASTS: dict[str, Any] = {"str": str, "int": int, "float": float}
 
 
 def _kind(run: Run) -> tuple:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for real_pairs
 
@@ -80,6 +82,12 @@ class Configuration:
         self.ended = [row for row in ended if row["learning_rate"] == self.rate]
         self.points = [row for row in rows if row["learning_rate"] == self.rate]
         self.batch = int(ended[0]["batch"])
+
+    @property
+    def rate_cell(self) -> str:
+        """The learning rate; a star if no smaller or no greater one was tried."""
+        at_edge = len(self.by_rate) > 1 and self.rate in (min(self.by_rate), max(self.by_rate))
+        return f"{self.rate:g}" + "*" * at_edge
 
     @property
     def steps(self) -> int:
@@ -150,7 +158,7 @@ def main() -> None:
 def global_batch(rows: list[Row]) -> str:
     found = configurations(rows, experiment="1_global_batch")
     body = [
-        [label(method, c.batch), f"{c.steps:,}", f"{c.rate:g}", *(c.cell(figure) for figure in FIGURES)]
+        [label(method, c.batch), f"{c.steps:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
         for (method, *_), c in found.items()
     ]
     return markdown(["", "steps", "learning rate", *FIGURES], body)
@@ -188,7 +196,7 @@ def rates(rows: list[Row]) -> str:
 def fixed_steps(rows: list[Row]) -> str:
     found = configurations(rows, experiment="2_fixed_steps")
     body = [
-        [f"{c.batch:,}", f"{c.steps * c.batch:,}", f"{c.rate:g}", *(c.cell(figure) for figure in FIGURES)]
+        [f"{c.batch:,}", f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
         for c in found.values()
     ]
     return markdown(["batch", "samples", "learning rate", *FIGURES], body) if body else ""
@@ -199,7 +207,7 @@ def objectives(rows: list[Row]) -> str:
     found = plain | configurations(rows, experiment="3_objectives")
     batches = {c.batch for (_, _, objective, ids, _), c in found.items() if objective == "sigmoid" or ids}
     body = [
-        [f"{c.batch:,}", objective, "yes" if ids else "no", f"{c.rate:g}", *(c.cell(figure) for figure in FIGURES)]
+        [f"{c.batch:,}", objective, "yes" if ids else "no", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
         for (_, _, objective, ids, _), c in sorted(found.items(), key=lambda item: item[0][1:4])
         if c.batch in batches
     ]
@@ -245,7 +253,10 @@ def examples(rows: list[Row], corpus: Path, emojibase: Path) -> str:
     shown = ("Trainer", 256), ("Trainer", 4096), ("InfCLTrainer", 4096)
     found = configurations(rows, experiment="1_global_batch")
     chosen = [c for wanted in shown for (method, *_), c in found.items() if (method, c.batch) == wanted]
-    best = [json.loads(c.by_rate[c.rate]["vendor_examples"]) for c in chosen]
+    told = [[row["vendor_examples"] for row in c.ended if row.get("vendor_examples")] for c in chosen]
+    if not all(told):  # rows of a run from before the examples were kept
+        return ""
+    best = [json.loads(first) for first, *_ in told]
     body = []
     for number in range(10):
         query = number * len(names) // 10
@@ -270,41 +281,39 @@ def panels(count: int, height: float = 4.0) -> tuple[Figure, Sequence[Axes]]:
 
 
 def draw_global_batch(rows: list[Row], path: Path) -> None:
-    """Quality against the batch at the same samples and at the same steps; mean and standard deviation of the seeds."""
-    same_samples = configurations(rows, experiment="1_global_batch")
-    same_steps = configurations(rows, experiment="2_fixed_steps")
+    """Quality against the batch at the same number of samples, and against the steps for each batch."""
+    found = configurations(rows, experiment="1_global_batch")
+    ours = sorted((c for (method, *_), c in found.items() if method == "InfCLTrainer"), key=lambda c: c.batch)
+    theirs = sorted((c for (method, *_), c in found.items() if method == "Trainer"), key=lambda c: c.batch)
     figure, axes = panels(3)
-
-    def line(axis: Axes, found: Iterable[Configuration], figure_name: str, **style: Any) -> None:
-        chosen = sorted(found, key=lambda c: c.batch)
-        if chosen:
-            values = [[100 * v for v in c.values(figure_name)] for c in chosen]
-            means = [statistics.mean(v) for v in values]
-            errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            axis.errorbar([c.batch for c in chosen], means, errors, capsize=3, **style)
-
-    ours = [c for (method, *_), c in same_samples.items() if method == "InfCLTrainer"]
-    theirs = [c for (method, *_), c in same_samples.items() if method == "Trainer"]
-    samples = int(ours[0].ended[0]["samples"])
     for axis, name, title in (
         (axes[0], STYLE, "known concepts in another style, recall@1"),
         (axes[1], CONCEPTS, "new concepts, recall@5"),
     ):
-        line(axis, ours, name, color=BLUE, marker="o", label="InfCLTrainer: one loss over the batch")
-        line(axis, theirs, name, color=VERMILION, marker="s", ls=":", label="Trainer: losses over 256 pairs each")
-        axis.set(title=f"{title}\n{samples:,} samples seen", ylabel="per cent")
-    line(
-        axes[2], same_steps.values(), STYLE, color=GREEN, marker="D", label="known concepts in another style, recall@1"
-    )
-    line(axes[2], same_steps.values(), CONCEPTS, color=PURPLE, marker="^", label="new concepts, recall@5")
-    steps = next(iter(same_steps.values())).steps if same_steps else 0
-    axes[2].set(title=f"InfCLTrainer at the same number\nof optimizer steps, {steps}", ylabel="per cent")
-    for axis in axes:
+        for several, style in (
+            (ours, {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over the batch"}),
+            (theirs, {"color": VERMILION, "marker": "s", "ls": "none", "label": "Trainer: losses over 256 pairs each"}),
+        ):
+            values = [[100 * v for v in c.values(name)] for c in several]
+            errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+            axis.errorbar([c.batch for c in several], [statistics.mean(v) for v in values], errors, capsize=3, **style)
         axis.set_xscale("log", base=2)
-        batches = sorted({int(tick) for c in (*ours, *theirs) for tick in [c.batch]})
-        axis.set_xticks(batches, [f"{b:,}" for b in batches], rotation=45)
-        axis.set(xlabel="pairs of one optimizer step", ylim=(0, None))
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
+        batches = sorted({c.batch for c in (*ours, *theirs)})
+        axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
+        axis.set(title=title, xlabel=f"pairs of a step, {int(ours[0].ended[0]['samples']):,} samples seen")
+    for configuration, colour in zip(ours, colormaps["viridis_r"](np.linspace(0.15, 1, len(ours))), strict=True):
+        by_step: dict[float, list[float]] = collections.defaultdict(list)
+        for row in configuration.points:
+            by_step[row["steps"]].append(100 * value(row, STYLE))
+        means = [statistics.mean(by_step[step]) for step in sorted(by_step)]
+        style = {"color": colour, "marker": "o", "ms": 4, "label": f"{configuration.batch:,}"}
+        axes[2].plot(sorted(by_step), means, **style)
+    axes[2].set_xscale("log", base=2)
+    axes[2].xaxis.set_major_formatter(ScalarFormatter())
+    axes[2].set(title="known concepts in another style, recall@1", xlabel="optimizer steps")
+    for axis in axes:
+        axis.set(ylabel="per cent", ylim=(0, None))
+        axis.legend(frameon=False, fontsize=8, title="pairs of a step" if axis is axes[2] else None)
     figure.savefig(path)
 
 

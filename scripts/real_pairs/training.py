@@ -301,7 +301,8 @@ def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
         images = encode(images=values["images"])
         if "labels" in values:
             classifier = zero_shot_classifier(encode(tokens=values["prompts"]), num_templates=len(TEMPLATES))
-            row[f"{name}_acc1"] = round(zero_shot_metrics(images, classifier, values["labels"])["acc1"], 5)
+            accuracies = zero_shot_metrics(images, classifier, values["labels"])
+            row |= {f"{name}_{metric}": round(accuracies[metric], 5) for metric in ("acc1", "mean_per_class_recall")}
             continue
         texts = encode(tokens=values["tokens"])
         found = retrieval_metrics(images, texts, torch.arange(len(images), device=device))
