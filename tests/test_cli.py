@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
+import signal
 import types
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +29,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 import hf_infcl
-from hf_infcl import InfCLTrainingArguments, cli
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, cli
 from hf_infcl.cli import train
 from hf_infcl.cli.options import (
     ColumnOptions,
@@ -151,6 +153,26 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert evaluated.keys() == {3, 6}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{min(evaluated, key=evaluated.__getitem__)}")
+
+
+def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(small, tmp_path, monkeypatch):
+    out, command = tmp_path / "out", [*small, "--max_steps", 2, "--resume_from_checkpoint", "auto"]
+    step = InfCLTrainer.training_step
+
+    def asked_to_end(*args: Any) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InfCLTrainer, "training_step", asked_to_end)
+        with pytest.raises(SystemExit) as ended:
+            infcl(*command)
+    assert ended.value.code == 143
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {"checkpoint-1"}
+    assert not (out / "all_results.json").exists(), "it is not finished"
+    infcl(*command)
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
+    assert (out / "all_results.json").exists()
 
 
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):

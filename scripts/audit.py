@@ -1,0 +1,53 @@
+"""Looks up the installed packages in the advisories of PyPI: pip install pip-audit; python scripts/audit.py
+
+The exit code is 1 if a package has a known vulnerability. pip-audit by itself reports success where no advisory can be
+reached; then this script says that nothing was audited.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from typing import Any
+
+
+def summary(packages: list[dict[str, Any]]) -> tuple[str, int]:
+    """What pip-audit has found, in words, and the exit code."""
+    audited = [package for package in packages if "vulns" in package]
+    if not audited:
+        return f"WARNING: no advisory could be reached, so none of {len(packages)} packages was audited.", 0
+    lines = [
+        f"{package['name']} {package['version']}: {found['id']}, mended in {', '.join(found['fix_versions']) or 'none'}"
+        for package in audited
+        for found in package["vulns"]
+    ]
+    count = len(lines)
+    lines.append(f"{len(audited)} of {len(packages)} packages were audited, with {count} known vulnerabilities.")
+    return "\n".join(lines), int(count > 0)
+
+
+def main() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--path",
+        sysconfig.get_path("purelib"),
+        "--format",
+        "json",
+        "--progress-spinner",
+        "off",
+    ]
+    audit = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    try:
+        text, code = summary(json.loads(audit.stdout)["dependencies"])
+    except ValueError:
+        text, code = "WARNING: pip-audit failed, so that nothing was audited; its message stands above.", 0
+    print(text)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
