@@ -53,6 +53,7 @@ values |= {name: version(name) for name in ("torch", "transformers", "accelerate
 values |= {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": len(failed), "failures": " ".join(failed)}
 rows = {r["row"]: r for r in csv.DictReader(table.open(newline=""))} if table.exists() else {}
 rows[row] = values
+table.parent.mkdir(exist_ok=True)
 with table.open("w", newline="") as file:
     writer = csv.DictWriter(file, list(values), lineterminator="\n")
     writer.writeheader()
