@@ -356,8 +356,7 @@ class InfCLTrainer(GuardedTrainer):
         the last step, before they were clipped (not under DeepSpeed); global_batch_size in pairs; samples_seen, the
         pairs trained so far; samples_per_second, the rate of pairs since the last log, the evaluations in between
         included; train_seconds, the duration of the training so far, the parts before an interruption included; and
-        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log`
-        add theirs.
+        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add theirs.
         """
         if "loss" in logs:
             logs |= self._training.tower_gradients.logs()
