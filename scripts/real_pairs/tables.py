@@ -196,10 +196,10 @@ def rates(rows: list[Row]) -> str:
 def fixed_steps(rows: list[Row]) -> str:
     found = configurations(rows, experiment="2_fixed_steps")
     body = [
-        [f"{c.batch:,}", f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for c in found.values()
+        [label(method, c.batch), f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
+        for (method, *_), c in found.items()
     ]
-    return markdown(["batch", "samples", "learning rate", *FIGURES], body) if body else ""
+    return markdown(["", "samples", "learning rate", *FIGURES], body) if body else ""
 
 
 def objectives(rows: list[Row]) -> str:
