@@ -6,6 +6,7 @@ import argparse
 import ast
 import csv
 import importlib
+import json
 import os
 import re
 import runpy
@@ -345,3 +346,22 @@ def test_shell_scripts_are_well_formed(path):
     if path.name != "environment.sh":  # which is sourced
         assert os.access(path, os.X_OK)
         assert "set -euo pipefail" in path.read_text()
+
+
+# ---- The notebook ----
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Every cell, in order, in one process; as without a GPU, and with fewer steps."""
+    pytest.importorskip("matplotlib").use("agg")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "make_digits.py").symlink_to(SCRIPTS / "make_digits.py")
+    seen: dict[str, Any] = {}
+    for cell in json.loads((SCRIPTS / "fine_tuning.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "it is committed without outputs"
+            exec("".join(cell["source"]).replace("gpu else 240", "gpu else 4"), seen)
+    assert seen["trainer"].state.global_step == 4
+    assert seen["difference"] < 1e-4
+    assert set(seen["best"]) == {"label", "score"}
