@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,17 @@ def test_positives_and_negatives_of_several_captions_are_told(tmp_path):
     assert "| negatives | all other captions of the batch; for all images also one of `swapped` of each image" in text
     text = read(record(equal_ids="positive", pair_id_column="label"), tmp_path).text
     assert "| positives | the caption of the image, and those of equal `label` |" in text
+
+
+def test_the_guide_s_callback_writes_the_card_of_a_training_from_python(tmp_path):
+    guide = Path(__file__).parents[1] / "model_cards" / "README.md"
+    (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.DOTALL)
+    trainer = trainer_for(tmp_path / "mine", max_steps=1)
+    exec(block, {"trainer": trainer, "checkpoint": "someone/clip"})
+    trainer.train()
+    text = (tmp_path / "mine" / "README.md").read_text()
+    assert "**8 pairs** = 4 per device × 2 accumulation steps × 1 process |" in text
+    assert "`someone/pairs` (split train, licence cc-by-4.0)" in text
 
 
 @pytest.mark.parametrize(
