@@ -61,7 +61,7 @@ class HubTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        folder = str(self.args.output_dir)
+        folder, ignored = str(self.args.output_dir), ["_*", f"{PREFIX_CHECKPOINT_DIR}-*"]
         try:
             if self.hub_model_id is None:  # without args.push_to_hub
                 self.init_hf_repo()
@@ -72,13 +72,16 @@ class HubTrainer(Trainer):
                 commit_message=message,
                 token=self.args.hub_token,
                 revision=self.args.hub_revision,
-                ignore_patterns=["_*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+                ignore_patterns=ignored,
                 delete_patterns=list(delete) or None,
             )
         except Exception as error:  # of the Hub's client, of its HTTP library or of the file system
+            options = [f"--exclude '{pattern}'" for pattern in ignored]
+            if self.args.hub_revision is not None:
+                options.append(f"--revision {self.args.hub_revision}")
             raise OSError(
                 f"{folder} could not be pushed to {self.hub_model_id}: {cause(error)}. It is complete on this machine; "
-                f"push it by `hf upload {self.hub_model_id} {folder} --exclude '{PREFIX_CHECKPOINT_DIR}-*' '_*'`."
+                f"push it by `hf upload {self.hub_model_id} {folder} . {' '.join(options)}`."
             ) from error
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
