@@ -113,11 +113,11 @@ def fetch(downloads: Path) -> dict[str, Path]:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if name in DEBIAN:
-            _run(["apt-get", "download", package], partial, "a Debian or Ubuntu system, after `apt-get update`")
+            _run(["apt-get", "download", package], partial, "Use Debian or Ubuntu, and run `apt-get update` first.")
             (archive,) = partial.glob("*.deb")
-            _run(["dpkg-deb", "-x", archive.name, "."], partial, "apt-get install dpkg")
+            _run(["dpkg-deb", "-x", archive.name, "."], partial, "Install it with `apt-get install dpkg`.")
         else:
-            _run(["npm", "pack", "--silent", package], partial, "apt-get install npm")
+            _run(["npm", "pack", "--silent", package], partial, "Install it with `apt-get install npm`.")
             (archive,) = partial.glob("*.tgz")
             with tarfile.open(archive) as tar:
                 tar.extractall(partial, filter="data")
@@ -133,10 +133,10 @@ def folder_of(downloads: Path, package: str) -> Path:
 
 def _run(command: list[str], folder: Path, cure: str) -> None:
     if shutil.which(command[0]) is None:
-        raise SystemExit(f"{command[0]} is not installed, which fetches {command[-1]}. It comes with: {cure}.")
+        raise SystemExit(f"{command[0]} is not installed, but {command[-1]} needs it. {cure}")
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"`{' '.join(command)}` failed:\n{result.stderr.strip()}\nIt needs: {cure}.")
+        raise SystemExit(f"`{' '.join(command)}` failed:\n{result.stderr.strip()}\n{cure}")
 
 
 # ---- Reading ----
