@@ -12,7 +12,7 @@ from helpers import models
 from helpers.parity import MODELS, Gradients, check
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import trainer_for
+from helpers.trainers import StopAt, trainer_for
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
@@ -179,3 +179,24 @@ def test_a_stream_goes_on_where_it_was_interrupted(fresh_ranks, tmp_path, backen
     write_tars(tmp_path / "shards", [20] * 8)
     job = (rank_resume, 2, str(tmp_path / "run"), str(tmp_path / "shards"))
     fresh_ranks.run(*job, backend=backend, always_ring=True)
+
+
+def rank_skips(rank: int, world_size: int, folder: str) -> None:
+    options = {"fsdp": True, "max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
+    bad, good = models.Pairs(48), models.Pairs(48)
+    bad.images[19] = torch.nan  # in the second of three windows, which the other run does not have
+    for name in ("images", "tokens"):
+        values = getattr(good, name)
+        setattr(good, name, torch.cat([values[:16], values[32:], values[:16]]))
+    trainer = trainer_for(folder, data=bad, use_cpu=False, skip_nonfinite=1, **options)
+    expected = trainer_for(folder, data=good, use_cpu=False, callbacks=[StopAt(2)], **options)
+    for run in (trainer, expected):
+        run.train()
+    assert trainer._guard.skipped_windows == 1
+    assert trainer.lr_scheduler.last_epoch == expected.lr_scheduler.last_epoch == 2
+    for one, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), other.full_tensor())
+
+
+def test_a_window_that_is_not_finite_is_skipped(fresh_ranks, tmp_path):
+    fresh_ranks.run(rank_skips, 2, str(tmp_path))
