@@ -607,6 +607,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
         ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
+        ("train --model m --dataset DEMO/digits --captions_per_image 0", "captions_per_image must be at least 1"),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
