@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from helpers import models
 from helpers.processors import LENGTH, clip_processor
@@ -101,14 +102,18 @@ def test_an_unusual_image_is_used(kind):
     assert batch["pixel_values"].shape == (1, 3, 16, 16)
 
 
-def test_a_strip_is_not_resized_as_a_whole():
-    # The short side becomes 16 pixels long, so that the whole strip would have 16 × 16 × 20,000.
+def test_a_strip_is_not_resized_as_a_whole(monkeypatch):
     strip = np.repeat(np.arange(20_000) % 251, 3).reshape(1, 20_000, 3).astype(np.uint8)
     transform = ContrastiveCollator(clip_processor())._transform
     assert transform is not None
-    middle = strip[:, 10_000 - 40 : 10_000 + 40]
+    resize, sizes = torch.nn.functional.interpolate, []
+    monkeypatch.setattr(
+        torch.nn.functional, "interpolate", lambda *args, **options: sizes.append(args[1]) or resize(*args, **options)
+    )
+    middle = strip[:, 10_000 - 20 : 10_000 + 20]
     difference = transform(strip).int() - transform(np.ascontiguousarray(middle)).int()
     assert difference.abs().max() <= 1
+    assert sizes == [(16, 16 * 64), (16, 16 * 40)], "as a whole it would be (16, 16 * 20_000)"
 
 
 # ---- Captions and ids ----
