@@ -54,7 +54,8 @@ class InfCLTrainingArguments(TrainingArguments):
             ahead. Device memory then grows with gradient_accumulation_steps only by the embeddings.
         resume_with_changes: go on from a checkpoint although the global batch size, the objective, the model or the
             training set are not those of the run that wrote it. The count of steps goes on, and the epoch continues
-            after the rows that were already trained.
+            after the rows that were already trained. An `ImageTextDataset` is recognised by its captions, an
+            `ImageTextStream` by its shards, other data sets by their class, length and order alone.
         skip_nonfinite: at most this many windows in a row are skipped if their embeddings, loss or gradient are not
             finite; one more ends the training, as the first does by default. A skipped window counts as a step, but
             changes no weight, no buffer, no optimizer and no learning rate. The log counts ``skipped_windows``; in its
