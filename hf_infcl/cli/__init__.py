@@ -1,4 +1,4 @@
-"""The command `infcl`: `infcl train`, `infcl evaluate` and `infcl card` parse their options and call the package."""
+"""The command `infcl`: `infcl train`, `evaluate`, `plan` and `card` parse their options and call the package."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .. import __version__
 COMMANDS = {
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
     "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
+    "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
     "card": "write the model card of a trained model again",
 }
 # Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
@@ -50,6 +51,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         from .train import train as run
     elif command == "evaluate":
         from .evaluate import evaluate as run
+    elif command == "plan":
+        from .plan import plan as run
     elif command == "card":
         from .card import card as run
     else:

@@ -1,0 +1,194 @@
+"""`infcl plan`: what a training would take, from the model's config alone."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from .. import planning
+from ..planning import GIB, GPU, GPUS, Choice, Counts
+from .launched import mistakes_in_one_line
+
+WORKER_RATE = (
+    540  # images per second that one worker of the data loader makes, from scripts/benchmarks/results/data.csv
+)
+SMALL = 32  # below this micro-batch gradient checkpointing is considered
+
+
+def plan(words: Sequence[str]) -> None:
+    """Prints the memory, the time and the options of a training."""
+    parser = argparse.ArgumentParser(
+        prog="infcl plan",
+        description="Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. "
+        "Only the model's config is read.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="The model: a Hub id or a folder.")
+    parser.add_argument("--global_batch", type=int, required=True, help="Pairs of one optimizer step.")
+    parser.add_argument("--gpus", type=int, default=1, help="The number of GPUs.")
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="The GPU whose rates predict the time.")
+    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU; without it that of --gpu.")
+    parser.add_argument("--dataset_size", type=int, help="Pairs of the training set, for the time of an epoch.")
+    parser.add_argument("--epochs", type=float, default=1, help="Epochs of the training.")
+    parser.add_argument("--freeze", choices=("image", "text"), help="The tower that is frozen.")
+    parser.add_argument("--torch_compile", action="store_true", help="Plan with torch.compile.")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw memory and time against the global batch.")
+    options = parser.parse_args(words)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        print("\n".join(report(options)))
+
+
+def report(options: argparse.Namespace) -> list[str]:
+    """The lines of the plan.
+
+    Raises:
+        ValueError: an option has no sense, or nothing fits.
+    """
+    for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name} must be more than 0, got {value}.")
+    gpu = GPUS[options.gpu]
+    memory_gib = options.gpu_memory or gpu.memory_gib
+    config = AutoConfig.from_pretrained(options.model)
+    counts = {False: planning.count(config, freeze=options.freeze)}
+    setting = {"gpus": options.gpus, "global_batch": options.global_batch, "gpu": gpu, "memory_gib": memory_gib}
+    found = planning.best(planning.choices(counts, compiled=options.torch_compile, **setting))
+    rows = options.global_batch // options.gpus
+    if found is None or found[1].micro_batch < min(SMALL, rows):
+        counts[True] = planning.count(config, freeze=options.freeze, checkpointing=True)
+        found = planning.best(planning.choices(counts, compiled=options.torch_compile, **setting))
+    if found is None:
+        least = Choice(options.gpus, 1, rows, offload=True, compiled=options.torch_compile, checkpointing=True)
+        parts = planning.memory(counts[True], least)
+        raise ValueError(
+            f"Not even micro-batches of one pair fit into {planning.USABLE:.0%} of {memory_gib:g} GiB: weights and "
+            f"optimizer take {(parts.weights + parts.optimizer) / GIB:.1f} GiB, all together {parts.total / GIB:.1f}. "
+            "Take GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
+        )
+    choice = found[1]
+    of_model = counts[choice.checkpointing]
+    if options.plot is not None:
+        draw(options.plot, of_model, choice, gpu, memory_gib)
+    other = planning.best(planning.choices(counts, compiled=not options.torch_compile, **setting))
+    times = planning.seconds(of_model, choice, gpu)
+    step = sum(times.values())
+    lines = [
+        f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {of_model.trained / 1e6:.1f} of them "
+        f"trained; embeddings of {of_model.dim} dimensions; {of_model.objective} loss.",
+        f"A global batch of {choice.global_batch:,} on {choice.gpus} × {gpu.name} of {memory_gib:g} GiB is "
+        f"{choice.rows:,} pairs per GPU.",
+        "",
+        f"Choose  {choice.options}",
+        "",
+        *memory_lines(of_model, choice, memory_gib),
+        "",
+        f"Time of a step: {_duration(step)} ({', '.join(f'{name} {t / step:.0%}' for name, t in times.items())})",
+    ]
+    if other is not None:
+        how = "without" if options.torch_compile else "with"
+        lines.append(f"  {how} --torch_compile: {_duration(other[0])}, {other[1].options}")
+    rate = choice.rows / step
+    lines.append(
+        f"  {rate:,.0f} images per second and GPU, for which {math.ceil(rate / WORKER_RATE)} workers of the data "
+        "loader are needed per GPU (JPEGs of 500 × 375)"
+    )
+    if choice.gpus > 1:
+        lines += link_lines(of_model, choice, gpu)
+    if options.dataset_size is not None:
+        lines += step_lines(options.dataset_size, options.epochs, choice, step)
+    return lines
+
+
+def memory_lines(counts: Counts, choice: Choice, memory_gib: float) -> list[str]:
+    parts = planning.memory(counts, choice)
+    retain = min(choice.retain, choice.accumulation)
+    buckets = " and DDP's buckets" if choice.gpus > 1 else ""
+    graphs = "1 micro-batch" if retain == 1 else f"{retain} micro-batches, whose graphs are kept"
+    where = "two micro-batches, the others in host memory" if choice.offload else "the window"
+    named = {
+        f"weights, gradients{buckets}": parts.weights,
+        "optimizer": parts.optimizer,
+        f"activations of {graphs}": parts.activations,
+        f"images of {where}": parts.images,
+        "features of the window": parts.features,
+        "loss" if parts.loss else "loss (its peak is below that of the backward)": parts.loss,
+    }
+    lines = [f"  {size / GIB:7.2f}  {name}" for name, size in named.items()]
+    total = f"  {parts.total / GIB:7.2f}  in all, of {planning.USABLE * memory_gib:.1f} usable"
+    return ["Memory per GPU at the peak of a step, GiB", *lines, total]
+
+
+def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
+    sent = planning.link_bytes(counts, choice)
+    return [
+        f"Each GPU sends {sum(sent.values()) / GIB:.2f} GiB per step: "
+        + ", ".join(f"{name} {size / GIB:.2f}" for name, size in sent.items())
+        + ".",
+        f"  The ring is hidden behind its computation from {planning.hiding_bandwidth(choice, gpu) / 1e9:.0f} GB/s "
+        "in each direction.",
+    ]
+
+
+def step_lines(pairs: int, epochs: float, choice: Choice, seconds: float) -> list[str]:
+    """The length of the training, and whether it has enough steps: a rule of thumb."""
+    per_epoch = pairs // choice.global_batch
+    if per_epoch == 0:
+        return [f"The training set of {pairs:,} pairs is smaller than one global batch."]
+    steps = int(per_epoch * epochs)
+    if steps < 100:
+        verdict = "too few for a learning rate schedule: take a smaller global batch or more epochs"
+    elif steps < 1000:
+        verdict = "enough for fine-tuning, few for a training from scratch"
+    else:
+        verdict = "a usual number"
+    return [
+        f"An epoch of {pairs:,} pairs takes {per_epoch:,} steps and {_duration(per_epoch * seconds)}; the training "
+        f"takes {steps:,} steps and {_duration(steps * seconds)}.",
+        f"  {steps:,} optimizer steps are {verdict}.",
+    ]
+
+
+def draw(path: Path, counts: Counts, choice: Choice, gpu: GPU, memory_gib: float) -> None:
+    """Memory and time against the global batch, with the micro-batch of a choice."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    windows = [2**power for power in range(max(12, choice.accumulation.bit_length() + 1))]
+    batches = [choice.micro_batch * choice.gpus * window for window in windows]
+    for offload, name in ((False, "images on the GPU"), (True, "offload_inputs")):
+        ways = [replace(choice, accumulation=window, retain=1, offload=offload) for window in windows]
+        left.plot(
+            batches, [planning.memory(counts, way).total / GIB for way in ways], "--" if offload else "-", label=name
+        )
+    left.axhline(planning.USABLE * memory_gib, color="0.5", lw=1, label=f"usable of {memory_gib:g} GiB")
+    left.plot(choice.global_batch, planning.memory(counts, choice).total / GIB, "o", color="black", label="the plan")
+    left.set(title="Memory per GPU", ylabel="GiB at the peak of a step", ylim=(0, None))
+    for compiled in (False, True):
+        ways = [replace(choice, accumulation=window, retain=1, compiled=compiled) for window in windows]
+        times = [sum(planning.seconds(counts, way, gpu).values()) for way in ways]
+        right.plot(batches, times, "--" if compiled else "-", label="torch.compile" if compiled else "eager")
+    time = sum(planning.seconds(counts, choice, gpu).values())
+    right.plot(choice.global_batch, time, "o", color="black", label="the plan")
+    right.set(title=f"Time of a step on {choice.gpus} × {gpu.name}", ylabel="seconds", yscale="log")
+    for axis in (left, right):
+        axis.set(xscale="log", xlabel=f"global batch, micro-batches of {choice.micro_batch}")
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,224 @@
+"""Memory and operations of one micro-batch, counted on the meta device: neither weights nor a GPU are needed.
+
+The model runs forward and backward on tensors without content. Modes of torch see every operation on the way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from transformers import AutoModel, PretrainedConfig
+
+from ..training.dual_encoder import DualEncoder
+
+ROWS = 64  # of the micro-batch that is counted; larger and smaller ones are in proportion
+MOST_TOKENS = 77  # text towers made for long texts get captions all the same
+
+
+class Operation(NamedTuple):
+    """One kernel: its floating point operations, and the bytes that it reads and writes."""
+
+    flops: float
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a model and a micro-batch of `ROWS` pairs take, in bytes unless said otherwise.
+
+    Attributes:
+        parameters: the number of parameters.
+        trained: the number of those that are trained.
+        dim: the dimension of the embeddings.
+        pixels: the number of values of one image.
+        objective: the objective that the model was made for.
+        weight_copies: the weights in bf16 that autocast makes in every forward.
+        graph: what a forward keeps for its backward, with the copies of the weights.
+        peak: the most that exists during forward and backward, without weights and gradients.
+        forward: the operations of the first pass.
+        again: those of the second pass's forward, without the frozen tower.
+        backward: those of the backward.
+    """
+
+    parameters: int
+    trained: int
+    dim: int
+    pixels: int
+    objective: str
+    weight_copies: int
+    graph: int
+    peak: int
+    forward: tuple[Operation, ...]
+    again: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+
+
+def count(
+    config: PretrainedConfig, *, freeze: str | None = None, checkpointing: bool = False, autocast: bool = True
+) -> Counts:
+    """Counts a micro-batch of the model that a config describes.
+
+    Args:
+        config: of a dual encoder, see `DualEncoder`.
+        freeze: the tower that is frozen, ``"image"`` or ``"text"``.
+        checkpointing: with gradient checkpointing.
+        autocast: in bf16 as under ``bf16=True``; otherwise in fp32.
+
+    Raises:
+        ValueError: the model is no dual encoder, or its forward needs the content of tensors.
+    """
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, dtype=torch.float32)
+    encoder = DualEncoder(model)
+    encoder.freeze_unused()
+    if freeze is not None:
+        encoder.freeze(freeze)
+    model.train()
+    if checkpointing:
+        # The second name is that of transformers before 5.20.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": True, "preserve_rng_state": False})
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)  # as in every micro-batch but the first
+    inputs = _inputs(config)
+    seen, casts = _Operations(), _Autocast(torch.bfloat16 if autocast else torch.float32)
+    frozen: set[int] = set()
+    for tower in encoder.frozen_towers().values():
+        tower.eval()
+        _record_range(tower, lambda: len(seen.operations), frozen)
+    try:
+        with seen, casts:
+            embeds = encoder.embed(model, inputs)
+            products = [(e * torch.ones_like(e)).sum() for e in embeds if e.requires_grad]
+            graph, forward = seen.live, len(seen.operations)
+            copies = casts.forget()
+            torch.stack(products).sum().backward()
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
+        ) from error
+    operations = seen.operations
+    return Counts(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        dim=embeds[0].shape[1],
+        pixels=inputs["pixel_values"][0].numel(),
+        objective=encoder.objective,
+        weight_copies=copies,
+        graph=graph,
+        peak=seen.peak,
+        forward=tuple(operations[:forward]),
+        again=tuple(operation for i, operation in enumerate(operations[:forward]) if i not in frozen),
+        backward=tuple(operations[forward:]),
+    )
+
+
+def _inputs(config: Any) -> dict[str, Tensor]:
+    vision, text = config.vision_config, config.text_config
+    if not hasattr(vision, "image_size"):
+        raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")
+    size = vision.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    channels = getattr(vision, "num_channels", 3)
+    tokens = min(getattr(text, "max_position_embeddings", MOST_TOKENS), MOST_TOKENS)
+    return {
+        "pixel_values": torch.empty(ROWS, channels, height, width, device="meta"),
+        "input_ids": torch.empty(ROWS, tokens, dtype=torch.long, device="meta"),
+    }
+
+
+def _record_range(module: nn.Module, position: Callable[[], int], found: set[int]) -> None:
+    """Adds the indices of the operations of a module's forward to a set."""
+    begin: list[int] = []
+    module.register_forward_pre_hook(lambda *_: begin.append(position()))
+    module.register_forward_hook(lambda *_: found.update(range(begin.pop(), position())))
+
+
+class _Autocast(TorchFunctionMode):
+    """Autocast and the fused attention of a GPU, neither of which exists on the meta device."""
+
+    LOW = frozenset(
+        (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.baddbmm, torch.addmm, Tensor.matmul)
+    )
+    FULL = frozenset((F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, torch.norm, Tensor.norm))
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._copies: dict[int, Tensor] = {}  # of the weights, once in a forward
+
+    def forget(self) -> int:
+        """Ends a forward: its copies of weights stay in its graph alone. Returns their bytes."""
+        size = sum(copy.nbytes for copy in self._copies.values())
+        self._copies.clear()
+        return size
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention:
+            query, key, value = (self._cast(tensor, self._dtype) for tensor in args[:3])
+            options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
+            attend = torch.ops.aten._scaled_dot_product_efficient_attention
+            return attend(query, key, value, None, True, *options, scale=kwargs.get("scale"))[0]
+        if function in self.LOW or function in self.FULL:
+            dtype = self._dtype if function in self.LOW else torch.float32
+            args = [self._cast(value, dtype) for value in args]
+            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(dtype)
+        if id(value) not in self._copies:
+            self._copies[id(value)] = value.to(dtype)
+        return self._copies[id(value)]
+
+
+class _Operations(TorchDispatchMode):
+    """Lists all operations, and follows the bytes of the tensors that they make while those are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return True  # the models ask whether all tokens are to be attended to
+        out = function(*args, **kwargs)
+        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        known = {t.untyped_storage()._cdata for t in read}
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                known.add(storage._cdata)
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        if not function.is_view:
+            flops = flop_registry.get(function._overloadpacket)
+            self.operations.append(
+                Operation(
+                    float(flops(*args, **kwargs, out_val=out)) if flops else 0.0,
+                    float(sum(t.nbytes for t in (*read, *written))),
+                )
+            )
+        return out
+
+    def _free(self, nbytes: int) -> None:
+        self.live -= nbytes

@@ -1,0 +1,250 @@
+"""Memory and time of an optimizer step, predicted from the counts of a micro-batch and measured rates of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .counting import ROWS, Counts, Operation
+
+GIB = 1 << 30
+USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
+GATHERED_BYTES = 256 << 20  # up to here a ring gathers its texts, as `hf_infcl.loss.strategies` does
+PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Rates of a GPU in training, below those of its data sheet.
+
+    Attributes:
+        name: for people.
+        memory_gib: what CUDA reports.
+        flops: of matrix products in bf16, per second.
+        bandwidth: of device memory, bytes per second.
+        launch: seconds of host time that one operation takes in eager mode.
+        loss_flops: of the loss's kernels, per second.
+    """
+
+    name: str
+    memory_gib: float
+    flops: float
+    bandwidth: float
+    launch: float
+    loss_flops: float
+
+
+# The README of this folder names the rows that the rates come from. The H100's bandwidth is the H200's, scaled by the
+# data sheets (3.35 and 4.8 TB/s), because no training step has been measured on an H100.
+GPUS = {
+    "h100": GPU("H100", 79.6, 480e12, 2.06e12, 21e-6, 584e12),
+    "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 602e12),
+}
+COMPILED_TRAFFIC = 0.42  # what is left of the memory traffic between matrix products under torch.compile
+COMPILED_GRAPH = 0.75  # what is left of the activations: the compiler recomputes some
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a global batch is made on GPUs that hold the whole model each.
+
+    Attributes:
+        gpus: the number of processes.
+        micro_batch: pairs of one forward, ``per_device_train_batch_size``.
+        accumulation: micro-batches of a window, ``gradient_accumulation_steps``.
+        retain: micro-batches whose autograd graphs are kept, ``retain_graphs``.
+        offload: ``offload_inputs``.
+        compiled: ``torch_compile``.
+        checkpointing: ``gradient_checkpointing``.
+    """
+
+    gpus: int
+    micro_batch: int
+    accumulation: int
+    retain: int = 1
+    offload: bool = False
+    compiled: bool = False
+    checkpointing: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Pairs of a window on one GPU."""
+        return self.micro_batch * self.accumulation
+
+    @property
+    def global_batch(self) -> int:
+        return self.rows * self.gpus
+
+    @property
+    def options(self) -> str:
+        """The options of `infcl train`."""
+        words = f"--per_device_train_batch_size {self.micro_batch} --gradient_accumulation_steps {self.accumulation}"
+        words += f" --retain_graphs {self.retain}" if self.retain > 1 else ""
+        words += " --offload_inputs" if self.offload else ""
+        words += " --gradient_checkpointing" if self.checkpointing else ""
+        return words + (" --torch_compile" if self.compiled else "") + " --bf16"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak of a step: the sum of the attributes.
+
+    Attributes:
+        weights: parameters and their gradients in fp32, and under DDP its buckets of gradients.
+        optimizer: the two moments of Adam in fp32.
+        activations: the kept graphs, and at the peak of a backward its temporary tensors.
+        images: the inputs of the window.
+        features: the embeddings of the window or their gradients, in fp32.
+        loss: what the loss holds, if the peak is in it.
+    """
+
+    weights: float
+    optimizer: float
+    activations: float
+    images: float
+    features: float
+    loss: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.optimizer + self.activations + self.images + self.features + self.loss
+
+
+def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
+    """The memory of a step.
+
+    Args:
+        counts: of the model, with the checkpointing of the choice.
+        choice: how the batch is made.
+        pixel_bytes: of one value of an image; the trainer's own collator keeps uint8, others fp32.
+    """
+    scale = choice.micro_batch / ROWS
+    factor = COMPILED_GRAPH if choice.compiled else 1.0
+    graph = factor * scale * (counts.graph - counts.weight_copies) + counts.weight_copies
+    peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
+    values = counts.dim * choice.rows  # of the features of one side
+    retain = min(choice.retain, choice.accumulation)
+    common = {
+        "weights": 4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)),
+        "optimizer": 8.0 * counts.trained,
+        "images": counts.pixels
+        * (choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows)
+        * pixel_bytes
+        + (4 - pixel_bytes) * counts.pixels * choice.micro_batch,  # the images of a micro-batch in fp32
+        "features": 2 * 4.0 * values,
+    }
+    in_backward = Memory(activations=graph * (retain - 1) + peak, loss=0.0, **common)
+    in_loss = Memory(activations=graph * retain, loss=loss_bytes(counts.dim, choice), **common)
+    return max(in_backward, in_loss, key=lambda m: m.total)
+
+
+def loss_bytes(dim: int, choice: Choice) -> float:
+    """What the loss allocates with bf16 features: a tile of coefficients, gradients, and what travels."""
+    rows = choice.rows
+    tile = 2.0 * min(rows, 8192) ** 2
+    own = 12.0 * rows * dim  # gradients of both sides, in fp32 and in bf16
+    if choice.gpus == 1:
+        return tile + own
+    gathered = 6 * choice.global_batch * dim <= GATHERED_BYTES
+    return tile + own + (8.0 * choice.global_batch * dim if gathered else 12.0 * rows * dim)
+
+
+def seconds(counts: Counts, choice: Choice, gpu: GPU, objective: str | None = None) -> dict[str, float]:
+    """The time of a step by its phases, as if no phase overlapped another and the data were always there."""
+    first, again, backward = (
+        _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
+    )
+    retained = min(choice.retain, choice.accumulation)
+    return {
+        "first pass": choice.accumulation * first,
+        "loss": loss_seconds(counts.dim, choice, gpu, objective or counts.objective),
+        "second pass": choice.accumulation * backward + (choice.accumulation - retained) * again,
+        "optimizer": 28 * counts.trained / gpu.bandwidth,  # reads 16 and writes 12 bytes per parameter
+    }
+
+
+def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float:
+    """Each operation is limited by its arithmetic or its traffic; all together perhaps by the host."""
+    scale = choice.micro_batch / ROWS
+    traffic = COMPILED_TRAFFIC if choice.compiled else 1.0
+    device = sum(
+        max(o.flops / gpu.flops, o.nbytes / gpu.bandwidth) if o.flops else traffic * o.nbytes / gpu.bandwidth
+        for o in operations
+    )
+    # A compiled graph launches about as many kernels as it has matrix products, twice.
+    launches = 2 * sum(1 for o in operations if o.flops) if choice.compiled else len(operations)
+    return max(scale * device, launches * gpu.launch)
+
+
+def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
+    return PRODUCTS[objective] * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
+
+
+def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
+    """What a GPU sends in one step.
+
+    In the forward of the loss the texts travel around the ring, in its backward the texts and their fp32 gradients.
+    """
+    others, values = choice.gpus - 1, counts.dim * choice.rows
+    return {
+        "ring": 2.0 * values * others * 2 + 4.0 * values * (choice.gpus if others else 0),
+        "gradients of the weights": 2 * 4.0 * counts.trained * others / choice.gpus,
+    }
+
+
+def hiding_bandwidth(choice: Choice, gpu: GPU) -> float:
+    """Bytes per second in each direction from which the ring's transfers are hidden behind its computation.
+
+    While a block of b × b logits is computed, one hop travels: 2 · b · D bytes beside 2 · b² · D operations in the
+    forward of the softmax loss, three times both in its backward, and three times both in the sigmoid loss. All need
+    the rate of the kernels divided by b, which is the number of pairs on one GPU.
+    """
+    return gpu.loss_flops / choice.rows
+
+
+def choices(
+    counts: Mapping[bool, Counts],
+    *,
+    gpus: int,
+    global_batch: int,
+    gpu: GPU,
+    memory_gib: float,
+    compiled: bool = False,
+    objective: str | None = None,
+) -> Iterator[tuple[float, Choice]]:
+    """All ways that fit into memory, with their seconds per step.
+
+    Args:
+        counts: by whether activations are checkpointed.
+
+    Raises:
+        ValueError: the global batch is no multiple of the number of GPUs.
+    """
+    rows, rest = divmod(global_batch, gpus)
+    if rest or rows < 1:
+        raise ValueError(f"A global batch of {global_batch} cannot be divided equally among {gpus} GPUs.")
+    sizes = [size for size in range(1, min(rows, 4096) + 1) if rows % size == 0]
+    for checkpointing, of_model in counts.items():
+        for size in sizes:
+            for offload in (False, True):
+                choice = Choice(gpus, size, rows // size, 1, offload, compiled, checkpointing)
+                rest_gib = USABLE * memory_gib - memory(of_model, choice).total / GIB
+                if rest_gib < 0:
+                    continue
+                two = memory(of_model, replace(choice, retain=2)).total / GIB if choice.accumulation > 1 else 0.0
+                graph = two + rest_gib - USABLE * memory_gib
+                more = int(rest_gib / graph) if graph > 0 else 0
+                kept = replace(choice, retain=max(1, min(choice.accumulation, 1 + more)))
+                yield sum(seconds(of_model, kept, gpu, objective).values()), kept
+
+
+def best(found: Iterator[tuple[float, Choice]]) -> tuple[float, Choice] | None:
+    """The fastest way, or a simpler one that takes at most 2% longer: without offloading, with larger micro-batches."""
+    every = list(found)
+    if not every:
+        return None
+    limit = 1.02 * min(time for time, _ in every)
+    return min(
+        ((time, choice) for time, choice in every if time <= limit),
+        key=lambda pair: (pair[1].checkpointing, pair[1].offload, pair[1].accumulation),
+    )
