@@ -2,7 +2,7 @@
 # Runs the tests in the project's own environment; arguments go to pytest:
 #   bash scripts/test.sh                 every test that needs no GPU
 #   bash scripts/test.sh -m gpu -n 6 -v  the tests that need some, two at least, and which ran
-#   bash scripts/test.sh tests/test_losses.py -k sigmoid
+#   bash scripts/test.sh tests/test_contrastive.py -k sigmoid
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -96,16 +96,17 @@ class DataOptions:
     )
     captions_per_image: int = field(
         default=1,
-        metadata={"help": "Captions that are drawn per epoch of an image that has a list of them; all are positives."},
+        metadata={"help": "Number of captions that are drawn in each epoch of an image's list; all are its positives."},
     )
     negative_caption_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column of captions that almost describe the image, a string or a list: negatives of all images."
+            "help": "Column of captions that are wrong for the image, strings or lists. One is drawn in each epoch "
+            "and is a negative of all images."
         },
     )
     shuffle_buffer: int = field(
-        default=2048, metadata={"help": "With --streaming: the number of samples that each worker shuffles at a time."}
+        default=2048, metadata={"help": "With --streaming: the number of samples that each lane shuffles at a time."}
     )
     lanes: int | None = field(
         default=None,

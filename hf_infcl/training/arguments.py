@@ -149,6 +149,13 @@ class InfCLTrainingArguments(TrainingArguments):
             "with the next data."
         },
     )
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "A checkpoint's folder; 'true', the newest complete one in output_dir; 'auto', the same, or a new "
+            "start if there is none; or 'last-checkpoint', which --hub_strategy checkpoint has pushed."
+        },
+    )
     # A loss that is not finite stops the training, so it must appear in the log as it is.
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Log the average of earlier losses in place of one that is not finite."}
