@@ -1,8 +1,9 @@
 #!/bin/bash
-# Several nodes of 8 GPUs under Slurm:  sbatch scripts/configs/recipes/several_nodes.sh
+# Several nodes of 8 GPUs under Slurm, here two:
+#     sbatch scripts/configs/recipes/several_nodes.sh --gradient_accumulation_steps 4
 # For batches or models that one node trains too slowly. One torchrun on each node starts its 8 processes. They find each
 # other at the rendezvous: a port of the first node, which every node has to reach. All 8 × nodes processes share one
-# contrastive batch: keep the global batch by dividing gradient_accumulation_steps by the number of nodes.
+# contrastive batch. The recipe has 8 accumulation steps for one node: two nodes have the same batch with 4.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -10,8 +11,9 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=SIGTERM@300
 #SBATCH --requeue
-# 300 seconds before its end Slurm sends SIGTERM: the run saves a checkpoint and ends. Queued again it goes on from it,
-# since the recipe says resume_from_checkpoint: auto. output_dir must be on a file system that all nodes share.
+# 300 seconds before its end Slurm sends SIGTERM: the run saves a checkpoint and ends. When it is queued again, it goes
+# on from that checkpoint, since the recipe says resume_from_checkpoint: auto. output_dir must be on a file system that
+# all nodes share.
 set -euo pipefail
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export OMP_NUM_THREADS=8
