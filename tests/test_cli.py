@@ -397,6 +397,8 @@ def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, con
         ("--eval_dataset d --eval_strategy steps", {"save_strategy": "epoch", "eval_steps": 0.1}),
         ("--eval_dataset d --eval_strategy no --eval_steps 5", {"eval_strategy": "no", "save_steps": 5}),
         ("--save_strategy no --logging_strategy epoch", {"save_total_limit": None, "logging_strategy": "epoch"}),
+        ("--guard_dataset g", {"eval_on_start": True, "eval_strategy": "epoch"}),
+        ("--guard_dataset g --eval_on_start no", {"eval_on_start": False}),
         ("--logging_steps 5 --save_total_limit 9", {"logging_steps": 5, "save_total_limit": 9}),
         ("--zero_shot_dataset d --load_best_model_at_end", {"metric_for_best_model": "zero_shot_acc1"}),
     ],

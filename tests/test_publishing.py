@@ -283,6 +283,21 @@ def test_the_card_and_the_curves_are_kept_up_to_date_during_the_training(tmp_pat
     assert (tmp_path / "README.md").read_text() == text, "Trainer's draft does not replace the card"
 
 
+def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
+    names = iter(("first", "second", "third"))
+    callback = CardCallback(lambda args, state: record(name=next(names)))
+    trainer = trainer_for(tmp_path, callbacks=[callback], max_steps=1)
+    card = tmp_path / "README.md"
+    trainer.train()
+    assert "first" in card.read_text()
+    trainer.train()
+    assert "second" in card.read_text(), "it has as many steps and entries in the log as the one before"
+    card.unlink()
+    card.mkdir()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):
     metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4}
     card = read(record(evaluations=[dataclasses.replace(RETRIEVAL, metrics=metrics)]), tmp_path)

@@ -182,6 +182,18 @@ def test_captions_of_no_image_are_refused(tmp_path, caption_image, message):
         trainer_for(tmp_path, data_collator=wrong, equal_ids="positive").train()
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": torch.ones(3, 6, dtype=torch.int64)}, "gave 4 images and 3 texts. It must give one text"),
+        ({"pair_ids": torch.arange(3), "caption_image": torch.arange(4)}, r"pair_ids as \[4\] int64.*got \[3\]"),
+    ],
+)
+def test_a_batch_of_other_sizes_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, data_collator=lambda items: default_collate(items) | changes).train()
+
+
 def test_a_caption_whose_embedding_is_not_finite_is_named(tmp_path):
     """Its row is that of the texts in its micro-batch; no row of the training set is claimed."""
 

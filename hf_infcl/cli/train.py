@@ -157,7 +157,7 @@ def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     if steps is None and limited:
         steps = tenth
     evaluated = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
-    if namespace.guard_dataset:
+    if namespace.guard_dataset and "eval_on_start" not in given:
         chosen["eval_on_start"] = True
     for what, wanted in (("save", True), ("eval", evaluated)):
         strategy = getattr(namespace, f"{what}_strategy")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.utils import logging
 
 from ..training.arguments import InfCLTrainingArguments
 from .card import model_card, write_eval_results
@@ -16,12 +17,15 @@ from .record import TrainingRecord
 
 CURVES_FILE = "curves.png"
 
+logger = logging.get_logger(__name__)
+
 
 class CardCallback(TrainerCallback):
     """Writes the record, the curves, the results and the card into ``output_dir``.
 
     They are written after each evaluation and each checkpoint, before each push to the Hub and at the end of the
-    training, by the main process.
+    training, by the main process. If they cannot be written, for instance because the disk is full, the error is
+    logged and the training goes on, as it does without a checkpoint that cannot be written.
 
     Args:
         describe: ``describe(args, state)`` gives the record of the run so far.
@@ -38,6 +42,7 @@ class CardCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.first_step = state.global_step
+        self._written = 0, 0  # an earlier training may have ended at the same step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._update(args, state)
@@ -52,8 +57,12 @@ class CardCallback(TrainerCallback):
         self._update(args, state)
 
     def _update(self, args: Any, state: TrainerState) -> None:
-        if (state.global_step, len(state.log_history)) != self._written:
+        if (state.global_step, len(state.log_history)) == self._written:
+            return
+        try:
             self.write(args, state)
+        except OSError as error:
+            logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
 
     def write(self, args: Any, state: TrainerState) -> None:
         """Writes all files for the present state, if this is the main process and a step has been trained."""

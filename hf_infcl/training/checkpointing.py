@@ -78,6 +78,7 @@ class CheckpointingTrainer(HubTrainer):
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
         """
         self._trial = trial
+        self._saved_step = -1  # an earlier training may have saved at the same step
         output_dir, saves = str(self.args.output_dir), self.args.should_save
         with locked(output_dir, locks=saves), Preemption() as self._preemption:
             if resume_from_checkpoint == LAST_CHECKPOINT and not Path(LAST_CHECKPOINT).is_dir():

@@ -126,10 +126,20 @@ def check_batch(batch: Any, equal_ids: str) -> None:
                 f"The data collator must give {name} as a tensor, or leave pair_ids, skipped and caption_image out, "
                 f"got a {type(batch[name]).__name__}."
             )
+    images, texts = len(batch["pixel_values"]), len(batch["input_ids"])
+    if "pair_ids" in batch and batch["pair_ids"].shape != (images,):
+        raise ValueError(
+            f"The data collator must give pair_ids as [{images}] int64, one for each image, got "
+            f"{list(batch['pair_ids'].shape)}."
+        )
     if "caption_image" not in batch:
+        if texts != images:
+            raise ValueError(
+                f"The data collator gave {images} images and {texts} texts. It must give one text for each image, or "
+                "caption_image, which names the image of each text."
+            )
         return
     caption_image = batch["caption_image"].cpu()
-    images, texts = len(batch["pixel_values"]), len(batch["input_ids"])
     if caption_image.shape != (texts,) or not ((caption_image >= -1) & (caption_image < images)).all():
         raise ValueError(
             "The data collator must give caption_image, the image of each caption, as integers from 0 to "
