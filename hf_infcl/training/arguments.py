@@ -274,7 +274,7 @@ class InfCLTrainingArguments(TrainingArguments):
                 "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor instead: the "
                 "result is the same."
             )
-        if getattr(self, "ddp_static_graph", None) and self.gradient_accumulation_steps > 1:  # not in transformers 5.5
+        if self.ddp_static_graph and self.gradient_accumulation_steps > 1:
             raise ValueError(
                 "ddp_static_graph=True does not work with gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: DDP fails in a window's second micro-batch. Leave it off."

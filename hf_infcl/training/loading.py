@@ -154,6 +154,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.args
         workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
+        # The last two options are not in transformers 5.10 to 5.14.
+        context = getattr(args, "dataloader_multiprocessing_context", None)
+        in_order = getattr(args, "dataloader_in_order", True)
         loader: DataLoader = DataLoader(
             dataset,
             batch_size=batch_size,
@@ -161,9 +164,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers and is_training,
-            multiprocessing_context=args.dataloader_multiprocessing_context if workers else None,
+            multiprocessing_context=context if workers else None,
             prefetch_factor=args.dataloader_prefetch_factor,
-            in_order=args.dataloader_in_order,
+            in_order=in_order,
             drop_last=is_training,
         )
         return self.accelerator.prepare(loader) if is_training else stream_for_evaluation(loader, args.device)
