@@ -22,6 +22,7 @@ BENCHMARKS = {
     "memory": "memory of the loss across GPUs",
     "step": "time and memory of a training step of a CLIP ViT-B/16",
     "data": "images per second and core, the cost of passing them on, and training from shards",
+    "plan": "what `infcl plan` predicts beside the rows of the others",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
 }
 

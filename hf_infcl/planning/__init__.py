@@ -1,12 +1,27 @@
 """What a training will take: counted from a model's config, predicted from measured rates."""
 
 from .counting import Counts, count
-from .plan import GIB, GPU, GPUS, USABLE, Choice, best, choices, hiding_bandwidth, link_bytes, memory, seconds
+from .plan import (
+    GIB,
+    GPU,
+    GPUS,
+    PRODUCTS,
+    USABLE,
+    Choice,
+    best,
+    choices,
+    hiding_bandwidth,
+    link_bytes,
+    loss_seconds,
+    memory,
+    seconds,
+)
 
 __all__ = [
     "GIB",
     "GPU",
     "GPUS",
+    "PRODUCTS",
     "USABLE",
     "Choice",
     "Counts",
@@ -15,6 +30,7 @@ __all__ = [
     "count",
     "hiding_bandwidth",
     "link_bytes",
+    "loss_seconds",
     "memory",
     "seconds",
 ]

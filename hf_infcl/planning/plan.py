@@ -10,6 +10,7 @@ from .counting import ROWS, Counts, Operation
 GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 GATHERED_BYTES = 256 << 20  # up to here a ring gathers its texts, as `hf_infcl.loss.strategies` does
+LOSS_LAUNCH = 0.2e-3  # seconds
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 
 
@@ -34,11 +35,11 @@ class GPU:
     loss_flops: float
 
 
-# The README of this folder names the rows that the rates come from. The H100's bandwidth is the H200's, scaled by the
+# scripts/benchmarks/plan.py names the rows that the rates come from. The H100's bandwidth is the H200's, scaled by the
 # data sheets (3.35 and 4.8 TB/s), because no training step has been measured on an H100.
 GPUS = {
     "h100": GPU("H100", 79.6, 480e12, 2.06e12, 21e-6, 584e12),
-    "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 602e12),
+    "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 582e12),
 }
 COMPILED_TRAFFIC = 0.42  # what is left of the memory traffic between matrix products under torch.compile
 COMPILED_GRAPH = 0.75  # what is left of the activations: the compiler recomputes some
@@ -177,7 +178,9 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
 
 
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
-    return PRODUCTS[objective] * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
+    """The time of the loss and its gradient: that of its matrix products, and of launching the blocks of the ring."""
+    products = PRODUCTS[objective] * 2.0 * choice.rows * choice.global_batch * dim
+    return products / gpu.loss_flops + LOSS_LAUNCH * choice.gpus
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
