@@ -392,6 +392,17 @@ def rank_asked(rank: int, world_size: int, folder: str, number: int) -> None:
     assert torch.equal(parameters(resumed), expected)
 
 
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
+    written(tmp_path, 1)
+    newest = written(tmp_path, 2)
+    (newest / "part" / "file").unlink()
+    (newest / MANIFEST_NAME).unlink()
+    (newest / MANIFEST_NAME).symlink_to("/proc/self/mem")  # no process can read its first bytes
+    with pytest.raises(ValueError, match=r"checkpoint-2 cannot be read: \[Errno 5\]"):
+        choose(str(tmp_path), str(newest))
+    assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-1")
+
+
 @pytest.mark.parametrize(("world_size", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number):
     ranks.run(rank_asked, world_size, str(tmp_path), int(number))

@@ -270,7 +270,11 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     looks = is_main if looks is None else looks
 
     def problem_on_any(find: Callable[[str], str | None], folder: str) -> str:
-        return next(filter(None, processes.gather_text((looks and find(folder)) or "")), "")
+        try:
+            problem = (looks and find(folder)) or ""
+        except (OSError, ValueError) as error:  # raised here, it would end this process while the others wait
+            problem = f"{folder} cannot be read: {error}"
+        return next(filter(None, processes.gather_text(problem)), "")
 
     if isinstance(wanted, str) and wanted != "auto":
         if problem := problem_on_any(_not_resumable, wanted):
