@@ -14,9 +14,7 @@ from .. import planning
 from ..planning import GIB, GPU, GPUS, Choice, Counts
 from .launched import mistakes_in_one_line
 
-WORKER_RATE = (
-    540  # images per second that one worker of the data loader makes, from scripts/benchmarks/results/data.csv
-)
+WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
 
 

@@ -81,8 +81,11 @@ class CheckpointingTrainer(HubTrainer):
         self._saved_step = -1  # an earlier training may have saved at the same step
         output_dir, saves = str(self.args.output_dir), self.args.should_save
         with locked(output_dir, locks=saves), Preemption() as self._preemption:
-            if resume_from_checkpoint == LAST_CHECKPOINT and not Path(LAST_CHECKPOINT).is_dir():
-                resume_from_checkpoint = self._checkpoint_of_hub()
+            if resume_from_checkpoint == LAST_CHECKPOINT:
+                # A folder of this name is taken if every process finds it, so that all go the same way.
+                found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
+                if not all(here for (here,) in found):
+                    resume_from_checkpoint = self._checkpoint_of_hub()
             checkpoint = choose(output_dir, resume_from_checkpoint, looks=saves)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
             self._last_checkpoint = checkpoint
