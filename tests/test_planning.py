@@ -10,8 +10,9 @@ import pytest
 import transformers
 from helpers import models
 
-from hf_infcl import cli, planning
-from hf_infcl.planning import GIB, Counts
+from hf_infcl import InfCLTrainingArguments, cli, planning
+from hf_infcl.cli.plan import check_memory
+from hf_infcl.planning import GIB, Choice, Counts
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -84,3 +85,17 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(words=[*command, "--gpu_memory", "0.0001"])
     assert "Not even micro-batches of one pair fit" in capsys.readouterr().err
+
+
+def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):
+    config = models.clip().config
+    args = InfCLTrainingArguments(tmp_path, per_device_train_batch_size=4096, use_cpu=True, report_to="none")
+    assert check_memory(config, args, 80 * GIB) is None
+    counts = planning.count(config, autocast=False)
+    total = planning.memory(counts, Choice(1, 4096, 1)).total
+    warning = check_memory(config, args, total)
+    assert warning is not None
+    assert "infcl plan" in warning
+    with pytest.raises(ValueError, match=r"needs about .* GiB per GPU, which has"):
+        check_memory(config, args, 4.0 * counts.parameters)
+    assert "was not predicted" in str(check_memory(transformers.Siglip2Config(), args, total))

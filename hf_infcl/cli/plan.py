@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from .. import planning
 from ..planning import GIB, GPU, GPUS, Choice, Counts
+from ..training.arguments import InfCLTrainingArguments
 from .launched import mistakes_in_one_line
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
@@ -100,6 +101,54 @@ def report(options: argparse.Namespace) -> list[str]:
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, options.epochs, choice, step)
     return lines
+
+
+def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
+    """Compares the predicted memory of a training with that of its GPU, before the training begins.
+
+    Trainings that shard the weights (FSDP, DeepSpeed) or read the image features from a cache are not predicted.
+
+    Returns:
+        A warning if the training probably does not fit, or if its memory cannot be predicted.
+
+    Raises:
+        ValueError: it cannot fit: weights, their gradients and half of a micro-batch's activations are more than the
+            memory of the GPU, whatever else is needed.
+    """
+    if args.fsdp or args.deepspeed or args.cache_features:
+        return None
+    checkpointing = bool(args.gradient_checkpointing)
+    try:
+        counts = planning.count(
+            config, freeze=args.freeze, checkpointing=checkpointing, autocast=args.bf16 or args.fp16
+        )
+    except ValueError as error:
+        return f"The memory of the training was not predicted. {error}"
+    choice = Choice(
+        args.world_size,
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        retain=int(args.retain_graphs) if args.retain_graphs.isdecimal() else 1,
+        offload=args.offload_inputs,
+        compiled=args.torch_compile,
+        checkpointing=checkpointing,
+    )
+    parts = planning.memory(counts, choice)
+    if parts.total <= planning.USABLE * gpu_bytes:
+        return None
+    # Short captions need fewer activations than the longest ones, which were counted.
+    activations = 0.5 * planning.memory(counts, replace(choice, retain=1)).activations
+    message = (
+        f"The training needs about {parts.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: weights and "
+        f"gradients {parts.weights / GIB:.1f}, optimizer {parts.optimizer / GIB:.1f}, activations "
+        f"{parts.activations / GIB:.1f}, images {parts.images / GIB:.1f}, features and loss "
+        f"{(parts.features + parts.loss) / GIB:.1f}. Lower --per_device_train_batch_size and raise "
+        "--gradient_accumulation_steps by the same factor, which gives the same result. `infcl plan` names options "
+        "that fit."
+    )
+    if 4.0 * (counts.parameters + counts.trained) + activations > gpu_bytes:
+        raise ValueError(message)
+    return message
 
 
 def memory_lines(counts: Counts, choice: Choice, memory_gib: float) -> list[str]:

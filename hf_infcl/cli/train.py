@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -34,6 +35,7 @@ from ..training.trainer import InfCLTrainer
 from .evaluate import evaluation_datasets, load
 from .launched import leave, mistakes_in_one_line
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
+from .plan import check_memory
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE)
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
@@ -73,6 +75,10 @@ def train(words: Sequence[str]) -> None:
             check_best_metric(namespace, len(eval_datasets["zero_shot"].class_names))
         model, processor = load(model_options.model)
         model_class = type(model).__name__
+        if args.device.type == "cuda" and lora.lora_rank is None:
+            gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
+            if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
+                print(warning)
         if lora.lora_rank is not None:
             model = with_adapters(model, lora.lora_rank, lora.lora_targets)
         trainer = InfCLTrainer(
