@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from helpers import models
 
@@ -82,6 +83,9 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     assert "An epoch of 400,000 pairs takes 97 steps" in said
     assert "97 optimizer steps are too few" in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+    seconds, peak = planning.measure(models.siglip().config, 4, torch.device("cpu"))
+    assert seconds > 0
+    assert peak == 0
     with pytest.raises(SystemExit):
         cli.main(words=[*command, "--gpu_memory", "0.0001"])
     assert "Not even micro-batches of one pair fit" in capsys.readouterr().err

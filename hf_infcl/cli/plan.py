@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from .. import planning
@@ -37,6 +38,7 @@ def plan(words: Sequence[str]) -> None:
     parser.add_argument("--freeze", choices=("image", "text"), help="The tower that is frozen.")
     parser.add_argument("--torch_compile", action="store_true", help="Plan with torch.compile.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw memory and time against the global batch.")
+    parser.add_argument("--measure", action="store_true", help="Also time two micro-batches on the GPU at hand.")
     options = parser.parse_args(words)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         print("\n".join(report(options)))
@@ -51,6 +53,8 @@ def report(options: argparse.Namespace) -> list[str]:
     for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0, got {value}.")
+    if options.measure and not torch.cuda.is_available():
+        raise ValueError("--measure needs a GPU. Leave it out to predict from the config alone.")
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
     config = AutoConfig.from_pretrained(options.model)
@@ -98,6 +102,15 @@ def report(options: argparse.Namespace) -> list[str]:
     )
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
+    if options.measure:
+        eager = replace(choice, gpus=1, accumulation=1, compiled=False)
+        predicted = planning.seconds(counts[False], eager, gpu)
+        measured, peak = planning.measure(config, choice.micro_batch, torch.device("cuda"))
+        lines.append(
+            f"Measured on {torch.cuda.get_device_name()}: a micro-batch of {choice.micro_batch} takes "
+            f"{_duration(measured)} forward and backward in eager mode and {peak / GIB:.2f} GiB with the weights; "
+            f"{_duration(predicted['first pass'] + predicted['second pass'])} are predicted for {gpu.name}."
+        )
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, options.epochs, choice, step)
     return lines

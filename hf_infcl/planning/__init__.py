@@ -1,6 +1,7 @@
 """What a training will take: counted from a model's config, predicted from measured rates."""
 
 from .counting import Counts, count
+from .measuring import measure
 from .plan import (
     GIB,
     GPU,
@@ -31,6 +32,7 @@ __all__ = [
     "hiding_bandwidth",
     "link_bytes",
     "loss_seconds",
+    "measure",
     "memory",
     "seconds",
 ]

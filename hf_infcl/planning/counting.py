@@ -91,7 +91,7 @@ def count(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch but the first
-    inputs = _inputs(config)
+    inputs = example_inputs(config)
     seen, casts = _Operations(), _Autocast(torch.bfloat16 if autocast else torch.float32)
     frozen: set[int] = set()
     for tower in encoder.frozen_towers().values():
@@ -124,7 +124,8 @@ def count(
     )
 
 
-def _inputs(config: Any) -> dict[str, Tensor]:
+def example_inputs(config: Any) -> dict[str, Tensor]:
+    """Images and captions of `ROWS` pairs on the meta device."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
         raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")
