@@ -22,6 +22,14 @@ SMALL = 32  # below this micro-batch gradient checkpointing is considered
 
 def plan(words: Sequence[str]) -> None:
     """Prints the memory, the time and the options of a training."""
+    parser = plan_parser()
+    options = parser.parse_args(words)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        print("\n".join(report(options)))
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """The options of `infcl plan`."""
     parser = argparse.ArgumentParser(
         prog="infcl plan",
         description="Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. "
@@ -39,9 +47,7 @@ def plan(words: Sequence[str]) -> None:
     parser.add_argument("--torch_compile", action="store_true", help="Plan with torch.compile.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw memory and time against the global batch.")
     parser.add_argument("--measure", action="store_true", help="Also time two micro-batches on the GPU at hand.")
-    options = parser.parse_args(words)
-    with mistakes_in_one_line(parser.prog, of_libraries=True):
-        print("\n".join(report(options)))
+    return parser
 
 
 def report(options: argparse.Namespace) -> list[str]:
