@@ -145,6 +145,7 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     printed = capsys.readouterr().out
     assert "--logging_steps 0.01 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
+    assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     evaluated = {
@@ -300,7 +301,9 @@ def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo,
 def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else object())
     infcl(*small, "--max_steps", 1)
-    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert f"matplotlib is not installed. After `pip install matplotlib`, `infcl card {tmp_path / 'out'}` draws" in (
+        capsys.readouterr().out
+    )
     assert not (tmp_path / "out/curves.png").exists()
 
 
@@ -533,6 +536,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --no_such_argument 1", None, "There is no option --no_such_argument."),
         ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
         ("--modle m", None, "Did you mean --model?"),
+        ("--batch_size 8", None, "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?"),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
         ("--model m more --dataset d", None, "unrecognized arguments: more"),

@@ -53,7 +53,7 @@ def test_what_is_chosen_fits_and_more_memory_is_no_slower(counted):
         assert planning.memory(counted[None], choice).total <= planning.USABLE * gib * GIB
         times.append(time)
     assert times == sorted(times, reverse=True)
-    with pytest.raises(ValueError, match="cannot be divided equally among 8 GPUs"):
+    with pytest.raises(ValueError, match=r"equally among 8 GPUs. Choose 1000 or 1008\."):
         list(planning.choices({False: counted[None]}, **{**setting, "global_batch": 1001}))
     assert planning.best(planning.choices({False: counted[None]}, **{**setting, "memory_gib": 0.5})) is None
 

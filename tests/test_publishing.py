@@ -299,7 +299,7 @@ def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
 
 
 def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):
-    metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4}
+    metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4, "text_retrieval_recall@1_ceiling": 1.0}
     card = read(record(evaluations=[dataclasses.replace(RETRIEVAL, metrics=metrics)]), tmp_path)
     assert "| image retrieval recall@1 | 0.2500 (at most 0.4000) |" in card.text
     assert "| text retrieval recall@1 | 0.7500 |" in card.text

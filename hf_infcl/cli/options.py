@@ -263,8 +263,9 @@ class Parser(HfArgumentParser):
             return name
         if name.removeprefix("no_") in self._kinds:
             return name.removeprefix("no_")
-        similar = difflib.get_close_matches(name, self._kinds, n=1)
-        hint = f"Did you mean --{similar[0]}?" if similar else "--help lists all options."
+        known = self._kinds.keys() - {"auto_find_batch_size"}  # which is refused
+        similar = difflib.get_close_matches(name, known, n=1) or sorted(k for k in known if k.endswith(f"_{name}"))
+        hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help lists all options."
         raise ValueError(f"There is no option --{name}. {hint}")
 
     def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:

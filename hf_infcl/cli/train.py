@@ -108,6 +108,11 @@ def train(words: Sequence[str]) -> None:
     if trainer.is_world_process_zero():
         if chosen:
             print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
+        steps = args.gradient_accumulation_steps
+        print(
+            f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
+            f"{steps} accumulation step{'s' * (steps > 1)} × {args.world_size} process{'es' * (args.world_size > 1)}."
+        )
         for path in earlier:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
@@ -142,8 +147,12 @@ def train(words: Sequence[str]) -> None:
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
         if importlib.util.find_spec("matplotlib") is None:
-            print("The curves were not drawn, because matplotlib is not installed.")
-        print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}.")
+            print(
+                "The curves were not drawn, because matplotlib is not installed. After `pip install matplotlib`, "
+                f"`infcl card {args.output_dir}` draws them."
+            )
+        pushed = f" and on the Hub as {trainer.hub_model_id}" if args.push_to_hub else ""
+        print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
     leave(trainer)
 
 

@@ -225,7 +225,11 @@ def choices(
     """
     rows, rest = divmod(global_batch, gpus)
     if rest or rows < 1:
-        raise ValueError(f"A global batch of {global_batch} cannot be divided equally among {gpus} GPUs.")
+        near = sorted({max(rows, 1) * gpus, (rows + 1) * gpus})
+        raise ValueError(
+            f"A global batch of {global_batch} pairs cannot be divided equally among {gpus} GPUs. Choose "
+            f"{' or '.join(map(str, near))}."
+        )
     sizes = [size for size in range(1, min(rows, 4096) + 1) if rows % size == 0]
     for checkpointing, of_model in counts.items():
         for size in sizes:

@@ -90,7 +90,7 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     seen = record.steps * record.global_batch_size
     epochs = ""
     if record.pairs is not None and (batches := record.pairs // record.global_batch_size):
-        epochs = f", {record.steps / batches:.1f} epochs of {batches:,} full batches"
+        epochs = f", {record.steps / batches:.1f} epochs of {batches:,} full batch{'es' * (batches > 1)}"
     of_total = "" if record.pairs is None else f"{record.pairs:,} images with captions: "
     yield "start", _code(record.start)
     yield "data", of_total + _joined([_describe_source(source) for source in record.sources])
@@ -102,7 +102,7 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     yield (
         "global batch",
         f"**{record.global_batch_size:,} pairs** = {record.per_device_batch_size} per device × "
-        f"{record.accumulation_steps} accumulation steps × {processes}",
+        f"{record.accumulation_steps} accumulation step{'s' * (record.accumulation_steps > 1)} × {processes}",
     )
     if record.processes > 1:
         yield "strategy", f"{_code(record.strategy)} shares the batch among the processes"
@@ -188,7 +188,7 @@ def _results(record: TrainingRecord) -> str:
         where = f"{_code(evaluation.dataset)}, {evaluation.split}"
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
-            at_most = "" if ceiling is None else f" (at most {ceiling:.4f})"
+            at_most = "" if ceiling is None or ceiling == 1 else f" (at most {ceiling:.4f})"
             before = f" (before the training: {evaluation.before[metric]:.4f})" if metric in evaluation.before else ""
             rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}{at_most}{before}"))
         if evaluation.guard:

@@ -47,7 +47,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 losses.setdefault(_label(key), []).append((entry["step"], value))
             elif key.startswith("eval_") and key.endswith(("acc1", "recall@1")):
                 scores.setdefault(_label(key), []).append((entry["step"], value))
-                if key + CEILING in entry:
+                if entry.get(key + CEILING, 1) < 1:
                     ceilings[_label(key)] = entry[key + CEILING]
     if not training:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")

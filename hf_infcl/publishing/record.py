@@ -182,13 +182,14 @@ def training_record(
     ``state.log_history``, which a resumed run continues.
 
     Args:
-        args: the arguments of the training. The last part of ``output_dir`` is the model's name.
+        args: the arguments of the training. The last part of ``hub_model_id``, or else of
+            ``output_dir``, is the model's name.
         state: the trainer's state.
         start: Hub id or folder of the checkpoint that the training started from.
         evaluations: the datasets that are measured, without their metrics.
         settings: further rows of the training table.
     """
-    name = Path(args.output_dir or ".").resolve().name
+    name = Path(args.hub_model_id or args.output_dir or ".").resolve().name
     start_name, start_on_hub = source_name(start)
     as_text = args.to_dict()  # enums as their values
     return TrainingRecord(

@@ -262,10 +262,12 @@ class EvaluatingTrainer(Trainer):
                 **ids_of,
             )
         recalls = retrieval_metrics(images, texts, image_of_captions(counts), caption_ids=ids)
-        if ceilings := {name: f"{value:.4g}" for name, value in recalls.items() if name.endswith("_ceiling")}:
+        ceilings = {name: value for name, value in recalls.items() if name.endswith("_ceiling") and value < 1}
+        if ceilings and self.is_world_process_zero():
+            highest = ", ".join(f"{name.removesuffix('_ceiling')} {value:.4g}" for name, value in ceilings.items())
             logger.warning_once(
-                "Some captions of the evaluation set belong to several images, whose recalls therefore cannot reach 1. "
-                f"The highest that a model can reach: {ceilings}."
+                "Some captions of the evaluation set belong to several images, so some recalls cannot reach 1. "
+                f"The highest values that any model can reach: {highest}."
             )
         return {"loss": loss.item(), **recalls}
 
