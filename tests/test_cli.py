@@ -536,7 +536,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --no_such_argument 1", None, "There is no option --no_such_argument."),
         ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
         ("--modle m", None, "Did you mean --model?"),
-        ("--batch_size 8", None, "Did you mean --per_device_eval_batch_size or --per_device_train_batch_size?"),
+        ("--batch_size 8", None, " or --per_device_train_batch_size?"),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
         ("--model m more --dataset d", None, "unrecognized arguments: more"),
