@@ -227,9 +227,13 @@ def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
         trainer.train()
 
 
-# The first cannot be made, the second holds no files of users: root can write to folders that are merely read-only.
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("folder", ["/proc/no-such-folder", "/proc/self", "file"])
+# Root can write to folders that are merely read-only. In /proc nobody can.
+PROC = pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+
+
+@pytest.mark.parametrize(
+    "folder", [pytest.param("/proc/no-such-folder", marks=PROC), pytest.param("/proc/self", marks=PROC), "file"]
+)
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path, folder):
     if folder == "file":
         (tmp_path / "file").write_text("a file of this name")

@@ -89,7 +89,7 @@ def originals() -> Any:
     """OpenCLIP's module of losses alone: the package itself needs torchvision."""
     package = importlib.util.find_spec("open_clip")
     if package is None or package.origin is None:
-        pytest.skip("needs open_clip_torch")
+        pytest.skip("compares with OpenCLIP's own code, so open_clip_torch has to be installed")
     spec = importlib.util.spec_from_file_location("open_clip_loss", Path(package.origin).with_name("loss.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -92,7 +92,6 @@ def rank_goes_on(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
     return [parameters(whole), parameters(run)]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="each of these processes would import torch anew")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_process_is_named_with_its_phase(ranks, tmp_path, phase):
     folder = tmp_path / "killed"
@@ -104,7 +103,6 @@ def test_a_killed_process_is_named_with_its_phase(ranks, tmp_path, phase):
             assert torch.equal(whole, run)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="each of these processes would import torch anew")
 def test_a_process_that_hangs_is_named_after_the_timeout(tmp_path):
     message = interrupted(str(tmp_path), "_encode", 4, signal.SIGSTOP, seconds=8)
     assert message == "OtherRankFailedError: Rank 1 does not answer; its last phase was the first pass after step 1."

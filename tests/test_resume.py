@@ -60,7 +60,7 @@ def rank_resume(rank: int, world_size: int, folder: str, kind: str, stop: int) -
 @pytest.mark.parametrize(("kind", "stop"), [("rows", 3), ("dispatched", 4), ("read by each", 3)])
 def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size, kind, stop):
     if world_size > 1 and version.parse(transformers.__version__) < version.parse("5.18"):
-        pytest.skip("transformers 5.17 cannot load an optimizer in several processes on CPUs")
+        pytest.skip("transformers before 5.18 cannot load an optimizer in several processes on CPUs")
     ranks.run(rank_resume, world_size, str(tmp_path), kind, stop, always_ring=True)
 
 

@@ -150,7 +150,7 @@ def loss_bytes(dim: int, choice: Choice) -> float:
     return tile + own + (8.0 * choice.global_batch * dim if gathered else 12.0 * rows * dim)
 
 
-def seconds(counts: Counts, choice: Choice, gpu: GPU, objective: str | None = None) -> dict[str, float]:
+def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     """The time of a step by its phases, as if no phase overlapped another and the data were always there."""
     first, again, backward = (
         _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
@@ -158,7 +158,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU, objective: str | None = No
     retained = min(choice.retain, choice.accumulation)
     return {
         "first pass": choice.accumulation * first,
-        "loss": loss_seconds(counts.dim, choice, gpu, objective or counts.objective),
+        "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
         "second pass": choice.accumulation * backward + (choice.accumulation - retained) * again,
         "optimizer": 28 * counts.trained / gpu.bandwidth,  # reads 16 and writes 12 bytes per parameter
     }
@@ -213,7 +213,6 @@ def choices(
     gpu: GPU,
     memory_gib: float,
     compiled: bool = False,
-    objective: str | None = None,
 ) -> Iterator[tuple[float, Choice]]:
     """All ways that fit into memory, with their seconds per step.
 
@@ -242,7 +241,7 @@ def choices(
                 graph = two + rest_gib - USABLE * memory_gib
                 more = int(rest_gib / graph) if graph > 0 else 0
                 kept = replace(choice, retain=max(1, min(choice.accumulation, 1 + more)))
-                yield sum(seconds(of_model, kept, gpu, objective).values()), kept
+                yield sum(seconds(of_model, kept, gpu).values()), kept
 
 
 def best(found: Iterator[tuple[float, Choice]]) -> tuple[float, Choice] | None:

@@ -42,7 +42,7 @@ class CheckpointingTrainer(HubTrainer):
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
         self._last_checkpoint: str | None = None  # which `_roll_back` has not used yet
-        self._first_step = 0  # the first step of the last `train`; transformers 5.17 does not keep it
+        self._first_step = 0  # the first step of the last `train`; transformers before 5.18 does not keep it
         self._preemption = Preemption()
         self._phases = Phases()
         super().__init__(model, args, *others, **kwargs)

@@ -35,7 +35,8 @@ import torch
 import yaml
 from benchmarks.common import environment
 
-from real_pairs.training import SETS, Row, Run, fine_tune, prepare, score, to_device, train, versions
+from real_pairs.in_memory import prepare, to_device
+from real_pairs.training import SETS, Row, Run, fine_tune, score, train, versions
 
 LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
 METRICS = tuple(
