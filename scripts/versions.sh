@@ -1,16 +1,25 @@
 #!/usr/bin/env bash
 # Runs tests with the oldest and the newest releases that pyproject.toml admits; tests/results/versions.csv is the table.
-#   bash scripts/versions.sh                           every row
+#   bash scripts/versions.sh                           every row, with the tests chosen below
 #   bash scripts/versions.sh oldest-3.10 newest-3.13   these rows
+#   bash scripts/versions.sh --whole oldest-3.10       these rows with the whole suite
 # It needs uv (pip install uv), which fetches Pythons that are not on PATH. PyPI's torch brings CUDA along, some GB that
 # the environments in .versions/ share; with UV_TORCH_BACKEND=cpu uv takes torch's CPU builds from PyTorch's own index.
+# PYTEST_ADDOPTS="-n 2" runs the tests in two processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD"
 
+suite=chosen
 # All model types trained by one process and by two, resuming, the collator and the data.
 tests=(tests/test_model_types.py tests/test_resume.py tests/test_data.py)
-tools=("pytest>=8.0" "pytest-xdist>=3.6.1" "hypothesis>=6.100")
+if [[ "${1:-}" == --whole ]]; then
+  suite=whole
+  tests=(tests)
+  shift
+fi
+# Taken before the table changes. A change of the working tree shows as "-dirty".
+commit="$(git describe --always --dirty --abbrev=7 --exclude='*')"
 
 oldest() { # the oldest minor release of a package that pyproject.toml admits, as a requirement
   echo "$1==$(sed -nE "s/^  \"$1>=([0-9]+\.[0-9]+).*/\1/p" pyproject.toml).*"
@@ -31,33 +40,34 @@ run() {
   echo "== $row: ${chosen[*]}"
   if [[ ! -e "$folder/complete" ]]; then
     uv venv --quiet --clear --python "${chosen[3]}" "$folder"
-    uv pip install --quiet --python "$folder/bin/python" -r pyproject.toml --extra demo --extra fast --extra peft \
-      "${tools[@]}" "${chosen[@]}"
+    uv pip install --quiet --python "$folder/bin/python" -r pyproject.toml --extra test "${chosen[@]}"
     touch "$folder/complete"
   fi
   python="$folder/bin/python"
-  "$python" -m pytest -q -p no:cacheprovider --junitxml "$folder/results.xml" "${tests[@]}" || true
-  "$python" - "$row" "$folder/results.xml" tests/results/versions.csv << 'PYTHON'
-import csv, datetime, platform, subprocess, sys
+  rm -f "$folder/$suite.xml"
+  "$python" -m pytest -q -p no:cacheprovider --junitxml "$folder/$suite.xml" "${tests[@]}" || true
+  "$python" - "$row" "$suite" "$commit" "$folder/$suite.xml" tests/results/versions.csv << 'PYTHON'
+import csv, datetime, platform, sys
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
 
-row, results, table = sys.argv[1], ElementTree.parse(sys.argv[2]), Path(sys.argv[3])
-cases = list(results.iter("testcase"))
+row, suite, commit, results, path = sys.argv[1:]
+table = Path(path)
+cases = list(ElementTree.parse(results).iter("testcase"))
 failed = [c.get("name") for c in cases if c.find("failure") is not None or c.find("error") is not None]
 skipped = sum(c.find("skipped") is not None for c in cases)
-commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"], capture_output=True, text=True)
-values = {"row": row, "date": datetime.date.today().isoformat(), "commit": commit.stdout.strip(), "python": platform.python_version()}
+values = {"row": row, "tests": suite, "date": datetime.date.today().isoformat(), "commit": commit}
+values |= {"python": platform.python_version()}
 values |= {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "numpy")}
 values |= {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failed": len(failed), "failures": " ".join(failed)}
-rows = {r["row"]: r for r in csv.DictReader(table.open(newline=""))} if table.exists() else {}
-rows[row] = values
+rows = {(r["row"], r["tests"]): r for r in csv.DictReader(table.open(newline=""))} if table.exists() else {}
+rows[row, suite] = values
 table.parent.mkdir(exist_ok=True)
 with table.open("w", newline="") as file:
     writer = csv.DictWriter(file, list(values), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows[name] for name in sorted(rows))
+    writer.writerows(rows[key] for key in sorted(rows))
 PYTHON
 }
 
