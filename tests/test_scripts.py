@@ -192,7 +192,7 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)
     step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
-    on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0)
+    on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0, "--pixel-dtype", "uint8")
     rows = rows_of(tmp_path / "step.csv")
     assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
         *("Trainer", "hf_infcl", "hf_infcl retain all", "hf_infcl freeze image", "OpenCLIP accumulation"),

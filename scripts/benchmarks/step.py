@@ -17,7 +17,8 @@ allocates from its call to its gradients, and ``peak_gib`` of the whole step, on
 a step. CLIP's, OpenCLIP's and DisCo's losses take the place of ours in InfCLTrainer's window, with logits in bf16. With
 --warmup 0 a single step is measured, after a window of two micro-batches has warmed up model and libraries and each
 loss has been called once at its full size; Adam's state exists before. What would not fit by computation (the peak of
-that window, the window's inputs, the logits) is a row with a note.
+that window, the window's inputs, the logits) is a row with a note. With --compile all is compiled; a single step then
+contains the compilation, whose results are cached on disk by the window before it.
 
 With --profile FOLDER instead: the time of each phase of InfCLTrainer's step (data, first pass, loss, second pass,
 clipping, optimizer), measured with the device synchronised between them, as a table that is also written to FOLDER,
@@ -25,7 +26,8 @@ with a trace of one step that is not synchronised.
 
 Inputs come from a pool of a few micro-batches of random images, over and over, in pinned memory: no data loading is
 measured, and host memory does not hold a window of a million. On the device every micro-batch is a tensor of its own,
-except with offload_inputs, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype.
+except with offload_inputs, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype;
+uint8, which InfCLTrainer normalises on the device, is for the table alone.
 """
 
 from __future__ import annotations
@@ -72,6 +74,8 @@ LOSSES: dict[str, Any] = {
 def run(args: argparse.Namespace) -> None:
     if "RANK" in os.environ:
         common.start_processes()
+    if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
+        raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     pool = training.make_pool(args.model, args.pool, args.micro_batch_size, getattr(torch, args.pixel_dtype))
     environment = common.environment(device, "transformers") | {
@@ -204,7 +208,8 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
     w = common.world_size()
     # Whatever is compiled, allocated or timed on first use; its peak is what a step takes besides window and loss.
     once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
-    small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer))
+    compiled: dict[str, Any] = {"torch_compile": True} if args.compile else {}
+    small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer, **compiled))
     free = common.free_bytes(device)
     window = sum(value.nbytes for value in pool[0].values())
     for batch in args.global_batch_sizes:
@@ -217,15 +222,19 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
             rows = batch if name == "CLIP" else batch // w
             logits = 0 if loss is contrastive_loss else peers.MATRICES * 2 * rows * batch
             needed = small.get("peak_gib", 0) * common.GIB + logits + (name != OFFLOAD) * accumulation * window
-            row: Row = {"comparison": "table", "implementation": name, "accumulation_steps": accumulation}
+            label = name + ", compiled" * args.compile
+            row: Row = {"comparison": "table", "implementation": label, "accumulation_steps": accumulation}
             if needed > 0.95 * free:
                 gib = needed / common.GIB
                 yield row | {"batch_size": batch, "note": f"not tried: needs {gib:.0f} GiB (computed)"}
                 continue
             warm_up(loss, batch // w, args.model, device)
-            ours = trains(args, pool, training.PooledInfCLTrainer, loss=loss, offload_inputs=name == OFFLOAD)
+            offload = name == OFFLOAD
+            ours = trains(args, pool, training.PooledInfCLTrainer, loss=loss, offload_inputs=offload, **compiled)
             row |= measured(args, accumulation, device, ours)
             row["note"] = f"inputs repeat from a pool of {len(pool)} micro-batches"
+            if args.compile and not args.warmup:
+                row["note"] += "; with the compilation"
             yield row
 
 
@@ -295,7 +304,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=4, help="steps before; retain_graphs='auto' needs two")
     parser.add_argument("--steps", type=int, default=8, help="steps measured")
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
-    parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")

@@ -26,7 +26,7 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 
 from . import common, peers
 
-# ViT-B/16 as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
+# ViT-B/16 and ViT-L/14 as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
 MODELS: dict[str, dict[str, Any]] = {
     "vit-b-16": {
         "vision_config": {
@@ -45,6 +45,24 @@ MODELS: dict[str, dict[str, Any]] = {
             "max_position_embeddings": 77,
         },
         "projection_dim": 512,
+    },
+    "vit-l-14": {
+        "vision_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 224,
+        },
+        "text_config": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 77,
+        },
+        "projection_dim": 768,
     },
     "tiny": {
         "vision_config": {
@@ -91,7 +109,11 @@ def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype) -> lis
     for _ in range(count):
         tokens = torch.randint(3, last - 1, (rows, length), generator=g)
         tokens[:, -1] = last
-        images = torch.randn(rows, 3, size, size, generator=g).to(pixel_dtype)
+        shape = rows, 3, size, size
+        if pixel_dtype == torch.uint8:
+            images = torch.randint(256, shape, dtype=torch.uint8, generator=g)
+        else:
+            images = torch.randn(shape, generator=g).to(pixel_dtype)
         batch = {"pixel_values": images, "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
     return pool
@@ -267,6 +289,13 @@ class OpenCLIPTrainer(PlainTrainer):
         return loss.detach().float() / len(self._window)
 
 
+class Normaliser:
+    """The part of `ContrastiveCollator` that InfCLTrainer asks for: uint8 images become fp32 on the device."""
+
+    def normalise(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.float().div_(127.5).sub_(1)
+
+
 class PooledInfCLTrainer(InfCLTrainer):
     """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_inputs``."""
 
@@ -329,6 +358,8 @@ def train(
         clock = Clock(args.device)
         trainer = trainer_class(model=model, args=args, callbacks=[clock, *([phases] if phases else []), *callbacks])
         trainer.pool = pool
+        if pool[0]["pixel_values"].dtype == torch.uint8:
+            trainer.data_collator = Normaliser()
         trainer.remove_callback(transformers.PrinterCallback)
         module = hf_infcl.training.trainer
         if loss is not None:
