@@ -153,6 +153,12 @@ def test_what_ended_earlier_is_not_run_again(module, tmp_path):
     assert again.next_for(worker, [worker]) is None
     assert len(table.read_text().splitlines()) == 3
 
+    larger = [experiments.Plan(dataclasses.replace(run, micro_batch=4), (1e-3, 2e-3), (0, 1))]
+    same = experiments.Queue(larger, table, math.inf).next_for(worker, [worker])[1]
+    assert same.learning_rate == 5e-4, "what InfCLTrainer learns does not depend on the micro-batch"
+    others = [experiments.Plan(dataclasses.replace(run, samples=32), (1e-3, 2e-3), (0, 1))]
+    assert experiments.Queue(others, table, math.inf).next_for(worker, [worker])[1].learning_rate == 1e-3
+
 
 def test_the_files_of_the_experiments_can_be_run(module):
     training, experiments = module("training"), module("experiments")

@@ -44,7 +44,8 @@ METRICS = tuple(
 ) + tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", "mean_per_class_recall"))
 COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
-    *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib", "alone", "processes_per_gpu"),
+    *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
+    *("alone", "processes_per_gpu", "torch_compile"),
     *METRICS,
     *("concepts_examples", "vendor_examples"),
     *("date", "commit", "device", "torch", "transformers"),
@@ -91,8 +92,14 @@ class Plan:
         return runs([best], self.seeds[1:])
 
 
-def read_plans(paths: Sequence[Path], *, toy: bool = False) -> list[Plan]:
-    """The configurations of the files in their order. Toys have a sixty-fourth of the batches and few samples."""
+def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = False) -> list[Plan]:
+    """The configurations of the files in their order.
+
+    Args:
+        paths: the YAML files.
+        micro_batch: the largest micro-batch of configurations that name none.
+        toy: whether batches are a sixty-fourth of the file's, and samples are few.
+    """
     plans = []
     for path in paths:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -106,12 +113,13 @@ def read_plans(paths: Sequence[Path], *, toy: bool = False) -> list[Plan]:
         base = settings.pop("base", None)
 
         def run(values: dict[str, Any], path: Path = path, steps: int | None = steps) -> Run:
+            values = {"micro_batch": min(micro_batch, values["batch"]), **values}
             if steps is not None:
-                values = {**values, "samples": steps * values["batch"]}
+                values["samples"] = steps * values["batch"]
             if toy:
-                micro_batch = max(2, values["micro_batch"] // 64)
-                batch = max(micro_batch, values["batch"] // 64)
-                values = {**values, "batch": batch, "micro_batch": micro_batch, "samples": 4 * batch}
+                values["micro_batch"] = max(2, values["micro_batch"] // 64)
+                values["batch"] = max(values["micro_batch"], values["batch"] // 64)
+                values["samples"] = 4 * values["batch"]
             return Run(experiment=path.stem, **values)
 
         for configuration in configurations:
@@ -134,13 +142,19 @@ class Worker:
     began: float = 0.0
 
 
-def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool) -> None:
+def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool, compiled: bool) -> None:
     """Trains the runs that arrive, on the one GPU that this process sees or on the CPU; sends what was measured."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = to_device(torch.load(tensors, weights_only=True), device)
-    shared = {**environment(device), **versions(), "processes_per_gpu": processes_per_gpu}
+    torch._dynamo.config.recompile_limit = 64  # a layer is compiled once for every micro-batch that a run of this has
+    shared = {
+        **environment(device),
+        **versions(),
+        "processes_per_gpu": processes_per_gpu,
+        "torch_compile": compiled,
+    }
     channel.send("ready")
     while True:
         plan, run = channel.recv()
@@ -150,10 +164,10 @@ def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool) -> None
         try:
             if plan.ways:
                 base = dataclasses.replace(plan.base, seed=run.seed)
-                for found in fine_tune(run, data, origin, dict(plan.ways), base, toy=toy):
+                for found in fine_tune(run, data, origin, dict(plan.ways), base, toy=toy, compiled=compiled):
                     rows += found
             else:
-                rows, _ = train(run, data, origin, toy=toy)
+                rows, _ = train(run, data, origin, toy=toy, compiled=compiled)
         except Exception:
             error = traceback.format_exc()
         channel.send((rows, error))
@@ -191,8 +205,9 @@ class Queue:
                 continue
             run = _run_of(row)
             for plan, scores in zip(self._plans, self._scores, strict=True):
-                if dataclasses.replace(run, learning_rate=plan.run.learning_rate, seed=plan.run.seed) == plan.run:
-                    self._issued.add(run)
+                same = dataclasses.replace(run, **plan.run.indifferent)
+                if dataclasses.replace(same, learning_rate=plan.run.learning_rate, seed=plan.run.seed) == plan.run:
+                    self._issued.add(same)
                     metrics = {name: float(row[name]) for name in METRICS if row.get(name)}
                     scores[run.learning_rate, run.seed] = score(metrics) if metrics else 0.0
 
@@ -218,8 +233,8 @@ class Queue:
         return self._end - time.monotonic()
 
     def _estimate(self, run: Run) -> float:
-        """Seconds that the run will take, by earlier ones of the same kind; 0 if there was none."""
-        return 1.1 * run.samples * self._seconds.get(_kind(run), 0.0)
+        """Seconds that the run will take, by earlier ones of the same kind or else by the slowest one."""
+        return 1.1 * run.samples * self._seconds.get(_kind(run), max(self._seconds.values(), default=0.0))
 
     def finished(self, worker: Worker, rows: list[Row], error: str) -> None:
         """Writes what a worker measured, and prints the error that ended its run, if one did."""
@@ -266,7 +281,7 @@ _CASTS: dict[str, Any] = {"str": str, "int": int, "float": float}
 
 
 def _kind(run: Run) -> tuple:
-    return run.experiment, run.method, run.batch, run.micro_batch
+    return run.method, run.batch, run.micro_batch
 
 
 def main() -> None:
@@ -276,21 +291,23 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/experiments"))
     parser.add_argument("--minutes", type=float, default=24 * 60, help="time limit, preparation included")
     parser.add_argument("--processes_per_gpu", type=int, default=3, help="runs at a time: small steps leave a GPU idle")
+    parser.add_argument("--micro_batch", type=int, default=2048, help="at most this where a file does not name one")
+    parser.add_argument("--torch_compile", action="store_true", help="compile the layers of the towers")
     parser.add_argument("--toy", action="store_true", help="a tiny model, few samples: to try everything out on a CPU")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    plans = read_plans(args.experiments, toy=args.toy)
+    plans = read_plans(args.experiments, args.micro_batch, toy=args.toy)
     queue = Queue(plans, args.output_dir / "results.csv", end)
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "corpus.pt")
         torch.save(prepare(args.corpus), tensors)
         print(f"The corpus was prepared; {end - time.monotonic():.0f} s are left.", flush=True)
-        run_all(queue, tensors, args.processes_per_gpu, toy=args.toy)
+        run_all(queue, tensors, args.processes_per_gpu, toy=args.toy, compiled=args.torch_compile)
     print(f"{len(queue.failures)} runs failed, {len(queue.skipped)} were not begun for want of time.")
 
 
-def run_all(queue: Queue, tensors: Path, processes_per_gpu: int, *, toy: bool) -> None:
+def run_all(queue: Queue, tensors: Path, processes_per_gpu: int, *, toy: bool, compiled: bool) -> None:
     """Starts workers on all GPUs, or on the CPU, and hands runs out until none is left or the time is up."""
     context = multiprocessing.get_context("spawn")
     workers = []
@@ -302,7 +319,7 @@ def run_all(queue: Queue, tensors: Path, processes_per_gpu: int, *, toy: bool) -
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[gpu]
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(theirs, tensors, processes_per_gpu, toy), daemon=True)
+        process = context.Process(target=work, args=(theirs, tensors, processes_per_gpu, toy, compiled), daemon=True)
         process.start()
         theirs.close()
         workers.append(Worker(process, ours, gpu))

@@ -60,6 +60,12 @@ class Run:
     seed: int = 0
     evaluations: int = 4
 
+    @property
+    def indifferent(self) -> dict[str, Any]:
+        """The fields on which the result does not depend, but for rounding and for the augmentations drawn."""
+        of_cost = not self.evaluations
+        return {} if self.method == "Trainer" or of_cost else {"micro_batch": self.micro_batch}
+
 
 # ---- Model and trainers ----
 
@@ -91,6 +97,12 @@ def new_model(data: dict, seed: int, objective: str = "softmax", *, toy: bool = 
     return model
 
 
+def compile_layers(model: CLIPModel) -> None:
+    """Compiles the layers of both towers in place, each for itself: a layer's code serves all layers and all models."""
+    for layer in (*model.vision_model.encoder.layers, *model.text_model.encoder.layers):
+        layer.compile(dynamic=False)
+
+
 class _SameDecay(Trainer):
     """Trainer that decays matrices only, as InfCLTrainer does: neither side shall win by its weight decay."""
 
@@ -120,6 +132,7 @@ TRAINERS: dict[str, Any] = {
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # evaluation sets are of many sizes
 def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
     """Retrieval recalls, the images found for ten captions, and zero-shot accuracies of evaluation sets.
 
@@ -247,7 +260,14 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
 
 
 def train(
-    run: Run, data: dict, origin: Row, *, model: Any = None, sources: Sequence[str] | None = None, toy: bool = False
+    run: Run,
+    data: dict,
+    origin: Row,
+    *,
+    model: Any = None,
+    sources: Sequence[str] | None = None,
+    toy: bool = False,
+    compiled: bool = False,
 ) -> tuple[list[Row], Any]:
     """Trains; returns what was measured and the model.
 
@@ -258,13 +278,17 @@ def train(
         model: the model to train on; by default a new one.
         sources: the sources to train on; by default all.
         toy: whether a new model is tiny, to try things out.
+        compiled: whether the layers of a new model are compiled.
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
     pairs = InMemory(data, run.seed, run.pair_ids, sources)
     if run.batch > len(pairs):
         raise ValueError(f"A batch of {run.batch} pairs needs as many, and there are {len(pairs)}.")
-    model = new_model(data, run.seed, run.objective, toy=toy) if model is None else model
+    if model is None:
+        model = new_model(data, run.seed, run.objective, toy=toy)
+        if compiled:
+            compile_layers(model)
     callback = Measure(data, run, origin)
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(run, folder, on_gpu=data["images"].is_cuda)
@@ -281,7 +305,14 @@ def train(
 
 
 def fine_tune(
-    run: Run, data: dict, origin: Row, rates: dict[str, tuple[float, ...]], base: Run, *, toy: bool = False
+    run: Run,
+    data: dict,
+    origin: Row,
+    rates: dict[str, tuple[float, ...]],
+    base: Run,
+    *,
+    toy: bool = False,
+    compiled: bool = False,
 ) -> Iterator[list[Row]]:
     """Trains a base on the emoji's vendors and fine-tunes it on clip art, in each of several ways at each of its rates.
 
@@ -291,9 +322,10 @@ def fine_tune(
         run: the fine-tuning; its method and learning rate are replaced.
         rates: the learning rates by way: "full", "LoRA", "locked image tower".
         base: the training of the base.
+        toy, compiled: as for `train`; only the base is compiled.
     """
     data = {**data, "sets": _by_source(data["sets"])}
-    rows, model = train(base, data, origin, sources=EMOJI, toy=toy)
+    rows, model = train(base, data, origin, sources=EMOJI, toy=toy, compiled=compiled)
     yield [{**row, "way": "base"} for row in rows if row["finished"]]
     for way, several in rates.items():
         for rate in several:
