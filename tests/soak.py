@@ -187,20 +187,19 @@ def train(options: argparse.Namespace) -> int:
 
 # ---- Text ----
 
+STATISTICS = r"^tests/test_\w+\.py::(.*):\n\n((?:  .*\n|\n)+)"  # hypothesis's, of one test
+
 
 def fuzz_text(options: argparse.Namespace) -> int:
-    """The tests of two files that draw random input, with 10,000 cases each; how many tests failed."""
-    command = ["-m", "pytest", "-q", "-m", "hypothesis", "--hypothesis-profile=long", "--hypothesis-show-statistics"]
-    started = [
-        subprocess.Popen([sys.executable, *command, file], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for file in ("tests/test_cli.py", "tests/test_fuzz.py")
-    ]
+    """The tests of two files that draw random input, with 10,000 cases each; in how many of the files one failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis"]
+    command += ["--hypothesis-profile=long", "--hypothesis-show-statistics"]
     wrong = 0
-    for process in started:
-        output, _ = process.communicate()
-        print(output)
-        wrong += process.returncode != 0
-        for name, statistics in re.findall(r"^tests/test_\w+\.py::(.*):\n\n((?:  .*\n|\n)+)", output, re.MULTILINE):
+    for file in ("tests/test_fuzz.py", "tests/test_cli.py"):
+        ended = subprocess.run([*command, file], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        print(ended.stdout)
+        wrong += ended.returncode != 0
+        for name, statistics in re.findall(STATISTICS, ended.stdout, re.MULTILINE):
             counts = re.findall(r"(\d+) passing(?: examples)?, (\d+) failing", statistics)
             passing, failing = (sum(map(int, column)) for column in zip(*counts, strict=True))
             seconds = sum(map(float, re.findall(r"phase \(([\d.]+) seconds\)", statistics)))
