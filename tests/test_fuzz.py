@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli.options import DataOptions, EvaluationOptions, ModelOptions, Parser
-from hf_infcl.loss import contrastive
+from hf_infcl.loss import contrastive, several_positives
 from hf_infcl.publishing import Evaluation, Source, TrainingRecord, model_card
 
 # ---- The loss ----
@@ -42,7 +42,20 @@ def test_a_slightly_wrong_gradient_is_found(monkeypatch):
     monkeypatch.setattr(contrastive, "_scaled", lambda products, factor, *args: right(products, 1.001 * factor, *args))
     failures = fuzz.rank_cases(0, 1, "cpu", range(40)).failures
     assert len(failures) > 10
-    assert not [text for text in failures if "_embeds" not in text.partition(" in Case")[0]]
+    assert not [text for text in failures if not any(f"name='{name}'" in text for name in fuzz.EMBEDDINGS)]
+
+
+def test_a_slightly_wrong_share_of_several_positives_is_found(monkeypatch):
+    right = several_positives._cross_entropies
+
+    def wrong(*args: Any) -> Any:
+        loss, relative, share = right(*args)
+        return loss, relative, 1.001 * share
+
+    monkeypatch.setattr(several_positives, "_cross_entropies", wrong)
+    failures = fuzz.rank_cases(0, 1, "cpu", range(100)).failures
+    assert len(failures) > 10
+    assert not [text for text in failures if "objective='sigmoid'" in text or "belonging=None" in text]
 
 
 # ---- The command line ----

@@ -126,7 +126,6 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     scale = _scalar(inputs.logit_scale, dtype, x.device)
     bias = _scalar(0.0 if inputs.logit_bias is None else inputs.logit_bias, dtype, x.device)
     ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
-    negatives = inputs.negative_texts if sum(counts.negative_texts) else None
     texts = sum(counts.texts) + sum(counts.negative_texts)
     travelling = texts if inputs.text_ids is None else min(texts, sum(counts.images))
     strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, travelling)
@@ -134,7 +133,8 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     wanted = inputs.wanted()
     with torch.autocast(x.device.type, enabled=False):
         return _Loss.apply(
-            *(x, y, negatives, scale, bias, ids_x, inputs.text_ids, counts, strategy, inputs.objective, wanted)
+            *(x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids),
+            *(counts, strategy, inputs.objective, wanted),
         )
 
 
@@ -221,13 +221,15 @@ def _evaluate(
     constant, dX = s·G·Y and dY = s·Gᵀ·X. The factors are s and the constant, by which the products have to be
     multiplied, and this process's part of the gradients of scale and bias.
     """
-    batch = Batch(x, y, negatives, scale, bias, ids_x, ids_y, counts)
+    no_negatives = sum(counts.negative_texts) == 0  # on any process
+    batch = Batch(x, y, None if no_negatives else negatives, scale, bias, ids_x, ids_y, counts)
     terms = (pairs if ids_y is None else several_positives).evaluate(strategy, batch, objective, wanted)
     loss = strategy.processes.sum(terms.loss) / terms.divisor
     if terms.grad_scale is None or terms.grad_bias is None or not any(wanted):
         return loss, None, None, None, None
     factors = torch.stack((scale, terms.grad_scale, terms.grad_bias)) / terms.divisor
-    return loss, terms.grad_x, terms.grad_y, terms.grad_negatives, factors
+    grad_negatives = negatives if no_negatives else terms.grad_negatives  # if given but empty, so is the gradient
+    return loss, terms.grad_x, terms.grad_y, grad_negatives, factors
 
 
 def _scaled(products: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_infcl import contrastive_loss, reference
@@ -20,7 +21,11 @@ from .numerics import features
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros", "orthonormal")
 LAYOUTS = ("contiguous", "transposed", "columns of a wider tensor", "every other row", "unaligned", "one row expanded")
-NAMES = ("image_embeds", "text_embeds", "logit_scale", "logit_bias")
+EMBEDDINGS, SCALARS = ("image_embeds", "text_embeds", "negative_texts"), ("logit_scale", "logit_bias")
+PAIR_IDS = (None, None, "few", "all equal", "all different")
+# What texts belong to: with None text i to image i, else as image_ids and text_ids say.
+BELONGING = (None, None, None, "an image each", "captions", "labels", "some", "one")
+NUMBERS = ("small", "equal in their lower 32 bits", "extreme")
 
 # Triton compiles its kernels anew for other multiples of 64 dimensions (fp32: of 8), so that a GPU gets two ranges.
 GPU_DIMENSIONS = {"float32": ((1, 16), (33, 40))}
@@ -32,21 +37,24 @@ class Case:
     """What is drawn from a seed; equal on all processes."""
 
     seed: int
-    world_size: int
     device: str
-    b: int
+    images: tuple[int, ...]  # on each process, as the texts
+    texts: tuple[int, ...]
+    negative_texts: tuple[int, ...] | None
     d: int
     dtype: str
     objective: str
     strategy: str
     backend: str
     kind: str
-    layouts: tuple[str, str]
+    layouts: tuple[str, str, str]  # of the EMBEDDINGS
     scale: float
     bias: float | None
     scalars: str  # "numbers", "0-dim", "vector"
-    ids: str | None
-    wanted: tuple[bool, bool, bool, bool]
+    pair_ids: str | None
+    belonging: str | None
+    numbers: str  # of ids
+    wanted: tuple[str, ...]  # gradients
     weight: float
     calls: int  # with the same shapes; from the third on a GPU replays them as a CUDA graph
 
@@ -56,34 +64,89 @@ class Case:
         on_gpu = device == "cuda"
         dtype = r.choice(["float32", *DTYPES])
         least, most = r.choice(GPU_DIMENSIONS[dtype]) if on_gpu else (1, 70)
-        largest = 1500 if on_gpu else 40
         scalars = r.choice(("numbers", "0-dim", "vector"))
-        layouts = r.choice(LAYOUTS), r.choice(LAYOUTS)
+        belonging = r.choice(BELONGING)
+
+        def rows() -> int:
+            return round(math.exp(r.uniform(0, math.log(1500 if on_gpu else 40))))
+
+        images = (rows(),) * world_size
+        texts = images if belonging is None else tuple(rows() for _ in images)
+        negative_texts = r.choice((None, None, tuple(rows() - 1 for _ in images)))
+        given = {*EMBEDDINGS} - ({"negative_texts"} if negative_texts is None else set())
+        given |= set() if scalars == "numbers" else {*SCALARS}
         return cls(
             seed=seed,
-            world_size=world_size,
             device=device,
-            b=round(math.exp(r.uniform(0, math.log(largest)))),
+            images=images,
+            texts=texts,
+            negative_texts=negative_texts,
             d=r.randint(least, most),
             dtype=dtype,
             objective=r.choice(OBJECTIVES),
             strategy=r.choice(list(STRATEGIES)),
             backend=r.choice(("auto", "auto", "torch")),
             kind=r.choice(KINDS),
-            layouts=layouts,
+            layouts=(r.choice(LAYOUTS), r.choice(LAYOUTS), r.choice(LAYOUTS)),
             # fp16 cannot hold the gradients of larger scales.
             scale=r.choice((0.0, 1.0, 100.0, math.exp(r.uniform(-7, math.log(500 if dtype == "float16" else 1e4))))),
             bias=r.choice((None, 0.0, -10.0, r.uniform(-20, 20))),
             scalars=scalars,
-            ids=r.choice((None, None, "few", "all equal", "all different", "extreme")),
-            wanted=tuple(r.random() < 0.7 and (i < 2 or scalars != "numbers") for i in range(4)),
+            pair_ids=r.choice(PAIR_IDS) if belonging is None else None,
+            belonging=belonging,
+            numbers=r.choice(NUMBERS),
+            wanted=tuple(name for name in (*EMBEDDINGS, *SCALARS) if r.random() < 0.7 and name in given),
             weight=r.choice((1.0, 1.0, 3.0, -0.5)),
             calls=r.choice((1, 1, 1, 1, 5)) if on_gpu else 1,
         )
 
-    def embeddings(self) -> tuple[Tensor, Tensor]:
-        """The whole batch [B, D] in the case's dtype."""
-        x, y = features(self.world_size * self.b, self.d, self.seed)
+    def arguments(self) -> dict[str, Tensor]:
+        """The embeddings and ids of the whole batch; embeddings [rows, D] in the case's dtype."""
+        generator = torch.Generator().manual_seed(self.seed)
+        n, m, h = sum(self.images), sum(self.texts), sum(self.negative_texts or ())
+        likeness = self._likeness(n, m, generator)
+        last = max(n, int(likeness.max()) + 1)
+        x, y = self._features(last + h)
+        embeddings = dict(zip(EMBEDDINGS, (x[:n], y[likeness], y[last:]), strict=True))
+        if self.negative_texts is None:
+            del embeddings["negative_texts"]
+        for name, layout in zip(EMBEDDINGS, self.layouts, strict=True):
+            if name in embeddings and layout == "one row expanded":
+                embeddings[name] = embeddings[name][:1].expand(len(embeddings[name]), -1)
+        ids = {}
+        if self.pair_ids is not None:
+            ids["pair_ids"] = {
+                "few": torch.randint(0, max(1, n // 2), (n,), generator=generator),
+                "all equal": torch.zeros(n, dtype=torch.int64),
+                "all different": torch.randperm(n, generator=generator),
+            }[self.pair_ids]
+        elif self.belonging is not None:
+            ids = {"image_ids": torch.arange(n), "text_ids": likeness}
+            if self.belonging == "labels":
+                classes = int(torch.randint(1, n + 1, (), generator=generator))
+                ids = {name: numbers % classes for name, numbers in ids.items()}
+        numbered = {name: self._number(numbers) for name, numbers in ids.items()}
+        of_dtype = {name: t.to(DTYPES[self.dtype]) for name, t in embeddings.items()}
+        return {name: t.to(self.device) for name, t in (of_dtype | numbered).items()}
+
+    def _likeness(self, n: int, m: int, generator: torch.Generator) -> Tensor:
+        """[m]: which image a text is like; from n on none."""
+        if self.belonging is None:
+            return torch.arange(n)
+        if self.belonging == "an image each":
+            return torch.randperm(max(n, m), generator=generator)[:m]
+        likeness = {
+            "captions": torch.randint(0, n, (m,), generator=generator),
+            "labels": torch.randint(0, n, (m,), generator=generator),
+            "some": torch.randint(0, 2 * max(n, m), (m,), generator=generator),
+            "one": torch.arange(n, n + m),
+        }[self.belonging]
+        likeness[0] = n - 1  # of the last process: without any positive the loss is not finite
+        return likeness
+
+    def _features(self, rows: int) -> tuple[Tensor, Tensor]:
+        """fp32 images [rows, D], and texts that are like them."""
+        x, y = features(rows, self.d, self.seed)
         if self.kind == "unnormalised":
             x, y = 7 * x, 0.3 * y
         elif self.kind == "duplicates":
@@ -96,25 +159,19 @@ class Case:
             x[::2] = 0
         elif self.kind == "orthonormal":  # a loss near zero, where the scale is large
             x = y = torch.eye(self.d).repeat(-(-len(x) // self.d), 1)[: len(x)]
-        x, y = (
-            t[:1].expand(len(t), -1) if layout == "one row expanded" else t
-            for t, layout in zip((x, y), self.layouts, strict=True)
-        )
-        return x.to(self.device, DTYPES[self.dtype]), y.to(self.device, DTYPES[self.dtype])
+        return x, y
 
-    def pair_ids(self) -> Tensor | None:
-        """[B] int64 of the whole batch."""
-        rows = self.world_size * self.b
-        generator = torch.Generator().manual_seed(self.seed)
-        if self.ids is None:
-            return None
-        ids = {
-            "few": torch.randint(-2, max(1, rows // 2), (rows,), generator=generator),
-            "all equal": torch.full((rows,), -1),
-            "all different": torch.randperm(rows, generator=generator) << 33,  # equal in their lower 32 bits
-            "extreme": torch.tensor([-(2**63), 2**63 - 1, 0]).repeat(rows)[:rows],
-        }[self.ids]
-        return ids.to(self.device)
+    def _number(self, ids: Tensor) -> Tensor:
+        """int64 ids, equal where the given ones are."""
+        if self.numbers == "extreme":
+            return torch.where(ids % 2 == 0, -(2**63) + ids, 2**63 - 1 - ids)
+        return ids << 33 if self.numbers == "equal in their lower 32 bits" else ids - 2
+
+    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """The rows of one process; a scalar as it is."""
+        images, texts = dict.fromkeys(("image_embeds", "image_ids", "pair_ids"), self.images), self.texts
+        counts = {**images, "text_embeds": texts, "text_ids": texts, "negative_texts": self.negative_texts or ()}
+        return whole.split(counts[name])[rank] if name in counts else whole
 
 
 class Error(NamedTuple):
@@ -184,26 +241,19 @@ def rank_cases(rank: int, world_size: int, device: str, seeds: Iterable[int]) ->
 
 
 def errors_of(case: Case, rank: int) -> list[Error]:
-    """The errors of the loss and of the gradients that are wanted, of this process's pairs and of the scalars."""
-    x, y, ids = *case.embeddings(), case.pair_ids()
-    mine = slice(rank * case.b, (rank + 1) * case.b)
-    loss, gradients = _ours(case, x[mine], y[mine], None if ids is None else ids[mine])
-    truth, exact = _plain(case, x, y, ids, torch.float64)
-    plain_loss, plain = _plain(case, x, y, ids, DTYPES[case.dtype])
-    allowed_loss, allowed = _rounding(case, x, y, ids)
+    """The errors of the loss and of the gradients that are wanted, of this process's rows and of the scalars."""
+    arguments, world_size = case.arguments(), len(case.images)
+    loss, gradients = _ours(case, {name: case.part(name, t, rank) for name, t in arguments.items()})
+    truth, exact = _plain(case, arguments, torch.float64)
+    plain_loss, plain = _plain(case, arguments, DTYPES[case.dtype])
+    allowed_loss, allowed = _rounding(case, arguments)
     errors = [Error("loss", *(_norm(t) for t in (loss.double() - truth, allowed_loss, plain_loss.double() - truth)))]
-    for index, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        value, true, bound, usual = gradient.double(), exact[index], allowed[index], plain[index].double()
-        if index < 2:  # of the sum of all processes' losses
-            value = value / case.world_size
-            true, bound, usual = true[mine], bound[mine], usual[mine]
-        elif case.world_size > 1:  # the mean over the processes, as DDP forms it
+    for name, gradient in gradients.items():
+        value = gradient.double() / world_size  # of the sum of all processes' losses
+        if name in SCALARS and world_size > 1:  # the mean over the processes, as DDP forms it
             dist.all_reduce(value)
-            value /= case.world_size
-        value = value.reshape(true.shape)
-        errors.append(Error(NAMES[index], *(_norm(t) for t in (value - true, bound, usual - true))))
+        true, bound, usual = (case.part(name, whole[name], rank).double() for whole in (exact, allowed, plain))
+        errors.append(Error(name, *(_norm(t) for t in (value.reshape(true.shape) - true, bound, usual - true))))
     return errors
 
 
@@ -212,10 +262,11 @@ def _norm(t: Tensor) -> float:
     return norm if math.isfinite(norm) else math.inf
 
 
-def _ours(case: Case, x: Tensor, y: Tensor, ids: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+def _ours(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     dtype = torch.float64 if case.dtype == "float64" else torch.float32
 
-    def scalar(value: float | None, wanted: bool) -> Any:
+    def scalar(name: str, value: float | None) -> Any:
+        wanted = name in case.wanted
         if value is None and not wanted:
             return None
         if case.scalars == "numbers":
@@ -225,36 +276,37 @@ def _ours(case: Case, x: Tensor, y: Tensor, ids: Tensor | None) -> tuple[Tensor,
         return torch.full(shape, value, dtype=dtype, device=case.device, requires_grad=wanted)
 
     for call in reversed(range(case.calls)):
-        leaves = [
-            lay_out(t * 0.5**call, layout).detach().requires_grad_(wanted)
-            for t, layout, wanted in zip((x, y), case.layouts, case.wanted[:2], strict=True)
-        ]
-        leaves += [scalar(case.scale, case.wanted[2]), scalar(case.bias, case.wanted[3])]
+        leaves = {
+            name: lay_out(arguments[name] * 0.5**call, layout).detach().requires_grad_(name in case.wanted)
+            for name, layout in zip(EMBEDDINGS, case.layouts, strict=True)
+            if name in arguments
+        }
+        leaves |= {"logit_scale": scalar("logit_scale", case.scale), "logit_bias": scalar("logit_bias", case.bias)}
         loss = contrastive_loss(
-            *leaves, objective=case.objective, strategy=case.strategy, backend=case.backend, pair_ids=ids
+            **(arguments | leaves), objective=case.objective, strategy=case.strategy, backend=case.backend
         )
-    gradients: list[Tensor | None] = [None] * 4
-    inputs = [leaf for leaf, wanted in zip(leaves, case.wanted, strict=True) if wanted]
-    if inputs:
-        found = iter(torch.autograd.grad(case.weight * loss, inputs))
-        gradients = [next(found) if wanted else None for wanted in case.wanted]
+    gradients: dict[str, Tensor] = {}
+    if case.wanted:
+        inputs = [leaves[name] for name in case.wanted]
+        gradients = dict(zip(case.wanted, torch.autograd.grad(case.weight * loss, inputs), strict=True))
     assert loss.dtype == dtype
     assert loss.shape == ()
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        assert gradient is None or (gradient.dtype == leaf.dtype and gradient.shape == leaf.shape)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == leaves[name].dtype
+        assert gradient.shape == leaves[name].shape
     return loss.detach(), gradients
 
 
-def _plain(
-    case: Case, x: Tensor, y: Tensor, ids: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _plain(case: Case, arguments: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of the whole batch in plain torch and its gradients; the scalars are not rounded below fp32."""
     scalars = torch.promote_types(dtype, torch.float32)
-    leaves = [t.to(dtype).detach().requires_grad_() for t in (x, y)]
-    leaves += [_exact_scalar(case, v).to(scalars).requires_grad_() for v in (case.scale, case.bias or 0.0)]
-    loss = reference.contrastive_loss(*leaves, objective=case.objective, pair_ids=ids)
-    gradients = torch.autograd.grad(case.weight * loss, leaves)
-    return loss.detach(), gradients
+    leaves = {name: arguments[name].to(dtype) for name in EMBEDDINGS if name in arguments}
+    for name, value in zip(SCALARS, (case.scale, case.bias or 0.0), strict=True):
+        leaves[name] = _exact_scalar(case, value).to(scalars)
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    loss = reference.contrastive_loss(**(arguments | leaves), objective=case.objective)
+    gradients = torch.autograd.grad(case.weight * loss, list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, gradients, strict=True))
 
 
 def _exact_scalar(case: Case, value: float) -> Tensor:
@@ -264,7 +316,7 @@ def _exact_scalar(case: Case, value: float) -> Tensor:
     return exact.float().double() if rounded else exact
 
 
-def _rounding(case: Case, x: Tensor, y: Tensor, ids: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """The errors that rounding alone can make, of the loss and of each gradient, elementwise.
 
     A logit is the sum of D products, each of them and each sum rounded: it is off by some of its largest possible size,
@@ -277,27 +329,55 @@ def _rounding(case: Case, x: Tensor, y: Tensor, ids: Tensor | None) -> tuple[Ten
     eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     half = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
     vanishing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps if half else 0.0
-    x, y, rows = x.double(), y.double(), len(x)
+    x = arguments["image_embeds"].double()
+    y = torch.cat([arguments[name].double() for name in EMBEDDINGS[1:] if name in arguments])
+    texts = len(arguments["text_embeds"])
     scale, bias = _exact_scalar(case, case.scale), _exact_scalar(case, case.bias or 0.0)
     size = scale * x.norm(dim=1).max() * y.norm(dim=1).max() + bias.abs() + 4
-    factor = torch.expm1(eps * (case.d**0.5 / 2 + 4) * size) + eps * (rows**0.5 + 8)
+    factor = torch.expm1(eps * (case.d**0.5 / 2 + 4) * size) + eps * (max(len(x), len(y)) ** 0.5 + 8)
     of_reference = 2.0**-51 * size
 
     logits = (scale * x @ y.t() + bias).requires_grad_()
-    identity = torch.eye(rows, dtype=torch.float64, device=x.device)
-    loss = reference.contrastive_loss(logits, identity, 1.0, objective=case.objective, pair_ids=ids)
-    coefficients = torch.autograd.grad(loss, logits)[0].abs() * abs(case.weight)
-    inexact = factor * coefficients + of_reference * abs(case.weight) / rows
+    identity = torch.eye(len(y), dtype=torch.float64, device=x.device)
+    ids = {name: t for name, t in arguments.items() if name.endswith("ids")}
+    loss = reference.contrastive_loss(
+        *(logits, identity[:texts], 1.0), objective=case.objective, negative_texts=identity[texts:], **ids
+    )
+    coefficients = torch.autograd.grad(loss, logits)[0].abs()
+    fewest = len(x)  # images, or texts, that have a positive
+    if case.belonging is not None:
+        positive = ids["image_ids"][:, None] == ids["text_ids"][None, :]
+        fewest = min(int(positive.any(dim).sum()) for dim in (0, 1))
+        if case.objective == "softmax":
+            rows = _parts(logits.detach(), F.pad(positive, (0, len(y) - texts)))
+            columns = _parts(logits.detach()[:, :texts].t(), positive.t()).t()
+            coefficients = (rows + F.pad(columns, (0, len(y) - texts))) / 2
+    coefficients = coefficients * abs(case.weight)
+    inexact = factor * coefficients + of_reference * abs(case.weight) / fewest
     rounded = inexact + half * coefficients
-    # Coefficients of half precision are at least B times the derivative; the smallest of them vanish.
-    lost_x, lost_y = (vanishing * abs(case.weight) * t.abs().mean(0, keepdim=True) for t in (y, x))
+    # Coefficients of half precision are at least `fewest` times the derivative; the smallest of them vanish.
+    lost_x, lost_y = (vanishing * abs(case.weight) * t.abs().sum(0, keepdim=True) / fewest for t in (y, x))
     least = vanishing + 1e-30
+    of_texts = scale * (rounded.t() @ x.abs() + lost_y) + least
     return (
         factor * loss.detach() + of_reference,
-        (
-            scale * (rounded @ y.abs() + lost_x) + least,
-            scale * (rounded.t() @ x.abs() + lost_y) + least,
-            (inexact * (x.abs() @ y.abs().t())).sum() + 1e-30,
-            inexact.sum() + 1e-30,
-        ),
+        {
+            "image_embeds": scale * (rounded @ y.abs() + lost_x) + least,
+            "text_embeds": of_texts[:texts],
+            "negative_texts": of_texts[texts:],
+            "logit_scale": (inexact * (x.abs() @ y.abs().t())).sum() + 1e-30,
+            "logit_bias": inexact.sum() + 1e-30,
+        },
     )
+
+
+def _parts(logits: Tensor, positive: Tensor) -> Tensor:
+    """The coefficients of the rows' cross entropies, without the digits that those of several positives lose.
+
+    The coefficient of a positive is its probability less 1/K, and both are rounded, however near they are. With K = 1
+    it is the sum of the other probabilities, and keeps its digits.
+    """
+    positives = positive.sum(1, keepdim=True)
+    probabilities, shares = logits.softmax(1), positive / positives.clamp_min(1)
+    parts = torch.where(positives == 1, (probabilities - shares).abs(), probabilities + shares)
+    return torch.where(positives > 0, parts, 0) / (positives > 0).sum()
