@@ -64,7 +64,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.data_wait": ("hf_infcl", *HUGGING_FACE),
     "hf_infcl.training.stream_loader": ("transformers", *rooms("loss", "training.trainer")),
     "hf_infcl.training.windows": ("transformers", *rooms("loss", "training.trainer")),
-    "hf_infcl.planning": (*TRAINER, *DISTRIBUTED, *rooms("kernels", "loss", "data", "evaluation", "publishing", "cli")),
+    "hf_infcl.planning": (*TRAINER, *DISTRIBUTED, *rooms("kernels", "data", "evaluation", "publishing", "cli")),
     "hf_infcl.cli": rooms("reference", "kernels", "loss"),
     "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", "training", "publishing"),
     "hf_infcl.publishing": (

@@ -109,17 +109,26 @@ def report(options: argparse.Namespace) -> list[str]:
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
     if options.measure:
-        eager = replace(choice, gpus=1, accumulation=1, compiled=False)
-        predicted = planning.seconds(counts[False], eager, gpu)
-        measured, peak = planning.measure(config, choice.micro_batch, torch.device("cuda"))
-        lines.append(
-            f"Measured on {torch.cuda.get_device_name()}: a micro-batch of {choice.micro_batch} takes "
-            f"{_duration(measured)} forward and backward in eager mode and {peak / GIB:.2f} GiB with the weights; "
-            f"{_duration(predicted['first pass'] + predicted['second pass'])} are predicted for {gpu.name}."
-        )
+        lines.append(measured_line(config, options.freeze, choice, of_model, gpu))
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, options.epochs, choice, step)
     return lines
+
+
+def measured_line(config: PretrainedConfig, freeze: str | None, choice: Choice, counts: Counts, gpu: GPU) -> str:
+    """One micro-batch of the choice on the GPU at hand, not compiled, beside its prediction."""
+    seconds, peak = planning.measure(
+        config, choice.micro_batch, torch.device("cuda"), freeze=freeze, checkpointing=choice.checkpointing
+    )
+    single = replace(choice, gpus=1, accumulation=1, offload=False, compiled=False)
+    times = planning.seconds(counts, single, gpu)
+    parts = planning.memory(counts, single)
+    return (
+        f"Measured on {torch.cuda.get_device_name()}: a micro-batch of {choice.micro_batch} takes {_duration(seconds)} "
+        f"forward and backward without torch.compile and {peak / GIB:.2f} GiB with weights and gradients. Predicted "
+        f"for {gpu.name} are {_duration(times['first pass'] + times['second pass'])} and "
+        f"{(parts.weights + parts.activations + parts.images) / GIB:.2f} GiB."
+    )
 
 
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
@@ -131,8 +140,8 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
         A warning if the training probably does not fit, or if its memory cannot be predicted.
 
     Raises:
-        ValueError: it cannot fit: weights, their gradients and half of a micro-batch's activations are more than the
-            memory of the GPU, whatever else is needed.
+        ValueError: it cannot fit: weights, their gradients, half of a micro-batch's activations and the window's images
+            in uint8 are more than the memory of the GPU, whatever else is needed.
     """
     if args.fsdp or args.deepspeed or args.cache_features:
         return None
@@ -156,16 +165,21 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if parts.total <= planning.USABLE * gpu_bytes:
         return None
     # Short captions need fewer activations than the longest ones, which were counted.
-    activations = 0.5 * planning.memory(counts, replace(choice, retain=1)).activations
+    least = 4.0 * (counts.parameters + counts.trained)
+    least += 0.5 * planning.memory(counts, replace(choice, retain=1)).activations
+    cure = ""
+    if not args.offload_inputs:
+        least += counts.pixels * choice.rows
+        cure = "--offload_inputs keeps the images in host memory. "
     message = (
         f"The training needs about {parts.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: weights and "
         f"gradients {parts.weights / GIB:.1f}, optimizer {parts.optimizer / GIB:.1f}, activations "
         f"{parts.activations / GIB:.1f}, images {parts.images / GIB:.1f}, features and loss "
         f"{(parts.features + parts.loss) / GIB:.1f}. Lower --per_device_train_batch_size and raise "
-        "--gradient_accumulation_steps by the same factor, which gives the same result. `infcl plan` names options "
-        "that fit."
+        f"--gradient_accumulation_steps by the same factor, which gives the same result. {cure}`infcl plan` names "
+        "options that fit."
     )
-    if 4.0 * (counts.parameters + counts.trained) + activations > gpu_bytes:
+    if least > gpu_bytes:
         raise ValueError(message)
     return message
 

@@ -1,6 +1,6 @@
 """What a training will take: counted from a model's config, predicted from measured rates."""
 
-from .counting import Counts, count
+from .counting import ROWS, Counts, count
 from .measuring import measure
 from .plan import (
     GIB,
@@ -23,6 +23,7 @@ __all__ = [
     "GPU",
     "GPUS",
     "PRODUCTS",
+    "ROWS",
     "USABLE",
     "Choice",
     "Counts",

@@ -77,17 +77,8 @@ def count(
     Raises:
         ValueError: the model is no dual encoder, or its forward needs the content of tensors.
     """
-    with torch.device("meta"):
-        model = AutoModel.from_config(config, dtype=torch.float32)
-    encoder = DualEncoder(model)
-    encoder.freeze_unused()
-    if freeze is not None:
-        encoder.freeze(freeze)
-    model.train()
-    if checkpointing:
-        # The second name is that of transformers before 5.20.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": True, "preserve_rng_state": False})
+    encoder = build(config, torch.device("meta"), freeze, checkpointing)
+    model = encoder.model
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch but the first
@@ -124,8 +115,24 @@ def count(
     )
 
 
-def example_inputs(config: Any) -> dict[str, Tensor]:
-    """Images and captions of `ROWS` pairs on the meta device."""
+def build(config: PretrainedConfig, device: torch.device, freeze: str | None, checkpointing: bool) -> DualEncoder:
+    """The model of a config as it trains, in fp32 and with random weights; the arguments are as in `count`."""
+    with device:
+        model = AutoModel.from_config(config, dtype=torch.float32)
+    encoder = DualEncoder(model)
+    encoder.freeze_unused()
+    if freeze is not None:
+        encoder.freeze(freeze)
+    model.train()
+    if checkpointing:
+        # The second name is that of transformers before 5.20.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": True, "preserve_rng_state": False})
+    return encoder
+
+
+def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "meta") -> dict[str, Tensor]:
+    """Images and captions of so many pairs, black and of the token 0."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
         raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")
@@ -134,8 +141,8 @@ def example_inputs(config: Any) -> dict[str, Tensor]:
     channels = getattr(vision, "num_channels", 3)
     tokens = min(getattr(text, "max_position_embeddings", MOST_TOKENS), MOST_TOKENS)
     return {
-        "pixel_values": torch.empty(ROWS, channels, height, width, device="meta"),
-        "input_ids": torch.empty(ROWS, tokens, dtype=torch.long, device="meta"),
+        "pixel_values": torch.zeros(rows, channels, height, width, device=device),
+        "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
     }
 
 

@@ -5,37 +5,46 @@ from __future__ import annotations
 import time
 
 import torch
-from transformers import AutoModel, PretrainedConfig
+from transformers import PretrainedConfig
 
-from ..training.dual_encoder import DualEncoder
-from .counting import example_inputs
+from .counting import build, example_inputs
 
 
-def measure(config: PretrainedConfig, rows: int, device: torch.device) -> tuple[float, int]:
+def measure(
+    config: PretrainedConfig, rows: int, device: torch.device, *, freeze: str | None = None, checkpointing: bool = False
+) -> tuple[float, int]:
     """Runs two micro-batches forward and backward under bf16 autocast, and measures the second.
+
+    The arguments are as in `count`. The model is not compiled.
 
     Returns:
         Its seconds, and the peak of the memory on a GPU in bytes, with the weights and their gradients (0 on a CPU).
+
+    Raises:
+        ValueError: the GPU has too little memory.
     """
-    model = AutoModel.from_config(config, dtype=torch.float32).to(device).train()
-    encoder = DualEncoder(model)
-    batch = {
-        name: torch.zeros((rows, *value.shape[1:]), dtype=value.dtype, device=device)
-        for name, value in example_inputs(config).items()
-    }
-    seconds, peak = 0.0, 0
-    for _ in range(2):
-        _synchronize(device)
-        start = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            images, texts = encoder.embed(model, batch)
-        (images.float().sum() + texts.float().sum()).backward()
-        del images, texts
-        _synchronize(device)
-        seconds = time.perf_counter() - start
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    return seconds, peak
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = 0.0
+    try:
+        encoder = build(config, device, freeze, checkpointing)
+        batch = example_inputs(config, rows, device)
+        for _ in range(2):
+            _synchronize(device)
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16):
+                embeds = encoder.embed(encoder.model, batch)
+            torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
+            del embeds
+            _synchronize(device)
+            seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"A micro-batch of {rows} does not fit into the {torch.cuda.get_device_name(device)} at hand, so --measure "
+            "has nothing to say. Leave it out, or plan with the --gpu_memory of this GPU."
+        ) from error
+    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
 def _synchronize(device: torch.device) -> None:

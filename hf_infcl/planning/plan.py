@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..loss.strategies import GATHERED_BYTES
 from .counting import ROWS, Counts, Operation
 
 GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
-GATHERED_BYTES = 256 << 20  # up to here a ring gathers its texts, as `hf_infcl.loss.strategies` does
-LOSS_LAUNCH = 0.2e-3  # seconds
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
+REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses are replayed as a CUDA graph
+# On several GPUs the host launches every kernel: seconds of the host for each product, and the part of them during
+# which the device waits for it.
+HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,12 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
 
 
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
-    """The time of the loss and its gradient: that of its matrix products, and of launching the blocks of the ring."""
-    products = PRODUCTS[objective] * 2.0 * choice.rows * choice.global_batch * dim
-    return products / gpu.loss_flops + LOSS_LAUNCH * choice.gpus
+    """The time of the loss and its gradient: that of its matrix products or, if they are short, of the host."""
+    products = PRODUCTS[objective]
+    device = products * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
+    if choice.gpus == 1:
+        return device + REPLAY
+    return max(device, products * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:

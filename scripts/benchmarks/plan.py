@@ -1,39 +1,52 @@
 """What `infcl plan` predicts beside the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
 
-The rates of `hf_infcl.planning` were taken from the rows marked as fitted, and from no others. A difference is that of
-the prediction from the measured value. The rows with a frozen tower and micro-batches of 256 are of a commit that held
-the kept graph throughout the first pass, 1 GiB more than since commit c444e05. There are no rows of steps on H100s, and
-of compiled steps only the one that was fitted.
+The rates of `hf_infcl.planning` were taken from the rows marked as fitted, and from no others. The rows marked as new
+were measured after the rates had been chosen; the others were known then, although no rate was taken from them. A
+difference is that of the prediction from the measured value.
+
+Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
+memory of older rows includes what such a forward without a graph takes, 1.28 GiB for 256 pairs by the same count.
+Losses of less than 10 ms vary with the host: their first and last deciles are in brackets.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import CLIPConfig
 
 from hf_infcl import planning
-from hf_infcl.planning import GIB, GPUS, PRODUCTS, Choice
+from hf_infcl.planning import GIB, GPUS, PRODUCTS, Choice, Counts
 
 from .common import RESULTS, Row, newest
 from .training import MODELS
 
-# Commit, micro-batch and implementation of the rows of steps; commit, device, dimension and rows of those of losses.
+# Commit, micro-batch and implementation of the rows of steps.
 FITTED_STEPS = (
     ("3bd15f2", "256", "hf_infcl retain all"),  # matrix products and memory traffic
     ("829e9b3", "256", "Trainer, compiled"),  # what compilation leaves of traffic and activations
     ("ddfe952", "64", "hf_infcl retain all, offload"),  # host time per operation
 )
+# Commit, GPU, number of GPUs, dimension and pairs of the rows of softmax losses.
 FITTED_LOSSES = (
-    ("600f583", "h200", "512", "65536"),
-    ("8461ae9", "h100", "512", "65536"),
-    ("3a8623b", "h200", "512", "8192"),  # the time to launch
+    ("600f583", "h200", "1", "512", "65536"),
+    ("8461ae9", "h100", "1", "512", "65536"),
+    ("3a8623b", "h200", "1", "512", "16384"),  # the time beside the products
+    ("829e9b3", "h200", "4", "512", "16384"),  # the time of the host
+    ("59872f4", "h200", "4", "512", "65536"),  # the part of it that is waited for
 )
-SMALLEST = 8192  # pairs per GPU; smaller losses take milliseconds of a step of seconds
+WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
+# The commits of all rows that were there when the rates were chosen.
+KNOWN = WITH_EARLIER_GRAPH | {"4ac4a5d", "59872f4", "829e9b3", "8461ae9", "ad4ccdb", "56956b3", "9c0c178", "600f583"}
+KNOWN |= {"3a8623b"}
+FORWARD_ALONE = 1.28 * GIB / 256  # bytes for each pair of a ViT-B/16's forward without a graph
+PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+SMALLEST = 8192  # pairs; smaller losses are all host time
 
 
 class Compared(NamedTuple):
@@ -46,53 +59,78 @@ class Compared(NamedTuple):
     gib: float = 0.0
     predicted_gib: float = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether the row was there when the rates were chosen."""
+        return self.row["commit"] in KNOWN
+
+    @property
+    def role(self) -> str:
+        return "fitted" if self.fitted else "" if self.known else "new"
+
 
 def steps(results: Path = RESULTS) -> Iterator[Compared]:
     """The newest rows of InfCLTrainer's steps, and of the plain Trainer's where they were fitted."""
-    keys = ("world_size", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
     config = CLIPConfig(**MODELS["vit-b-16"])
     counts = {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
-    for row in newest(results / "step.csv", keys, lambda row: row["ms"] and row["model"] == "vit-b-16"):
+    keys = ("world_size", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
+    for row in _newest(results / "step.csv", keys, lambda row: row["ms"] and row["model"] == "vit-b-16"):
         name, accumulation = row["implementation"], int(row["accumulation_steps"])
         fitted = (row["commit"], row["micro_batch_size"], name) in FITTED_STEPS
         if not (name.startswith("hf_infcl") or fitted):
             continue
+        kept = re.match(r"keeps (\d+) graphs", row["note"])
         choice = Choice(
             gpus=int(row["world_size"]),
             micro_batch=int(row["micro_batch_size"]),
             accumulation=accumulation,
-            retain=accumulation if "retain" in name else 1,
+            retain=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
             offload="offload" in name,
             compiled="compiled" in name,
         )
         of_model = counts["image" if "freeze" in name else None]
-        gib = planning.memory(of_model, choice, pixel_bytes=4 if row["pixel_dtype"] == "float32" else 2).total / GIB
+        bytes_ = _memory(of_model, choice, row)
         once = name.startswith("Trainer")  # it runs each micro-batch forward once, and keeps one graph
         timed = replace(choice, retain=accumulation) if once else choice
         ms = 1000 * sum(planning.seconds(of_model, timed, GPUS[_gpu(row)]).values())
-        yield Compared(row, fitted, float(row["ms"]), ms, float(row["peak_gib"]), gib)
+        yield Compared(row, fitted, float(row["ms"]), ms, float(row["peak_gib"]), bytes_ / GIB)
+
+
+def _memory(counts: Counts, choice: Choice, row: Row) -> float:
+    parts = planning.memory(counts, choice, pixel_bytes=PIXEL_BYTES[row["pixel_dtype"]])
+    if row["commit"] not in WITH_EARLIER_GRAPH or choice.retain >= choice.accumulation:
+        return parts.total
+    rest = parts.total - parts.activations - parts.loss
+    graph = choice.micro_batch / planning.ROWS * (counts.graph - counts.weight_copies) + counts.weight_copies
+    return max(parts.total, rest + graph + choice.micro_batch * FORWARD_ALONE)
 
 
 def losses(results: Path = RESULTS) -> Iterator[Compared]:
     """The newest rows of the loss with bf16 features on one GPU and several."""
-    tables = (("loss", "H200", ()), ("loss", "H100", ()), ("ring", "H200", ("world_size",)))
-    for table, device, more in tables:
 
-        def wanted(row: Row, device: str = device) -> bool:
-            of_ours = row["implementation"] == "hf_infcl" and row["dtype"] == "bfloat16" and bool(row["ms"])
-            return of_ours and device in row["device"]
+    def wanted(row: Row) -> bool:
+        of_ours = row["implementation"] == "hf_infcl" and row["dtype"] == "bfloat16"
+        return of_ours and bool(row["ms"]) and int(row["batch_size"]) >= SMALLEST and row["objective"] in PRODUCTS
 
-        for row in newest(results / f"{table}.csv", (*more, "objective", "dim", "batch_size"), wanted):
+    for table, more in (("loss", ()), ("ring", ("world_size",))):
+        for row in _newest(results / f"{table}.csv", (*more, "objective", "dim", "batch_size"), wanted):
             gpus = int(row.get("world_size") or 1)
             choice = Choice(gpus, int(row["batch_size"]) // gpus, 1)
-            if choice.rows < SMALLEST or row["objective"] not in PRODUCTS:
-                continue
             name = _gpu(row)
             ms = 1000 * planning.loss_seconds(int(row["dim"]), choice, GPUS[name], row["objective"])
-            fitted = (row["commit"], name, row["dim"], row["batch_size"]) in FITTED_LOSSES and row[
-                "objective"
-            ] == "softmax"
-            yield Compared(row, fitted, float(row["ms"]), ms)
+            source = (row["commit"], name, str(gpus), row["dim"], row["batch_size"])
+            yield Compared(row, source in FITTED_LOSSES and row["objective"] == "softmax", float(row["ms"]), ms)
+
+
+def _newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> Iterator[Row]:
+    """The newest rows of each device, of those that were known when the rates were chosen and of the others."""
+    for device in ("H200", "H100"):
+        for known in (True, False):
+
+            def chosen(row: Row, device: str = device, known: bool = known) -> bool:
+                return device in row["device"] and (row["commit"] in KNOWN) == known and bool(wanted(row))
+
+            yield from newest(table, keys, chosen)
 
 
 def _gpu(row: Row) -> str:
@@ -111,12 +149,13 @@ def run(args: argparse.Namespace) -> None:
         "| GPUs | micro-batches | implementation | commit | GiB | predicted | | ms | predicted | | |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row, fitted, ms, predicted_ms, gib, predicted_gib in steps():
+    for compared in steps():
+        row, _, ms, predicted_ms, gib, predicted_gib = compared
         lines.append(
             f"| {row['world_size']} × {_gpu(row).upper()} | {row['accumulation_steps']} × {row['micro_batch_size']} | "
             f"{row['implementation']} | {row['commit']} | {gib:.2f} | {predicted_gib:.2f} | "
             f"{predicted_gib / gib - 1:+.1%} | {ms:.0f} | {predicted_ms:.0f} | {predicted_ms / ms - 1:+.1%} | "
-            f"{'fitted' if fitted else ''} |"
+            f"{compared.role} |"
         )
     lines += [
         "",
@@ -125,11 +164,13 @@ def run(args: argparse.Namespace) -> None:
         "| GPUs | objective | pairs × dimensions | commit | ms | predicted | | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row, fitted, ms, predicted_ms, *_ in losses():
+    for compared in losses():
+        row, _, ms, predicted_ms, *_ = compared
+        deciles = "" if ms > 10 else f" ({float(row['ms_p10']):.2f} to {float(row['ms_p90']):.2f})"
         lines.append(
             f"| {row.get('world_size') or 1} × {_gpu(row).upper()} | {row['objective']} | {int(row['batch_size']):,} × "
-            f"{row['dim']} | {row['commit']} | {ms:.2f} | {predicted_ms:.2f} | {predicted_ms / ms - 1:+.1%} | "
-            f"{'fitted' if fitted else ''} |"
+            f"{row['dim']} | {row['commit']} | {ms:.2f}{deciles} | {predicted_ms:.2f} | "
+            f"{predicted_ms / ms - 1:+.1%} | {compared.role} |"
         )
     args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
