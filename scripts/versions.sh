@@ -5,7 +5,7 @@
 #   bash scripts/versions.sh --whole oldest-3.10       these rows with the whole suite
 # It needs uv (pip install uv), which fetches Pythons that are not on PATH. PyPI's torch brings CUDA along, some GB that
 # the environments in .versions/ share; with UV_TORCH_BACKEND=cpu uv takes torch's CPU builds from PyTorch's own index.
-# PYTEST_ADDOPTS="-n 2" runs the tests in two processes.
+# The exit code is 1 if a test failed. PYTEST_ADDOPTS="-n 2" runs the tests in two processes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS=1 PYTHONPATH="$PWD"
@@ -18,8 +18,8 @@ if [[ "${1:-}" == --whole ]]; then
   tests=(tests)
   shift
 fi
-# Taken before the table changes. A change of the working tree shows as "-dirty".
-commit="$(git describe --always --dirty --abbrev=7 --exclude='*')"
+commit="$(git rev-parse --short=7 HEAD)$(git diff --quiet HEAD -- . ':!tests/results' || echo -dirty)"
+failed=0
 
 oldest() { # the oldest minor release of a package that pyproject.toml admits, as a requirement
   echo "$1==$(sed -nE "s/^  \"$1>=([0-9]+\.[0-9]+).*/\1/p" pyproject.toml).*"
@@ -39,13 +39,13 @@ run() {
   read -ra chosen <<< "$(options "$row")"
   echo "== $row: ${chosen[*]}"
   if [[ ! -e "$folder/complete" ]]; then
-    uv venv --quiet --clear --python "${chosen[3]}" "$folder"
+    uv venv --quiet --clear --seed --python "${chosen[3]}" "$folder"
     uv pip install --quiet --python "$folder/bin/python" -r pyproject.toml --extra test "${chosen[@]}"
     touch "$folder/complete"
   fi
   python="$folder/bin/python"
   rm -f "$folder/$suite.xml"
-  "$python" -m pytest -q -p no:cacheprovider --junitxml "$folder/$suite.xml" "${tests[@]}" || true
+  "$python" -m pytest -q -p no:cacheprovider --junitxml "$folder/$suite.xml" "${tests[@]}" || failed=1
   "$python" - "$row" "$suite" "$commit" "$folder/$suite.xml" tests/results/versions.csv << 'PYTHON'
 import csv, datetime, platform, sys
 import xml.etree.ElementTree as ElementTree
@@ -77,3 +77,4 @@ fi
 for row in "$@"; do
   run "$row"
 done
+exit "$failed"
