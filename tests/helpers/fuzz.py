@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_infcl import contrastive_loss, reference
+from hf_infcl.kernels import torch_backend
 from hf_infcl.loss.strategies import OBJECTIVES, STRATEGIES
 
 from .numerics import features
@@ -25,6 +27,7 @@ EMBEDDINGS, SCALARS = ("image_embeds", "text_embeds", "negative_texts"), ("logit
 PAIR_IDS = (None, None, "few", "all equal", "all different")
 # What texts belong to: with None text i to image i, else as image_ids and text_ids say.
 BELONGING = (None, None, None, "an image each", "captions", "labels", "some", "one")
+TILES = ("TILE_ELEMENTS", "TILE_ELEMENTS_GPU")
 NUMBERS = ("small", "equal in their lower 32 bits", "extreme")
 
 # Triton compiles its kernels anew for other multiples of 64 dimensions (fp32: of 8), so that a GPU gets two ranges.
@@ -57,6 +60,7 @@ class Case:
     wanted: tuple[str, ...]  # gradients
     weight: float
     calls: int  # with the same shapes; from the third on a GPU replays them as a CUDA graph
+    tile_elements: int  # of the torch backend
 
     @classmethod
     def draw(cls, seed: int, world_size: int, device: str) -> Case:
@@ -98,6 +102,7 @@ class Case:
             wanted=tuple(name for name in (*EMBEDDINGS, *SCALARS) if r.random() < 0.7 and name in given),
             weight=r.choice((1.0, 1.0, 3.0, -0.5)),
             calls=r.choice((1, 1, 1, 1, 5)) if on_gpu else 1,
+            tile_elements=r.choice((1 << 14, 1 << 24) if on_gpu else (16, 300, 1 << 20)),
         )
 
     def arguments(self) -> dict[str, Tensor]:
@@ -282,9 +287,10 @@ def _ours(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
             if name in arguments
         }
         leaves |= {"logit_scale": scalar("logit_scale", case.scale), "logit_bias": scalar("logit_bias", case.bias)}
-        loss = contrastive_loss(
-            **(arguments | leaves), objective=case.objective, strategy=case.strategy, backend=case.backend
-        )
+        with mock.patch.multiple(torch_backend, **dict.fromkeys(TILES, case.tile_elements)):
+            loss = contrastive_loss(
+                **(arguments | leaves), objective=case.objective, strategy=case.strategy, backend=case.backend
+            )
     gradients: dict[str, Tensor] = {}
     if case.wanted:
         inputs = [leaves[name] for name in case.wanted]
