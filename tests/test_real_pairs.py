@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.demo import SCRIPTS
 from PIL import Image, ImageDraw
+
+from hf_infcl.training.windows import check_batch
 
 SHAPES = {
     "circle": lambda draw, box, colour: draw.ellipse(box, fill=colour),
@@ -120,6 +123,55 @@ def test_variants_of_a_motif_are_one_concept(module, names, concept):
     assert {module("sources").concept_of(name) for name in names} == {concept}
 
 
+@pytest.mark.parametrize(
+    ("caption", "kind", "swapped"),
+    [
+        ("woman farmer: dark skin tone", "attribute", {"man farmer: dark skin tone"}),
+        ("green apple", "attribute", {"red apple"}),
+        ("nine o’clock", "number", {"six o’clock"}),
+        ("keycap: 4", "number", {"keycap: 10"}),
+        ("left-facing fist", "relation", {"right-facing fist"}),
+        ("face with mask", "relation", {"face without mask"}),
+    ],
+)
+def test_a_swap_makes_a_caption_wrong_by_one_word(module, caption, kind, swapped):
+    found = module("swaps").swaps_of(caption)
+    assert swapped <= {swap.caption for swap in found if swap.kind == kind}
+    for swap in found:
+        assert sum(a != b for a, b in zip(swap.caption.split(), caption.split(), strict=True)) == 1
+    # An orange, a light bulb, a number that counts nothing; and no word that the caption has already.
+    for unchanged in ("tangerine orange", "light bulb", "upside-down face", "formula one", "view top bottom"):
+        assert module("swaps").swaps_of(unchanged) == []
+    assert "red and red flag" not in {swap.caption for swap in module("swaps").swaps_of("red and black flag")}
+    assert module("swaps").negative_captions(["man", "woman"]) == []
+
+
+def test_several_captions_and_negatives_are_drawn_as_the_collator_gives_them(module):
+    counts, negative_counts = torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1])
+    data = {
+        "images": torch.zeros(3, 3, 8, 8, dtype=torch.uint8),
+        "tokens": torch.arange(9).view(3, 3, 1),  # the captions of image i are 3 i, 3 i + 1, 3 i + 2
+        "counts": counts,
+        "negatives": torch.tensor([[100], [101], [120]]),  # those of image 0 and of image 2
+        "negative_counts": negative_counts,
+        "sources": ["a", "a", "a"],
+    }
+    pairs = module("in_memory").InMemory(data, seed=0, captions_per_image=2, negatives=True)
+    seen = []
+    for _ in range(40):
+        batch = pairs.__getitems__([2, 0, 1])
+        check_batch(batch, "positive")
+        texts, image = batch["input_ids"][:, 0], batch["caption_image"]
+        assert image.tolist() == [0, 0, 1, 2, 2, -1, -1]
+        rows = torch.tensor([2, 0, 1])[image[:5]]
+        assert (texts[:5] // 3 == rows).all(), "captions of their images"
+        assert (texts[:5] % 3 < counts[rows]).all()
+        assert len(set(texts[:5].tolist())) == 5, "different ones"
+        assert texts[5] == 120, "the negatives stand in the order of their images"
+        seen += texts.tolist()
+    assert set(seen) == {0, 3, 4, 6, 7, 8, 100, 101, 120}
+
+
 def test_the_best_rate_is_looked_for_beyond_the_grid_and_then_gets_the_other_seeds(module):
     module("training")
     experiments = module("experiments")
@@ -156,6 +208,12 @@ def test_what_ended_earlier_is_not_run_again(module, tmp_path):
     larger = [experiments.Plan(dataclasses.replace(run, micro_batch=4), (1e-3, 2e-3), (0, 1))]
     same = experiments.Queue(larger, table, math.inf).next_for(worker, [worker])[1]
     assert same.learning_rate == 5e-4, "what InfCLTrainer learns does not depend on the micro-batch"
+    header, *rows = table.read_text().splitlines()
+    columns = header.split(",")
+    places = [columns.index(name) for name in columns if name not in ("captions", "equal_ids", "negatives")]
+    older = [",".join(line.split(",")[place] for place in places) for line in (header, *rows)]
+    table.write_text("\n".join(older) + "\n")
+    assert experiments.Queue(plans, table, math.inf).next_for(worker, [worker])[1].learning_rate == 5e-4, "older rows"
     others = [experiments.Plan(dataclasses.replace(run, samples=32), (1e-3, 2e-3), (0, 1))]
     assert experiments.Queue(others, table, math.inf).next_for(worker, [worker])[1].learning_rate == 1e-3
 

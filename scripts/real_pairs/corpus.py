@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from .sources import DOWNLOADS, LICENCES, Drawing, fetch, read_drawings
 from .splits import Looks, near_duplicates, split_of
+from .swaps import negative_captions
 
 HELD_OUT_VENDOR = "google"
 QUALITY = 85  # of WebP
@@ -145,7 +146,8 @@ def one_of_each_name(pairs: Iterable[Pair], rng: random.Random) -> list[Pair]:
 def fields_of(drawing: Drawing) -> dict[str, Any]:
     translations = {f"caption_{language}": text for language, text in drawing.translations.items()}
     described = {"name": drawing.name, "category": drawing.category, "concept": drawing.concept}
-    return {"caption": drawing.captions, **described, "source": drawing.source, **translations}
+    captions = {"caption": drawing.captions, "negative_captions": negative_captions(drawing.captions)}
+    return {**captions, **described, "source": drawing.source, **translations}
 
 
 def write_shards(pairs: Sequence[Pair], folder: Path, shard_size: int) -> None:

@@ -36,12 +36,13 @@ import yaml
 from benchmarks.common import environment
 
 from real_pairs.in_memory import prepare, to_device
+from real_pairs.swaps import KINDS
 from real_pairs.training import SETS, Row, Run, fine_tune, score, train, versions
 
 LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
-METRICS = tuple(
-    f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10)
-) + tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", "mean_per_class_recall"))
+METRICS = tuple(f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10))
+METRICS += tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", "mean_per_class_recall"))
+METRICS += tuple(f"{name}_{kind}_swaps" for name in SETS[1:3] for kind in KINDS)
 COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
     *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
@@ -253,9 +254,12 @@ class Queue:
         value = score(last) if any(name.startswith("validation") for name in last) else 0.0
         self._scores[self._plans.index(plan)][run.learning_rate, run.seed] = value
         seen = " ".join(f"{k}={last[k]}" for k in ("vendor_image_recall@1", "concepts_image_recall@5") if k in last)
+        usual = {field.name: field.default for field in dataclasses.fields(Run)}
+        special = ("objective", "pair_ids", "captions", "equal_ids", "negatives")
+        settings = "".join(f" {n}={getattr(run, n)}" for n in special if getattr(run, n) != usual[n])
         print(
-            f"{run.experiment} {run.method} batch={run.batch} {run.objective} ids={run.pair_ids} "
-            f"rate={run.learning_rate:g} seed={run.seed}: {took:.1f} s score={value:.4f} {seen}",
+            f"{run.experiment} {run.method} batch={run.batch}{settings} rate={run.learning_rate:g} seed={run.seed}: "
+            f"{took:.1f} s score={value:.4f} {seen}",
             flush=True,
         )
 
@@ -272,8 +276,8 @@ def _run_of(row: dict[str, str]) -> Run:
     """The run of a row of the CSV."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Run):
-        text = row[field.name]
-        values[field.name] = text == "True" if field.type == "bool" else _CASTS[str(field.type)](text)
+        if text := row.get(field.name):  # rows from before a field was added have its default
+            values[field.name] = text == "True" if field.type == "bool" else _CASTS[str(field.type)](text)
     return Run(**values)
 
 
@@ -281,7 +285,7 @@ _CASTS: dict[str, Any] = {"str": str, "int": int, "float": float}
 
 
 def _kind(run: Run) -> tuple:
-    return run.method, run.batch, run.micro_batch
+    return run.method, run.batch, run.micro_batch, run.captions, run.negatives
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .swaps import KINDS, negative_captions, swaps_of
+
 VOCABULARY, LENGTH = 8192, 24  # tokens
 SPECIAL = {"<start>": 0, "<end>": 1, "<padding>": 2}  # the text tower reads its result at the first <end>
 TEMPLATES = ("{}", "{}: a drawing")
@@ -28,10 +31,13 @@ def prepare(corpus: Path) -> dict[str, Any]:
     Returns:
         images: uint8 [N, 3, S, S].
         tokens: int32 [N, C, LENGTH], the captions of each image, and ``counts`` [N] of them.
+        negatives: int32 [M, LENGTH], the hard negative captions of all images in order, and ``negative_counts`` [N].
         names: int64 [N], equal for equal names.
         sources: N names.
         vocabulary: the number of tokens.
         sets: for each evaluation set its images, and tokens [N, LENGTH], or labels [N] with the tokens of the prompts.
+            Those with tokens also have ``swaps``, captions with one word replaced: tokens [S, LENGTH], the ``image``
+            [S] that each one is wrong for, and its ``kind`` [S], a place in `KINDS`.
     """
     pictures, rows = [], []
     for shard in sorted(corpus.glob("train-*.tar")):
@@ -63,6 +69,7 @@ def prepare(corpus: Path) -> dict[str, Any]:
             "images": torch.stack([_pixels((folder / row["file_name"]).read_bytes()) for row in found]),
             "tokens": tokens([row["caption"] for row in found]),
             "clip_art": torch.tensor([row["source"] in ("openclipart", "tuxpaint") for row in found]),
+            "swaps": _swaps([row["caption"] for row in found], tokens),
         }
     for name, place in {"zero_shot_concepts": "zero_shot_concepts", "zero_shot_vendor": "zero_shot_vendor"}.items():
         folder = corpus / "evaluation" / place / "test"
@@ -73,14 +80,32 @@ def prepare(corpus: Path) -> dict[str, Any]:
             "labels": torch.tensor([label for _, label in found]),
             "prompts": tokens([template.format(c) for c in classes for template in TEMPLATES]),
         }
+    negatives = [negative_captions(row["caption"]) for row in rows]
     return {
         "images": torch.stack(pictures),
         "tokens": tokens([caption for group in captions for caption in group]).unflatten(0, (-1, most)),
         "counts": torch.tensor([len(row["caption"]) for row in rows]),
+        "negatives": tokens([caption for group in negatives for caption in group]),
+        "negative_counts": torch.tensor([len(group) for group in negatives]),
         "names": torch.tensor([names[row["name"]] for row in rows]),
         "sources": [row["source"] for row in rows],
         "vocabulary": tokenizer.get_vocab_size(),
         "sets": sets,
+    }
+
+
+def _swaps(captions: Sequence[str], tokens: Any) -> dict[str, Tensor]:
+    """One swapped caption of each kind, drawn at random, for each caption that has one."""
+    found = []
+    for image, caption in enumerate(captions):
+        swaps = swaps_of(caption)
+        for number, kind in enumerate(KINDS):
+            if of_kind := [swap.caption for swap in swaps if swap.kind == kind]:
+                found.append((random.Random(caption).choice(of_kind), image, number))
+    return {
+        "tokens": tokens([text for text, _, _ in found]),
+        "image": torch.tensor([image for _, image, _ in found], dtype=torch.int64),
+        "kind": torch.tensor([kind for _, _, kind in found], dtype=torch.int64),
     }
 
 
@@ -119,18 +144,30 @@ def to_device(data: Any, device: torch.device) -> Any:
 class InMemory(Dataset):
     """The training pairs on the device; a batch is gathered and augmented there at once.
 
-    Each time a pair is drawn, one of its captions is drawn and its image is scaled by 0.85 to 1.15 and moved by up to a
-    tenth of its side.
+    Each time a pair is drawn, some of its captions are drawn and its image is scaled by 0.85 to 1.15 and moved by up to
+    a tenth of its side.
 
     Args:
         data: of `prepare`, on a device.
         seed: of what is drawn.
         pair_ids: whether batches tell which pairs have one name.
+        captions_per_image: the number of different captions that are drawn; an image with fewer gives them all.
+        negatives: whether one of the hard negative captions is drawn for each image that has any.
         sources: only the pairs of these.
     """
 
-    def __init__(self, data: dict, seed: int, pair_ids: bool = False, sources: Sequence[str] | None = None) -> None:
-        self._data, self._pair_ids = data, pair_ids
+    def __init__(
+        self,
+        data: dict,
+        seed: int,
+        *,
+        pair_ids: bool = False,
+        captions_per_image: int = 1,
+        negatives: bool = False,
+        sources: Sequence[str] | None = None,
+    ) -> None:
+        self._data, self._pair_ids, self._negatives = data, pair_ids, negatives
+        self.captions_per_image = captions_per_image
         wanted = [row for row, source in enumerate(data["sources"]) if sources is None or source in sources]
         self._device = data["images"].device
         self._rows = torch.tensor(wanted, device=self._device)
@@ -140,21 +177,44 @@ class InMemory(Dataset):
         return len(self._rows)
 
     def __getitems__(self, rows: list[int]) -> dict[str, Tensor]:
-        """A batch: pixel_values [b, 3, S, S], input_ids [b, LENGTH] and, if asked for, pair_ids [b]."""
+        """A batch of b images with n texts: pixel_values [b, 3, S, S], input_ids [n, LENGTH].
+
+        If asked for, pair_ids [b]. With several captions or with negatives also caption_image [n], as
+        `ContrastiveCollator` gives it.
+        """
         index = self._rows[torch.tensor(rows, device=self._device)]
         chance = torch.rand(4, len(rows), device=self._device, generator=self._generator)
-        which = (chance[0] * self._data["counts"][index]).long()
         scale = 0.85 + 0.3 * chance[1]
         zero = torch.zeros_like(scale)
         move = 0.4 * chance[2:] - 0.2  # in half sides
         theta = torch.stack([scale, zero, move[0], zero, scale, move[1]], dim=1).view(-1, 2, 3)
         images = normalised(self._data["images"][index])
         grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-        batch = {
-            "pixel_values": F.grid_sample(images, grid, padding_mode="border", align_corners=False),
-            "input_ids": self._data["tokens"][index, which].long(),
-        }
-        return {**batch, "pair_ids": self._data["names"][index]} if self._pair_ids else batch
+        batch = {"pixel_values": F.grid_sample(images, grid, padding_mode="border", align_corners=False)}
+        if self._pair_ids:
+            batch["pair_ids"] = self._data["names"][index]
+        if self.captions_per_image == 1 and not self._negatives:
+            which = (chance[0] * self._data["counts"][index]).long()
+            return {**batch, "input_ids": self._data["tokens"][index, which].long()}
+        return {**batch, **self._texts(index)}
+
+    def _texts(self, index: Tensor) -> dict[str, Tensor]:
+        """input_ids and caption_image of the images with these numbers, the negatives last."""
+        tokens = self._data["tokens"][index]
+        chance = torch.rand(tokens.shape[:2], device=self._device, generator=self._generator)
+        places = torch.arange(tokens.shape[1], device=self._device)
+        chance[places >= self._data["counts"][index, None]] = 2  # there is no such caption: it is drawn last
+        drawn = chance.topk(self.captions_per_image, dim=1, largest=False)
+        image, place = (drawn.values < 2).nonzero(as_tuple=True)
+        texts, caption_image = [tokens[image, drawn.indices[image, place]]], [image]
+        if self._negatives:
+            counts = self._data["negative_counts"]
+            first = counts.cumsum(0) - counts
+            chosen = torch.rand(len(index), device=self._device, generator=self._generator) * counts[index]
+            having = counts[index] > 0
+            texts.append(self._data["negatives"][(first[index] + chosen.long())[having]])
+            caption_image.append(torch.full((len(texts[1]),), -1, device=self._device))
+        return {"input_ids": torch.cat(texts).long(), "caption_image": torch.cat(caption_image)}
 
 
 def normalised(images: Tensor) -> Tensor:

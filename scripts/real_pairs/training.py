@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_sh
 from hf_infcl.training.dual_encoder import DualEncoder
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, as_it_is, normalised
+from .swaps import KINDS
 
 Row = dict[str, Any]
 
@@ -47,6 +48,9 @@ class Run:
         learning_rate: after a warm-up over a tenth of the steps; a cosine ends at 0.
         seed: of the initial weights, the order, the captions drawn and the augmentation.
         evaluations: how often the run is measured.
+        captions: the captions drawn per image.
+        equal_ids: "exclude" or "positive", as in `InfCLTrainingArguments`.
+        negatives: a hard negative caption is drawn for each image that has any.
     """
 
     experiment: str
@@ -59,6 +63,9 @@ class Run:
     pair_ids: bool = False
     seed: int = 0
     evaluations: int = 4
+    captions: int = 1
+    equal_ids: str = "exclude"
+    negatives: bool = False
 
     @property
     def indifferent(self) -> dict[str, Any]:
@@ -97,10 +104,16 @@ def new_model(data: dict, seed: int, objective: str = "softmax", *, toy: bool = 
     return model
 
 
-def compile_layers(model: CLIPModel) -> None:
-    """Compiles the layers of both towers in place, each for itself: a layer's code serves all layers and all models."""
-    for layer in (*model.vision_model.encoder.layers, *model.text_model.encoder.layers):
-        layer.compile(dynamic=False)
+def compile_layers(model: CLIPModel, *, texts: bool) -> None:
+    """Compiles the layers in place, each for itself: a layer's code serves all layers and all models.
+
+    Args:
+        model: the model.
+        texts: whether the text tower is compiled as well. Batches have to have the same number of texts then.
+    """
+    for tower in (model.vision_model, model.text_model) if texts else (model.vision_model,):
+        for layer in tower.encoder.layers:
+            layer.compile(dynamic=False)
 
 
 class _SameDecay(Trainer):
@@ -165,9 +178,26 @@ def measure(model: Any, data: dict, sets: Sequence[str]) -> Row:
         found = retrieval_metrics(images, texts, torch.arange(len(images), device=device))
         row |= {f"{name}_{metric.replace('_retrieval', '')}": round(value, 5) for metric, value in found.items()}
         if name != "validation":
+            swaps = swap_accuracies(images, texts, values["swaps"], encode)
+            row |= {f"{name}_{kind}_swaps": share for kind, share in swaps}
             best = (texts[example_captions(len(texts))] @ images.T).topk(min(5, len(images)), dim=1)
             row[f"{name}_examples"] = json.dumps(best.indices.tolist())
     return row
+
+
+def swap_accuracies(
+    images: Tensor, texts: Tensor, swaps: dict[str, Tensor], encode: Callable[..., Tensor]
+) -> Iterator[tuple[str, float | str]]:
+    """For each kind of swap how often an image is nearer to its caption than to the swapped one (SugarCrepe's measure).
+
+    The share is empty where a set has no such swap.
+    """
+    of_image = swaps["image"]
+    swapped = encode(tokens=swaps["tokens"])
+    right = (images[of_image] * (texts[of_image] - swapped)).sum(1) > 0
+    for number, kind in enumerate(KINDS):
+        found = right[swaps["kind"] == number]
+        yield kind, round(found.float().mean().item(), 5) if len(found) else ""
 
 
 def example_captions(count: int) -> list[int]:
@@ -232,7 +262,8 @@ class Measure(TrainerCallback):
 
 def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingArguments:
     kind = InfCLTrainingArguments if run.method == "InfCLTrainer" else TrainingArguments
-    own = {"objective": run.objective} if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
+    ours = {"objective": run.objective, "equal_ids": run.equal_ids}
+    own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     return kind(
         output_dir=folder,
         per_device_train_batch_size=run.micro_batch,
@@ -282,13 +313,20 @@ def train(
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
-    pairs = InMemory(data, run.seed, run.pair_ids, sources)
+    pairs = InMemory(
+        data,
+        run.seed,
+        pair_ids=run.pair_ids,
+        captions_per_image=run.captions,
+        negatives=run.negatives,
+        sources=sources,
+    )
     if run.batch > len(pairs):
         raise ValueError(f"A batch of {run.batch} pairs needs as many, and there are {len(pairs)}.")
     if model is None:
         model = new_model(data, run.seed, run.objective, toy=toy)
         if compiled:
-            compile_layers(model)
+            compile_layers(model, texts=run.captions == 1 and not run.negatives)
     callback = Measure(data, run, origin)
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(run, folder, on_gpu=data["images"].is_cuda)
@@ -355,8 +393,13 @@ def _by_source(sets: dict) -> dict:
     """The sets of held-out concepts, of clip art in place of all; those of emoji are the guard."""
     found = dict(sets)
     for name in ("validation", "concepts"):
-        chosen = sets[name]["clip_art"]
-        found[name] = {key: value[chosen] for key, value in sets[name].items()}
+        values = dict(sets[name])
+        chosen, swaps = values["clip_art"], values.pop("swaps")
+        of_chosen = chosen[swaps["image"]]
+        found[name] = {key: value[chosen] for key, value in values.items()}
+        places = chosen.cumsum(0) - 1
+        found[name]["swaps"] = {key: value[of_chosen] for key, value in swaps.items()}
+        found[name]["swaps"]["image"] = places[swaps["image"][of_chosen]]
     return found
 
 
