@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.demo import SCRIPTS
@@ -228,3 +229,59 @@ def test_the_files_of_the_experiments_can_be_run(module):
             assert run.method in training.TRAINERS
             assert run.batch % run.micro_batch == 0
             assert run.samples // run.batch >= 5, "enough steps"
+
+
+def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module):
+    tables = module("tables")
+
+    def row(experiment: str, batch: int, steps: int, rate: float, seed: int, validation: float, **more: Any) -> Any:
+        recalls = {f"vendor_{way}_recall@1": seed / 10 for way in ("image", "text")}
+        measured = {"validation_image_recall@1": validation, "finished": True, "steps": steps, "samples": steps * batch}
+        setting = {"experiment": experiment, "method": "InfCLTrainer", "batch": batch, "objective": "softmax"}
+        return {**setting, "pair_ids": False, "learning_rate": rate, "seed": seed, **measured, **recalls, **more}
+
+    rows = [
+        row("1_global_batch", 1024, 576, 1e-3, 0, 0.3),
+        row("1_global_batch", 1024, 576, 2e-3, 0, 0.4),
+        row("1_global_batch", 1024, 576, 2e-3, 1, 0.2),
+        row("1_global_batch", 1024, 576, 2e-3, 2, 0.2),
+        row("1_global_batch", 512, 1152, 1e-3, 0, 0.5),
+        row("2_fixed_steps", 512, 576, 1e-3, 0, 0.1, captions="", equal_ids="", negatives=""),  # of older columns
+    ]
+    found = tables.at_fixed_steps(rows)
+    assert [setting.batch for setting in found] == [512, 1024]
+    chosen = found[tables.Setting("InfCLTrainer", 1024, "softmax", False)]
+    assert chosen.rate == 2e-3, "the best at the first seed"
+    assert chosen.cell(tables.STYLE) == "10.0 ± 10.0", "the mean and the deviation over its seeds"
+
+
+def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
+    tables = module("tables")
+    folder = tmp_path / "evaluation/held_out_vendor/test"
+    folder.mkdir(parents=True)
+    lines = []
+    for number in range(10):
+        picture(folder / f"{number}.png", "circle", "red", number)
+        lines.append(json.dumps({"file_name": f"{number}.png", "name": f"the circle {number}"}) + "\n")
+    (folder / "metadata.jsonl").write_text("".join(lines))
+    common = {
+        "experiment": "2_fixed_steps",
+        "objective": "softmax",
+        "pair_ids": False,
+        "learning_rate": 1e-3,
+        "seed": 0,
+    }
+    common |= {"steps": 576, "finished": True, "validation_image_recall@1": 0.1}
+
+    def green(found: list[int]) -> int:
+        """Pixels of frames, where for every caption these drawings are found."""
+        rows = [
+            {**common, "method": method, "batch": batch, "samples": 576 * batch, "vendor_examples": str([found] * 10)}
+            for method, batch in (("InfCLTrainer", 256), ("Trainer", 4096), ("InfCLTrainer", 4096))
+        ]
+        tables.draw_examples(rows, tmp_path, tmp_path / "examples.png")
+        pixels = np.asarray(Image.open(tmp_path / "examples.png").convert("RGB"))
+        return int((pixels == tuple(bytes.fromhex(tables.GREEN[1:]))).all(-1).sum())
+
+    assert green([0, 1, 2, 3, 4]) == green([5, 6, 7, 8, 9]) > 0, "five of the ten captions each"
+    assert green([0, 0, 0, 0, 0]) == green([0, 1, 2, 3, 4])

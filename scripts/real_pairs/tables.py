@@ -14,20 +14,15 @@ import collections
 import csv
 import json
 import statistics
-import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for real_pairs
-
-from real_pairs.sources import DOWNLOADS, NPM, folder_of
+from PIL import Image, ImageDraw, ImageFont
 
 RESULTS = Path(__file__).parent / "results"
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"  # Okabe and Ito
@@ -41,7 +36,25 @@ FIGURES: dict[str, Sequence[str]] = {
     "zero-shot, new concepts": ("zero_shot_concepts_acc1",),
 }
 STYLE, CONCEPTS = list(FIGURES)[:2]
-SETTING = ("experiment", "method", "batch", "objective", "pair_ids", "way")
+SWAPS = {f"{kind} swapped": (f"vendor_{kind}_swaps",) for kind in ("attribute", "number", "relation")}
+FIXED_STEPS = 576
+
+
+class Setting(NamedTuple):
+    """What tells the configurations of an experiment apart; the defaults are those of rows without these columns."""
+
+    method: str
+    batch: float
+    objective: str
+    pair_ids: bool
+    way: str = ""
+    captions: float = 1
+    equal_ids: str = "exclude"
+    negatives: bool = False
+
+    @classmethod
+    def of(cls, row: Row) -> Setting:
+        return cls(**{name: row[name] for name in cls._fields if row.get(name, "") != ""})
 
 
 def read(table: Path) -> list[Row]:
@@ -64,7 +77,7 @@ def score(row: Row) -> float:
 
 
 def value(row: Row, figure: str) -> float:
-    return statistics.mean(row[column] for column in FIGURES[figure])
+    return statistics.mean(row[column] for column in {**FIGURES, **SWAPS}[figure])
 
 
 class Configuration:
@@ -103,14 +116,21 @@ class Configuration:
         return f"{statistics.mean(values):.1f}{deviation}"
 
 
-def configurations(rows: Iterable[Row], **wanted: Any) -> dict[tuple, Configuration]:
-    """The configurations with these values, by (method, batch, objective, pair_ids, way), the small batches first."""
-    groups: dict[tuple, list[Row]] = collections.defaultdict(list)
+def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dict[Setting, Configuration]:
+    """The configurations of the experiments with these values, `Trainer` first, then the small batches."""
+    groups: dict[Setting, list[Row]] = collections.defaultdict(list)
     for row in rows:
-        if all(row[name] == value for name, value in wanted.items()):
-            groups[tuple(row[name] for name in SETTING[1:])].append(row)
+        if row["experiment"] in experiments and all(row[name] == value for name, value in wanted.items()):
+            groups[Setting.of(row)].append(row)
     complete = {key: found for key, found in groups.items() if any(row["finished"] for row in found)}
     return {key: Configuration(complete[key]) for key in sorted(complete, key=lambda key: (key[0] != "Trainer", key))}
+
+
+def at_fixed_steps(rows: Iterable[Row]) -> dict[Setting, Configuration]:
+    """The configurations of 2_fixed_steps, and those of 1_global_batch that have as many steps."""
+    several = [row for row in rows if row["experiment"] in ("1_global_batch", "2_fixed_steps")]
+    kept = [row for row in several if row["samples"] == FIXED_STEPS * row["batch"]]
+    return configurations(kept, "1_global_batch", "2_fixed_steps")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -118,9 +138,10 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def label(method: str, batch: int, micro_batch: int = 256) -> str:
-    if method != "Trainer":
-        return f"`{method}`, one loss over {batch:,}"
+def label(setting: Setting, micro_batch: int = 256) -> str:
+    batch = int(setting.batch)
+    if setting.method != "Trainer":
+        return f"`{setting.method}`, one loss over {batch:,}"
     losses = batch // micro_batch
     return (
         "`Trainer`, a step for each loss over 256" if losses == 1 else f"`Trainer`, {losses} losses over 256 in a step"
@@ -130,7 +151,6 @@ def label(method: str, batch: int, micro_batch: int = 256) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--corpus", type=Path, help="of scripts/real_pairs.py, to show what is retrieved")
-    parser.add_argument("--downloads", type=Path, default=DOWNLOADS, help="of scripts/real_pairs.py")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = read(args.results / "results.csv")
@@ -139,36 +159,34 @@ def main() -> None:
         "Learning rates": rates(rows),
         "The same number of steps": fixed_steps(rows),
         "Objectives and false negatives": objectives(rows),
+        "Several captions": several_captions(rows),
+        "Hard negatives": hard_negatives(rows),
         "Fine-tuning": fine_tuning(rows),
         "Cost": cost(rows),
     }
-    if args.corpus is not None:
-        folder = folder_of(args.downloads, NPM["emojibase"])
-        tables["Ten examples"] = examples(rows, args.corpus, folder / "package/en/data.json")
     text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items() if table)
     (args.results / "TABLES.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     draw_global_batch(rows, args.results / "global_batch.png")
     draw_curves(rows, args.results / "curves.png")
+    if args.corpus is not None:
+        draw_examples(rows, args.corpus, args.results / "examples.png")
 
 
 # ---- Tables ----
 
 
 def global_batch(rows: list[Row]) -> str:
-    found = configurations(rows, experiment="1_global_batch")
     body = [
-        [label(method, c.batch), f"{c.steps:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for (method, *_), c in found.items()
+        [label(setting), f"{c.steps:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
+        for setting, c in configurations(rows, "1_global_batch").items()
     ]
     return markdown(["", "steps", "learning rate", *FIGURES], body)
 
 
 def rates(rows: list[Row]) -> str:
     """The validation scores of the linear and the square-root rule, from the tuned rate of the batch of 256 on."""
-    found = {
-        c.batch: c for (method, *_), c in configurations(rows, experiment="1_global_batch").items() if method[0] == "I"
-    }
+    found = {c.batch: c for c in configurations(rows, "1_global_batch", method="InfCLTrainer").values()}
     if 256 not in found:
         return ""
     base = found[256].rate
@@ -194,24 +212,58 @@ def rates(rows: list[Row]) -> str:
 
 
 def fixed_steps(rows: list[Row]) -> str:
-    found = configurations(rows, experiment="2_fixed_steps")
     body = [
-        [label(method, c.batch), f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for (method, *_), c in found.items()
+        [label(setting), f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
+        for setting, c in at_fixed_steps(rows).items()
     ]
-    return markdown(["", "samples", "learning rate", *FIGURES], body) if body else ""
+    return markdown(["", "samples", "learning rate", *FIGURES], body) if len(body) > 1 else ""
 
 
 def objectives(rows: list[Row]) -> str:
-    plain = configurations(rows, experiment="1_global_batch", method="InfCLTrainer")
-    found = plain | configurations(rows, experiment="3_objectives")
-    batches = {c.batch for (_, _, objective, ids, _), c in found.items() if objective == "sigmoid" or ids}
+    found = configurations(rows, "1_global_batch", "3_objectives", method="InfCLTrainer")
+    batches = {c.batch for setting, c in found.items() if setting.objective == "sigmoid" or setting.pair_ids}
     body = [
-        [f"{c.batch:,}", objective, "yes" if ids else "no", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for (_, _, objective, ids, _), c in sorted(found.items(), key=lambda item: item[0][1:4])
+        [
+            f"{c.batch:,}",
+            setting.objective,
+            "yes" if setting.pair_ids else "no",
+            c.rate_cell,
+            *(c.cell(figure) for figure in FIGURES),
+        ]
+        for setting, c in found.items()
         if c.batch in batches
     ]
     return markdown(["batch", "loss", "`pair_ids`", "learning rate", *FIGURES], body) if body else ""
+
+
+def positives(setting: Setting) -> str:
+    captions = "one caption" if setting.captions == 1 else f"{int(setting.captions)} captions"
+    return captions + ", names as positives" * (setting.pair_ids and setting.equal_ids == "positive")
+
+
+def several_captions(rows: list[Row]) -> str:
+    body = [
+        [positives(setting), c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
+        for setting, c in configurations(rows, "6_several_captions").items()
+    ]
+    return markdown(["per image", "learning rate", *FIGURES], body) if body else ""
+
+
+def hard_negatives(rows: list[Row]) -> str:
+    """How often an image is nearer to its caption than to the swapped one, beside the recalls."""
+    found = configurations(rows, "6_several_captions", "7_hard_negatives", pair_ids=False)
+    body = [
+        [
+            positives(setting),
+            "yes" if setting.negatives else "no",
+            c.rate_cell,
+            *(c.cell(figure) for figure in (*SWAPS, STYLE, CONCEPTS)),
+        ]
+        for setting, c in found.items()
+        if setting._replace(negatives=True) in found
+    ]
+    head = ["per image", "swapped captions in training", "learning rate", *SWAPS, STYLE, CONCEPTS]
+    return markdown(head, body) if body else ""
 
 
 def fine_tuning(rows: list[Row]) -> str:
@@ -236,36 +288,11 @@ def cost(rows: list[Row]) -> str:
     for row in rows:
         if row["experiment"] == "5_cost":
             rate = row["samples"] / row["seconds"]
-            name = label(row["method"], int(row["batch"]))
+            name = label(Setting.of(row))
             body.append(
                 [name, f"{1000 * row['seconds'] / row['steps']:,.1f} ms", f"{rate:,.0f}", f"{row['peak_gib']} GiB"]
             )
     return markdown(["micro-batches of 256", "a step", "pairs per second", "peak memory"], body) if body else ""
-
-
-def examples(rows: list[Row], corpus: Path, emojibase: Path) -> str:
-    """The five best of the held-out vendor's drawings for ten captions, as characters; brackets mark the right one."""
-    folder = corpus / "evaluation/held_out_vendor/test"
-    names = [json.loads(line)["name"] for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
-    entries = json.loads(emojibase.read_text(encoding="utf-8"))
-    entries += [variant for entry in entries for variant in entry.get("skins", [])]
-    characters = {entry["label"].lower(): entry["emoji"] for entry in entries}
-    shown = ("Trainer", 256), ("Trainer", 4096), ("InfCLTrainer", 4096)
-    found = configurations(rows, experiment="1_global_batch")
-    chosen = [c for wanted in shown for (method, *_), c in found.items() if (method, c.batch) == wanted]
-    told = [[row["vendor_examples"] for row in c.ended if row.get("vendor_examples")] for c in chosen]
-    if not all(told):  # rows of a run from before the examples were kept
-        return ""
-    best = [json.loads(first) for first, *_ in told]
-    body = []
-    for number in range(10):
-        query = number * len(names) // 10
-        cells = []
-        for of_model in best:
-            drawn = [(index == query, characters[names[index]]) for index in of_model[number]]
-            cells.append(" ".join(f"[{character}]" if right else character for right, character in drawn))
-        body.append([names[query], *cells])
-    return markdown(["caption", *(label(method, batch) for method, batch in shown)], body)
 
 
 # ---- Pictures ----
@@ -281,39 +308,30 @@ def panels(count: int, height: float = 4.0) -> tuple[Figure, Sequence[Axes]]:
 
 
 def draw_global_batch(rows: list[Row], path: Path) -> None:
-    """Quality against the batch at the same number of samples, and against the steps for each batch."""
-    found = configurations(rows, experiment="1_global_batch")
-    ours = sorted((c for (method, *_), c in found.items() if method == "InfCLTrainer"), key=lambda c: c.batch)
-    theirs = sorted((c for (method, *_), c in found.items() if method == "Trainer"), key=lambda c: c.batch)
-    figure, axes = panels(3)
-    for axis, name, title in (
-        (axes[0], STYLE, "known concepts in another style, recall@1"),
-        (axes[1], CONCEPTS, "new concepts, recall@5"),
+    """Quality against the batch at the same number of samples, and at the same number of optimizer steps."""
+    ours = {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over the batch"}
+    plain = {"color": VERMILION, "marker": "s", "ls": "--", "label": "Trainer: losses over 256 pairs each"}
+    figure, axes = panels(2)
+    for axis, found, title in (
+        (axes[0], configurations(rows, "1_global_batch"), "the same number of samples"),
+        (axes[1], at_fixed_steps(rows), "the same number of optimizer steps"),
     ):
-        for several, style in (
-            (ours, {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over the batch"}),
-            (theirs, {"color": VERMILION, "marker": "s", "ls": "none", "label": "Trainer: losses over 256 pairs each"}),
-        ):
-            values = [[100 * v for v in c.values(name)] for c in several]
+        for method, style in (("InfCLTrainer", ours), ("Trainer", plain)):
+            several = [c for setting, c in found.items() if setting.method == method]
+            values = [[100 * v for v in c.values(STYLE)] for c in several]
             errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            axis.errorbar([c.batch for c in several], [statistics.mean(v) for v in values], errors, capsize=3, **style)
+            if values:
+                batches = [c.batch for c in several]
+                axis.errorbar(batches, [statistics.mean(v) for v in values], errors, capsize=3, **style)
         axis.set_xscale("log", base=2)
-        batches = sorted({c.batch for c in (*ours, *theirs)})
+        batches = sorted({c.batch for c in found.values()})
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axis.set(title=title, xlabel=f"pairs of a step, {int(ours[0].ended[0]['samples']):,} samples seen")
-    for configuration, colour in zip(ours, colormaps["viridis_r"](np.linspace(0.15, 1, len(ours))), strict=True):
-        by_step: dict[float, list[float]] = collections.defaultdict(list)
-        for row in configuration.points:
-            by_step[row["steps"]].append(100 * value(row, STYLE))
-        means = [statistics.mean(by_step[step]) for step in sorted(by_step)]
-        style = {"color": colour, "marker": "o", "ms": 4, "label": f"{configuration.batch:,}"}
-        axes[2].plot(sorted(by_step), means, **style)
-    axes[2].set_xscale("log", base=2)
-    axes[2].xaxis.set_major_formatter(ScalarFormatter())
-    axes[2].set(title="known concepts in another style, recall@1", xlabel="optimizer steps")
-    for axis in axes:
-        axis.set(ylabel="per cent", ylim=(0, None))
-        axis.legend(frameon=False, fontsize=8, title="pairs of a step" if axis is axes[2] else None)
+        axis.set(title=title, xlabel="pairs of a step", ylim=(0, None))
+    samples = next(iter(configurations(rows, "1_global_batch").values())).ended[0]["samples"]
+    axes[0].set_xlabel(f"pairs of a step, {int(samples):,} samples in all")
+    axes[1].set_xlabel(f"pairs of a step, {FIXED_STEPS} steps")
+    axes[0].set_ylabel("recall@1, known concepts in another style, %")
+    axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -329,9 +347,8 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         ("InfCLTrainer", 4096): ("InfCLTrainer: one loss over 4,096", BLUE, "o"),
     }
     figure, axes = panels(2)
-    found = configurations(rows, experiment="1_global_batch")
-    for (method, *_), configuration in found.items():
-        key = method, configuration.batch
+    for setting, configuration in configurations(rows, "1_global_batch").items():
+        key = setting.method, configuration.batch
         if key not in shown:
             continue
         name, colour, marker = shown[key]
@@ -351,6 +368,43 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         axis.set(ylabel="per cent", ylim=(0, None), xlim=(0, None))
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path)
+
+
+def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
+    """The five best of the held-out vendor's drawings for ten captions, by three models; the right ones framed."""
+    folder = corpus / "evaluation/held_out_vendor/test"
+    entries = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
+    shown = {
+        Setting("InfCLTrainer", 256, "softmax", False): "one loss over 256",
+        Setting("Trainer", 4096, "softmax", False): "16 losses over 256",
+        Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096",
+    }
+    found = at_fixed_steps(rows)
+    best = {}
+    for setting, title in shown.items():
+        told = [row["vendor_examples"] for row in found[setting].ended] if setting in found else []
+        if not any(told):  # it has not run, or in a version that did not keep them
+            return
+        best[title] = json.loads(next(filter(None, told)))
+    side, gap, left, top = 56, 4, 230, 24
+    width = left + len(best) * (5 * (side + gap) + 16)
+    canvas = Image.new("RGB", (width, top + 10 * (side + gap)), "white")
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(13)
+    for column, (title, of_model) in enumerate(best.items()):
+        x = left + column * (5 * (side + gap) + 16)
+        draw.text((x, 4), title, "black", font)
+        for number, indices in enumerate(of_model):
+            query, y = number * len(entries) // 10, top + number * (side + gap)
+            if column == 0:
+                text = "\n".join(textwrap.wrap(entries[query]["name"], 32))
+                draw.multiline_text((4, y + side // 2), text, "black", font, anchor="lm")
+            for place, index in enumerate(indices):
+                corner = (x + place * (side + gap), y)
+                picture = Image.open(folder / entries[index]["file_name"]).convert("RGB").resize((side, side))
+                canvas.paste(picture, corner)
+                if index == query:
+                    draw.rectangle([corner[0] - 2, y - 2, corner[0] + side + 1, y + side + 1], outline=GREEN, width=2)
+    canvas.quantize(256).save(path, optimize=True)
 
 
 if __name__ == "__main__":
