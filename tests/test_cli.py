@@ -24,7 +24,7 @@ from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
 from helpers.hub import hub_for_this_process
 from helpers.processes import launched
 from helpers.shards import write_tar
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from hypothesis import strategies as st
 from transformers import TrainingArguments
 
@@ -609,9 +609,13 @@ def test_version_says_what_a_bug_report_needs(capsys):
     [
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
-        ("train --model ./no/such/model --dataset DEMO/digits", "./no/such/model"),
+        ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
+        ("train --model DEMO/digits --dataset DEMO/digits", "digits' holds no model that can be loaded"),
         ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
-        ("train --model DEMO/clip-init --dataset DEMO/digits --caption_column text", "text"),
+        (
+            "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
+            "'label']. Name the right one with caption_column (--caption",
+        ),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
         ("train --model m --dataset DEMO/digits --captions_per_image 0", "captions_per_image must be at least 1"),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
@@ -623,6 +627,18 @@ def test_version_says_what_a_bug_report_needs(capsys):
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):
     words = words.replace("DEMO", str(demo)).split()
     assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
+
+
+def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys, monkeypatch):
+    command = ["plan", "--model", "openai/clip-vit-bas", "--global_batch", 8]
+    with hub_for_this_process(monkeypatch, tmp_path / "cache"):
+        line = mistake(capsys, *command)
+        assert "There is no folder 'openai/clip-vit-bas', and the Hub has no model of this name" in line
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        line = mistake(capsys, *command)
+        assert "the Hub could not be reached" in line
+        assert "run `hf download openai/clip-vit-bas`" in line
+    assert "There is no folder 'a/b/c', and it is no id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
 
 
 def check_mistake_is_told_once(reason: str, code: int, output: str) -> None:

@@ -164,7 +164,13 @@ def rank_refused(rank: int, world_size: int, folder: str) -> None:
     for stage in (0, 3):
         with pytest.raises(ValueError, match=f"ZeRO stages 1 and 2, not {stage}"):
             trajectory(folder, "", config(stage))
+    of_deepspeed = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    for name, value in (("logit_scale_learning_rate", 1e-4), ("learning_rate_batch_size", 64)):
+        with pytest.raises(ValueError, match=f"DeepSpeed's config names an optimizer.*without {name}"):
+            trajectory(folder, "", of_deepspeed, **{name: value})
+        trajectory(folder, "", config(2), **{name: value})
+    trajectory(folder, "", of_deepspeed)
 
 
-def test_other_stages_are_refused(fresh_ranks, tmp_path):
+def test_other_stages_and_learning_rates_of_deepspeed_s_own_optimizer_are_refused(fresh_ranks, tmp_path):
     fresh_ranks.run(rank_refused, 1, str(tmp_path))

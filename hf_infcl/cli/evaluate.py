@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModel, AutoProcessor
-
 from ..data import ImageTextDataset, ZeroShotDataset, load_pairs
 from ..training.arguments import InfCLTrainingArguments
 from ..training.trainer import InfCLTrainer
 from .launched import leave, mistakes_in_one_line
+from .models import load
 from .options import ColumnOptions, EvaluationOptions, ModelOptions, Parser
 
 
@@ -38,11 +36,6 @@ def evaluate(words: Sequence[str]) -> None:
     if trainer.is_world_process_zero():
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)
-
-
-def load(checkpoint: str) -> tuple[Any, Any]:
-    """The model, in fp32 for the optimizer whatever dtype the checkpoint was saved in, and the processor."""
-    return AutoModel.from_pretrained(checkpoint, dtype=torch.float32), AutoProcessor.from_pretrained(checkpoint)
 
 
 def evaluation_datasets(columns: ColumnOptions, options: EvaluationOptions) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from .. import planning
 from ..planning import GIB, GPU, GPUS, Choice, Counts
 from ..training.arguments import InfCLTrainingArguments
 from .launched import mistakes_in_one_line
+from .models import load_config
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
@@ -63,7 +64,7 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("--measure needs a GPU. Leave it out to predict from the config alone.")
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
-    config = AutoConfig.from_pretrained(options.model)
+    config = load_config(options.model)
     counts = {False: planning.count(config, freeze=options.freeze)}
     setting = {"gpus": options.gpus, "global_batch": options.global_batch, "gpu": gpu, "memory_gib": memory_gib}
     found = planning.best(planning.choices(counts, compiled=options.torch_compile, **setting))

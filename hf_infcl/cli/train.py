@@ -32,8 +32,9 @@ from ..publishing import (
 from ..training.arguments import InfCLTrainingArguments
 from ..training.preemption import Preempted
 from ..training.trainer import InfCLTrainer
-from .evaluate import evaluation_datasets, load
+from .evaluate import evaluation_datasets
 from .launched import leave, mistakes_in_one_line
+from .models import load
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 from .plan import check_memory
 
@@ -221,7 +222,7 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
     try:
         import peft
     except ImportError:
-        raise ValueError("--lora_rank needs the package peft: pip install 'hf_infcl[peft]'.") from None
+        raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,21 @@ class BadSampleError(ValueError):
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of a `datasets.Dataset` whose images are decoded one by one, so that a bad file harms no other row."""
 
-    def __init__(self, dataset: datasets.Dataset, image_column: str, columns: Sequence[str]) -> None:
+    def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:
         import datasets
 
         if isinstance(dataset, datasets.DatasetDict):
             raise ValueError(f"The dataset is a DatasetDict. Pass one of its splits: {list(dataset)}.")
         if not isinstance(dataset, datasets.Dataset):
             raise ValueError(f"The dataset must be a datasets.Dataset, got {type(dataset).__name__}.")
-        columns = list(dict.fromkeys([image_column, *columns]))
-        if missing := [column for column in columns if column not in dataset.column_names]:
-            raise ValueError(f"The dataset has no column {missing}. Its columns are {dataset.column_names}.")
+        options = {"image_column": image_column, **others}
+        columns = list(dict.fromkeys(column for column in options.values() if column))
+        for option, column in options.items():
+            if column and column not in dataset.column_names:
+                raise ValueError(
+                    f"The dataset has no column {column!r}. Its columns are {dataset.column_names}. Name the right one "
+                    f"with {option} (--{option} on the command line)."
+                )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
         if dataset.format["type"] == "custom":

@@ -41,7 +41,7 @@ class ZeroShotDataset(ImageDataset):
         class_names: Sequence[str] | None = None,
         templates: Sequence[str] = ("a photo of a {}.",),
     ) -> None:
-        super().__init__(dataset, image_column, [label_column])
+        super().__init__(dataset, image_column, {"label_column": label_column})
         feature = dataset.features[label_column]
         if not is_integer(feature):
             raise ValueError(

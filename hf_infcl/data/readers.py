@@ -278,8 +278,13 @@ class ParquetReader:
         self._columns = list(dict.fromkeys(column for column in columns if column))
         with open_shard(urls[0], buffer=_PARQUET_BUFFER) as file:
             schema = _parquet_file(file, urls[0]).schema_arrow
-        if missing := [column for column in self._columns if column not in schema.names]:
-            raise ValueError(f"The shard {urls[0]!r} has no column {missing[0]!r}. Its columns are {schema.names}.")
+        options = ("image_column", "caption_column", "pair_id_column", "negative_caption_column")
+        for option, column in zip(options, columns, strict=True):
+            if column and column not in schema.names:
+                raise ValueError(
+                    f"The shard {urls[0]!r} has no column {column!r}. Its columns are {schema.names}. Name the right "
+                    f"one with {option} (--{option} on the command line)."
+                )
         image = schema.field(image_column).type
         is_struct = types.is_struct(image) and image.get_field_index("bytes") >= 0
         wrong = None

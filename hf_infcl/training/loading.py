@@ -367,7 +367,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             logger.warning(
                 f"The training has waited for its data in {max(overall):.0%} of the time. Set dataloader_num_workers "
                 f"higher, which is {workers}, as far as there are CPU cores; decode JPEGs faster (pip install "
-                '"hf_infcl[fast]"); or store smaller images.'
+                "simplejpeg); or store smaller images."
             )
 
     def _skipped_samples(self) -> int | None:

@@ -25,10 +25,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     supports, starts a new SigLIP's temperature, and warns of settings under which a training goes worse than it could.
 
     Raises:
-        ValueError: the model is not a dual encoder, the wrapper is not supported, or the objective is sigmoid for a
-            model without logit_bias.
+        ValueError: the model is not a dual encoder, the wrapper is not supported, the objective is sigmoid for a model
+            without logit_bias, or DeepSpeed makes the optimizer and ``args`` ask for learning rates that it lacks.
     """
     check_wrapper(accelerator)
+    _check_learning_rates(args, accelerator)
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze_unused()
     if args.freeze is not None:
@@ -68,6 +69,19 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         logger.warning(
             f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
             "batch, but the outputs of these layers depend on the size of the micro-batch."
+        )
+
+
+def _check_learning_rates(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        return
+    names = ("logit_scale_learning_rate", "learning_rate_batch_size")
+    asked = [name for name in names if getattr(args, name) is not None]
+    if asked and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
+        raise ValueError(
+            f"DeepSpeed's config names an optimizer, which DeepSpeed makes itself, without {' and '.join(asked)}. "
+            'Leave "optimizer" out of that config, so that the trainer makes the one of optim and DeepSpeed shards it; '
+            "or leave these options out."
         )
 
 

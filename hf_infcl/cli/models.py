@@ -1,0 +1,60 @@
+"""Loads the model that ``--model`` names, or says in a few words why that cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
+
+
+def load(checkpoint: str) -> tuple[Any, Any]:
+    """The model, in fp32 for the optimizer whatever dtype the checkpoint was saved in, and the processor.
+
+    Raises:
+        ValueError: they cannot be loaded.
+    """
+    with _explained(checkpoint):
+        return AutoModel.from_pretrained(checkpoint, dtype=torch.float32), AutoProcessor.from_pretrained(checkpoint)
+
+
+def load_config(checkpoint: str) -> PretrainedConfig:
+    """The model's config; raises as `load` does."""
+    with _explained(checkpoint):
+        return AutoConfig.from_pretrained(checkpoint)
+
+
+@contextmanager
+def _explained(checkpoint: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(_explanation(checkpoint, error)) from error
+
+
+def _explanation(checkpoint: str, error: BaseException) -> str:
+    causes: list[type[BaseException]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__ or cause.__context__
+    if Path(checkpoint).exists():
+        return f"{checkpoint!r} holds no model that can be loaded, with its config and its processor: {error}"
+    tried = f"There is no folder {checkpoint!r}"
+    if HFValidationError in causes:
+        return f"{tried}, and it is no id of a model on the Hub either, such as openai/clip-vit-base-patch32."
+    if LocalEntryNotFoundError in causes:
+        return (
+            f"{tried}, no model of this name was downloaded before, and the Hub could not be reached. Check the name. "
+            f"Without a network, run `hf download {checkpoint}` where there is one and pass the folder that it prints."
+        )
+    if RepositoryNotFoundError in causes:
+        return (
+            f"{tried}, and the Hub has no model of this name that you may read. Check the name. If the model is "
+            "private, log in with `hf auth login`."
+        )
+    return f"The model {checkpoint!r} cannot be loaded: {error}"
