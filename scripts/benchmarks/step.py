@@ -246,7 +246,10 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 
 
 def plot(table: Path) -> None:
-    """The rate of images of each trainer relative to the plain one, and memory against the global batch."""
+    """The rate of images of each trainer relative to the plain one, and memory against the global batch.
+
+    Each in the setting of which there are the most rows.
+    """
     keys = (
         "world_size",
         "model",
@@ -262,8 +265,11 @@ def plot(table: Path) -> None:
     for comparison, value in (("overhead", "ratio"), ("table", "peak_gib")):
         group = [row for row in rows if row["comparison"] == comparison and row[value]]
         if group:
-            last = {key: group[-1][key] for key in ("world_size", "model", "pixel_dtype", "micro_batch_size")}
-            panels.append((comparison, [row for row in group if all(row[k] == v for k, v in last.items())]))
+            settings: dict[tuple[str, ...], list[Row]] = {}
+            for row in group:
+                setting = tuple(row[key] for key in ("world_size", "model", "pixel_dtype", "micro_batch_size"))
+                settings[setting] = [*settings.get(setting, []), row]
+            panels.append((comparison, max(settings.values(), key=len)))
     if not panels:
         return
     figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
