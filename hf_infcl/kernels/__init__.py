@@ -2,7 +2,7 @@
 
 Operators of `torch.library`, which know nothing of autograd and torch.distributed. Each is computed by one of two
 modules, the `Backend` that its argument ``backend`` selects: `torch_backend` in plain torch on any device, or
-`triton_backend`, whose kernels `triton_kernels` explains.
+`triton_backend`, which launches Triton's kernels.
 
 Common words: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j
 (+ bias). scale and bias are 0-dim tensors on the features' device, so that nothing waits for their values. Scalars,

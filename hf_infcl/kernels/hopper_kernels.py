@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Sums and coefficients on Hopper, in Gluon: the results of `triton_kernels` up to rounding, in less time.
+"""The fast launches on Hopper, in Gluon: the results of Triton's kernels up to rounding, in less time.
 
-`triton_kernels` explains the algorithm and its formulas; this text explains how they are scheduled on Hopper.
+`triton_tiles`, `triton_softmax` and `triton_sigmoid` explain the algorithm and its formulas; this text explains how
+they are scheduled on Hopper.
 
 In CUTLASS's words the kernels are persistent, warp-specialised and ping-pong: one producer warp loads boxes of
 features by TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the
@@ -42,20 +43,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .triton_kernels import (
-    LIMIT,
-    LOG2E,
-    REACH,
-    _column_sums,
-    _exp,
-    _finite,
-    _inside,
-    _log1p,
-    _masked,
-    _place,
-    _thread_sums,
-    _whole_sum,
-)
+from .triton_sigmoid import LIMIT, log1p
+from .triton_softmax import REACH, exp, finite
+from .triton_tiles import LOG2E, column_sums, is_inside, masked_tiles, place, thread_sums, whole_sum
 
 # The first names are those of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -88,14 +78,14 @@ def _layout(columns):
 @gluon.jit
 def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
     """A pair's column block, its first row tile, and the number of row tiles of its first and of its second run."""
-    block, first = _place(pair, tiles, blocks, 2 * run, GROUP)
+    block, first = place(pair, tiles, blocks, 2 * run, GROUP)
     left = tiles - first
     return block, first, gl.minimum(left, run), gl.maximum(gl.minimum(left - run, run), 0)
 
 
 @gluon.jit
 def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
-    """The number of the plain program to which `_place` gives this column block and first row tile."""
+    """The number of the plain program to which `place` gives this column block and first row tile."""
     group = block // GROUP * GROUP
     return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
@@ -179,7 +169,7 @@ def _joined(left, right):
 
 @gluon.jit
 def _product_less_one(u):
-    """As in `triton_kernels`."""
+    """As in `triton_sigmoid`."""
     BM: gl.constexpr = u.shape[0]
     BN: gl.constexpr = u.shape[1]
     if BN > 4:
@@ -197,7 +187,7 @@ def _product_less_one(u):
 
 @gluon.jit
 def _quotients(tile, u, GAIN: gl.constexpr):
-    """As in `triton_kernels`."""
+    """As in `triton_sigmoid`."""
     a, b = _halves(u)
     of_a, of_b = _halves(tile)
     of_a, of_b = gl.fma(of_a, b, of_a), gl.fma(of_b, a, of_b)
@@ -222,29 +212,29 @@ def _store(g, tile, staging, row, column):
 
 @gluon.jit
 def _no_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros in the layout of the `_thread_sums` of a product of this shape."""
-    return _thread_sums(gl.zeros((ROWS, COLUMNS), gl.float32, _layout(COLUMNS)), ROWS, COLUMNS)
+    """Zeros in the layout of the `thread_sums` of a product of this shape."""
+    return thread_sums(gl.zeros((ROWS, COLUMNS), gl.float32, _layout(COLUMNS)), ROWS, COLUMNS)
 
 
 @gluon.jit
 def _sigmoid_cells(acc, s, b, GAIN: gl.constexpr):
-    """`triton_kernels._sigmoid_cells`, if FAST."""
+    """`triton_sigmoid._sigmoid_cells`, if FAST."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     u = gl.exp2(acc * s + b)
     c, product = _quotients(u, u, GAIN)
-    return c, product, _thread_sums(c, BM, BN), _thread_sums(c * acc, BM, BN)
+    return c, product, thread_sums(c, BM, BN), thread_sums(c * acc, BM, BN)
 
 
 @gluon.jit
 def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
-    """`triton_kernels._sigmoid_tile` of half a tile, which has the width of a stored box."""
+    """`triton_sigmoid._sigmoid_tile` of half a tile, which has the width of a stored box."""
     left, right = _halves(acc)
     c, product, of_bias, of_scale = _sigmoid_cells(left, s, b, GAIN)
     more_c, more_product, more_of_bias, more_of_scale = _sigmoid_cells(right, s, b, GAIN)
     _store(g, _joined(c, more_c), staging, row, column)
     product = gl.fma(product, more_product, product + more_product)
-    loss = gl.where(product < LIMIT, _log1p(product), float("inf"))
+    loss = gl.where(product < LIMIT, log1p(product), float("inf"))
     of_bias += more_of_bias
     return gl.convert_layout(loss, of_bias.type.layout, assert_trivial=True), of_bias, of_scale + more_of_scale
 
@@ -269,7 +259,7 @@ def _sigmoid(
             first += run
             length = second_length
         column = block * BN
-        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
+        masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         number = _number(block, first, tiles, blocks, run, GROUP)
         fitting = gl.load(overflowed + number, mask=length > 0, other=1.0) == 0
         loss = _no_sums(BM, BN // 4)
@@ -281,7 +271,7 @@ def _sigmoid(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
-            if fitting & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
+            if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
                 more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
                 loss += more_loss
@@ -295,9 +285,9 @@ def _sigmoid(
                 of_scale += more_of_scale
         tiles_before += together
         own_tiles_before += length
-        whole_loss = _whole_sum(loss)
-        whole_of_bias = _whole_sum(of_bias) * 2.0**-GAIN
-        whole_of_scale = _whole_sum(of_scale) * 2.0**-GAIN
+        whole_loss = whole_sum(loss)
+        whole_of_bias = whole_sum(of_bias) * 2.0**-GAIN
+        whole_of_scale = whole_sum(of_scale) * 2.0**-GAIN
         if fitting:
             if whole_loss < float("inf"):  # and not NaN
                 gl.store(loss_sums + number, gl.load(loss_sums + number) + whole_loss)
@@ -310,31 +300,31 @@ def _sigmoid(
 
 @gluon.jit
 def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
-    """As in `triton_kernels`."""
+    """As in `triton_softmax`."""
     strip = first + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [4], [0]))
     of_x = gl.load(lse_x + gl.minimum(strip, gl.minimum(first + rows, m) - 1))
     lowest = gl.minimum(gl.min(of_x, 0), gl.min(of_y, 0))
-    highest = gl.maximum(gl.max(_finite(of_x), 0), gl.max(_finite(of_y), 0))
+    highest = gl.maximum(gl.max(finite(of_x), 0), gl.max(finite(of_y), 0))
     bounded = gl.minimum(gl.max(of_x, 0), gl.max(of_y, 0)) < float("inf")
     return (lowest + highest) * 0.5, (highest - lowest <= REACH) & bounded
 
 
 @gluon.jit
 def _softmax_cells(acc, s, middle, of_x, lse_y, column, GAIN: gl.constexpr):
-    """`triton_kernels._softmax_cells`, if FAST."""
+    """`triton_softmax._softmax_cells`, if FAST."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     of_y = gl.load(lse_y + column + gl.arange(0, BN, gl.SliceLayout(0, layout)))
     of_y = gl.exp2((middle - of_y) * LOG2E + GAIN)
     of_x = gl.convert_layout(of_x, gl.SliceLayout(1, layout), assert_trivial=True)
-    c = _exp(acc, s, middle, 0) * (of_x[:, None] + of_y[None, :])
-    return c, _thread_sums(c * acc, BM, BN)
+    c = exp(acc, s, middle, 0) * (of_x[:, None] + of_y[None, :])
+    return c, thread_sums(c * acc, BM, BN)
 
 
 @gluon.jit
 def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl.constexpr):
-    """`triton_kernels._softmax_tile` of half a tile, which has the width of a stored box."""
+    """`triton_softmax._softmax_tile` of half a tile, which has the width of a stored box."""
     left, right = _halves(acc)
     c, sums = _softmax_cells(left, s, middle, of_x, lse_y, column, GAIN)
     more_c, more_sums = _softmax_cells(right, s, middle, of_x, lse_y, column + left.shape[1], GAIN)
@@ -361,7 +351,7 @@ def _softmax(
             first += run
             length = second_length
         column = block * BN
-        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
+        masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
         middle, near = _span(lse_x, gl.load(lse_y + gl.minimum(columns, n - 1)), first * BM, run * BM, m, SPAN)
         sums = _no_sums(BM, BN // 4)
@@ -373,14 +363,14 @@ def _softmax(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
-            if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
+            if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
                 left, right = _halves(acc)
                 sums += _softmax_half(left, g, staging, s, middle, of_x, lse_y, row, column, GAIN)
                 sums += _softmax_half(right, g, staging, s, middle, of_x, lse_y, row, column + BN // 2, GAIN)
         tiles_before += together
         own_tiles_before += length
-        whole = _whole_sum(sums) * 2.0**-GAIN
+        whole = whole_sum(sums) * 2.0**-GAIN
         number = _number(block, first, tiles, blocks, run, GROUP)
         if length > 0:
             gl.store(scale_sums + number, gl.load(scale_sums + number) + whole)
@@ -406,11 +396,11 @@ def _sums(
             first += run
             length = second_length
         column = block * BN
-        masked_start, masked_stop = _masked(overlaps, block, diagonal, BM, BN)
+        masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
         in_y = gl.minimum(columns, n - 1)
         middle, near = _span(reference_x, gl.load(reference_y + in_y), first * BM, run * BM, m, SPAN)
-        partials = _column_sums(gl.zeros((BM, BN), gl.float32, _layout(BN)), BM, BN, 4)
+        partials = column_sums(gl.zeros((BM, BN), gl.float32, _layout(BN)), BM, BN, 4)
         for t in range(length):
             row = (first + t) * BM
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
@@ -419,11 +409,11 @@ def _sums(
                 x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
-            if near & _inside(row, column, m, n, masked_start, masked_stop, BM, BN):
-                e = _exp(acc, s, of_x[:, None], 0)
+            if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
+                e = exp(acc, s, of_x[:, None], 0)
                 gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")
                 e *= gl.exp2((of_x - middle) * LOG2E)[:, None]
-                partials += _column_sums(e, BM, BN, 4)
+                partials += column_sums(e, BM, BN, 4)
         tiles_before += together
         own_tiles_before += length
         total = gl.convert_layout(gl.sum(gl.sum(partials, 0), 0), columns.type.layout)
@@ -456,7 +446,7 @@ def softmax_sums(
     x, y, sum_x, sum_y, reference_x, reference_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The NEAR launch of `triton_kernels.softmax_sums`."""
+    """The NEAR launch of `triton_softmax.softmax_sums`."""
     x_buffer, y_buffer, full, empty, turns = _shared(x, y)
     gl.warp_specialize(
         [
@@ -480,7 +470,7 @@ def sigmoid_coefficients(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The FAST launch of `triton_kernels.sigmoid_coefficients`."""
+    """The FAST launch of `triton_sigmoid.sigmoid_coefficients`."""
     x_buffer, y_buffer, full, empty, turns = _shared(x, y)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
@@ -506,7 +496,7 @@ def softmax_coefficients(
     x, y, g, scale_sums, lse_x, lse_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The FAST launch of `triton_kernels.softmax_coefficients`."""
+    """The FAST launch of `triton_softmax.softmax_coefficients`."""
     x_buffer, y_buffer, full, empty, turns = _shared(x, y)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(

@@ -1,7 +1,7 @@
 """Computes blocks by Triton kernels, on NVIDIA GPUs from compute capability 8.0 and on ROCm.
 
-`triton_kernels` explains the algorithm and holds the device code. On Hopper, with releases of Triton that are known to
-compile them, `hopper_kernels` take large blocks of bf16 or fp16 features.
+The device code, which explains the algorithm, lies in `triton_tiles`, `triton_softmax` and `triton_sigmoid`. On Hopper,
+with releases of Triton that are known to compile them, `hopper_kernels` take large blocks of bf16 or fp16 features.
 
 Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
 that are not 16-byte aligned are copied, and fp32 features split (below).
@@ -28,7 +28,7 @@ import torch
 import triton
 from torch import Tensor
 
-from . import triton_kernels
+from . import triton_sigmoid, triton_softmax, triton_tiles
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
@@ -56,7 +56,7 @@ def positive_logits(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         block = Operands.of(x, y)
         tile = block.tiling.tile
         out = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        triton_kernels.positives[(cdiv(len(x), tile),)](
+        triton_softmax.positives[(cdiv(len(x), tile),)](
             *block.features(), scale, out, len(x), B=tile, **block.constants()
         )
         return out
@@ -167,9 +167,9 @@ def multi_positive_sigmoid(
 
 
 def _softmax_statistics(block: Operands, scale: Tensor, references: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The results of `triton_kernels.log_odds`: [m] and [n], or [3·m] and [3·n] with several positives."""
+    """The results of `triton_softmax.log_odds`: [m] and [n], or [3·m] and [3·n] with several positives."""
     m, n, tile = len(block.x), len(block.y), block.tiling.tile
-    lengths = (3 * m, 3 * n) if block.equal == triton_kernels.POSITIVE.value else (m, n)
+    lengths = (3 * m, 3 * n) if block.equal == triton_tiles.POSITIVE.value else (m, n)
     features, constants = block.features(), {"EQUAL": block.equal, **block.constants()}
     references = references[0].contiguous(), references[1].contiguous()
     new: dict[str, Any] = {"dtype": torch.float32, "device": block.x.device}
@@ -182,7 +182,7 @@ def _softmax_statistics(block: Operands, scale: Tensor, references: tuple[Tensor
     odds = torch.empty(lengths[0], **new), torch.empty(lengths[1], **new)
     programs = cdiv(m, tile) + cdiv(n, tile)
     arguments = (*features, *sums, *references, *odds, scale, block.ids_x, block.ids_y, m, n, block.diagonal)
-    triton_kernels.log_odds[(programs,)](*arguments, B=tile, **constants)
+    triton_softmax.log_odds[(programs,)](*arguments, B=tile, **constants)
     return odds
 
 
@@ -203,7 +203,7 @@ def _add_softmax_sums(
     def launch_plain(near: bool, gated: bool) -> None:
         arguments = (*features, *sums, *references, scale, block.ids_x, block.ids_y, *place, tiles, blocks, run)
         form = {"NEAR": near, "GATED": gated, "BM": tiling.tile, "BN": tiling.tile, "WARPS": tiling.warps}
-        triton_kernels.softmax_sums[(cdiv(tiles, run) * blocks,)](*arguments, **form, **span, **constants)
+        triton_softmax.softmax_sums[(cdiv(tiles, run) * blocks,)](*arguments, **form, **span, **constants)
 
     if block.parts > 1 or m * n < NEAR_PAYS:
         launch_plain(near=False, gated=False)
@@ -229,7 +229,7 @@ def _softmax_gradients(
     grads: tuple[Tensor | None, Tensor | None],
     dimension: int,
 ) -> Tensor:
-    """Adds the products of `triton_kernels.softmax_coefficients`; each pair is of the rows and of the columns."""
+    """Adds the products of `triton_softmax.softmax_coefficients`; each pair is of the rows and of the columns."""
     m, n = len(block.x), len(block.y)
     sums: Tensor | None = None
     for chunk in _chunks(block, *grads, dimension):
@@ -242,8 +242,8 @@ def _softmax_gradients(
         if gated and chunk.hopper is not None:
             chunk.launch_on_hopper(chunk.hopper.softmax_coefficients, (sums, *lse_of_chunk, scale), span)
         elif gated:
-            chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": True, "GATED": True, **span})
-        chunk.launch(triton_kernels.softmax_coefficients, vectors, {"FAST": False, "GATED": gated, **span})
+            chunk.launch(triton_softmax.softmax_coefficients, vectors, {"FAST": True, "GATED": True, **span})
+        chunk.launch(triton_softmax.softmax_coefficients, vectors, {"FAST": False, "GATED": gated, **span})
         chunk.add_products()
     assert sums is not None
     return sums.sum()
@@ -260,8 +260,8 @@ def _sigmoid(
         if chunk.hopper is not None:
             chunk.launch_on_hopper(chunk.hopper.sigmoid_coefficients, vectors, {})
         else:
-            chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": True})
-        chunk.launch(triton_kernels.sigmoid_coefficients, vectors, {"FAST": False})
+            chunk.launch(triton_sigmoid.sigmoid_coefficients, vectors, {"FAST": True})
+        chunk.launch(triton_sigmoid.sigmoid_coefficients, vectors, {"FAST": False})
         chunk.add_products()
     assert sums is not None
     loss, of_bias, of_scale = sums[:3].sum(1).unbind()

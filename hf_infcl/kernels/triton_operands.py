@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import triton_kernels
+from . import triton_tiles
 from .triton_tiling import INTERPRETED, Tiling, boxes, cdiv, tiling_for
 
 # Pairs of parts (of x, of y), the largest product last: tensor cores round an addition by the size of the sum so far.
@@ -25,8 +25,8 @@ class Operands:
     parts: int  # parts of which each number is the sum; above 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
-    equal: int  # the meaning of equal ids: one of the three constants of `triton_kernels`
-    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_kernels.id_overlaps`)
+    equal: int  # the meaning of equal ids: one of the three constants of `triton_tiles`
+    overlaps: Tensor | None  # [column blocks, 2] int32: where equal ids may be (`triton_tiles.id_overlaps`)
     diagonal: int
     tiling: Tiling
 
@@ -42,16 +42,16 @@ class Operands:
     ) -> Operands:
         x, y, parts = _features(x, y)
         tiling = tiling_for(x.device, parts)
-        place = triton_kernels.NOWHERE.value if diagonal is None else diagonal
+        place = triton_tiles.NOWHERE.value if diagonal is None else diagonal
         if ids_x is None or ids_y is None:
-            return cls(x, y, parts, None, None, triton_kernels.NO_IDS.value, None, place, tiling)
+            return cls(x, y, parts, None, None, triton_tiles.NO_IDS.value, None, place, tiling)
         ids_x, ids_y = ids_x.contiguous(), ids_y.contiguous()
         blocks = cdiv(len(y), tiling.tile)
         overlaps = torch.empty(blocks, 2, dtype=torch.int32, device=x.device)
-        triton_kernels.id_overlaps[(blocks,)](
+        triton_tiles.id_overlaps[(blocks,)](
             *(ids_x, ids_y, overlaps, len(x), len(y), place), BM=tiling.tile, BN=tiling.tile, STRIP=1024
         )
-        equal = triton_kernels.POSITIVE if equal_are_positive else triton_kernels.EXCLUDED
+        equal = triton_tiles.POSITIVE if equal_are_positive else triton_tiles.EXCLUDED
         return cls(x, y, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
 
     def part(self, rows: slice, columns: slice) -> Operands:
@@ -75,7 +75,7 @@ class Operands:
     def constants(self) -> dict[str, Any]:
         """The compile-time constants of all kernels, and Triton's options."""
         # Triton 3.6 cannot pipeline loops of one step: short features are read into the zeros beyond their end, and
-        # no loop of `triton_kernels._product` has a single step.
+        # no loop of `triton_tiles.tile_product` has a single step.
         length, step = self.x.shape[1], self.tiling.step
         steps = max(2, cdiv(length, step))
         careful = 0
@@ -88,7 +88,7 @@ class Operands:
             "BK": step,
             "num_warps": self.tiling.warps,
             "num_stages": self.tiling.stages,
-            "enable_fp_fusion": self.parts == 1,  # see triton_kernels._exp
+            "enable_fp_fusion": self.parts == 1,  # see triton_softmax.exp
         }
 
 

@@ -57,7 +57,7 @@ def tiling_for(device: torch.device, parts: int) -> Tiling:
     # From Hopper on: 3 stages of 32 KiB, so that a processor's shared memory holds two programs.
     if parts == 1:
         return Tiling(tile=128, step=64, warps=4, stages=3, slots=2 * processors)
-    # The sums of fp32 features take twice the registers (`triton_kernels._product`), hence twice the threads.
+    # The sums of fp32 features take twice the registers (`triton_tiles.tile_product`), hence twice the threads.
     return Tiling(tile=128, step=64, warps=8, stages=3, slots=processors)
 
 
