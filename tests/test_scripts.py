@@ -297,8 +297,8 @@ def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
         step.common.append(tmp_path / "step.csv", step.COLUMNS, row | memory)
     tables.run(where)
     written = where.output.read_text()
-    assert "| hf_infcl, 4 × H200, float32 images | 1.50 (10.30) | – | 1.50 (11.20) | – | – | – |" in written
-    assert "| hf_infcl, 2 × H200, bfloat16 images | – | – | 2.50 (12.40) | – | ✗ | – |" in written
+    assert "| hf_infcl, vit-b-16, 4 × H200, float32 images | 1.50 (10.30) | – | 1.50 (11.20) | – | – | – |" in written
+    assert "| hf_infcl, vit-b-16, 2 × H200, bfloat16 images | – | – | 2.50 (12.40) | – | ✗ | – |" in written
     assert "| vit-b-16, 4 × H200, float32 images | – | – | ≥ 128k (1.50 GiB) |" in written
     assert "| vit-b-16, 2 × H200, bfloat16 images | – | – | ≥ 128k (2.50 GiB) |" in written
 
