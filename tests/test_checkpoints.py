@@ -82,9 +82,27 @@ def test_another_of_the_same_step_replaces_it(tmp_path):
 def test_what_a_save_has_left_is_removed_with_a_word(tmp_path, caplog):
     left = Checkpoint(tmp_path, 2)
     left.begin(RECORD)
+    shutil.copytree(written(tmp_path, 1), tmp_path / "_removed-checkpoint-3")
     written(tmp_path, 4)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
-    assert "_partial-checkpoint-2 was left by a save that did not end" in caplog.text
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-4"}
+    for name in ("_partial-checkpoint-2", "_removed-checkpoint-3"):
+        assert f"{name} was left by a save that did not end" in caplog.text
+
+
+def removed_halfway(folder: Path, kill_at: int) -> None:
+    count_calls(lambda: rotate(folder, 1, [folder / "checkpoint-2"]), kill_at)
+
+
+def test_a_checkpoint_that_is_removed_halfway_is_removed_at_the_next_save(tmp_path):
+    first, last = written(tmp_path, 1), written(tmp_path, 2)
+    calls = count_calls(lambda: rotate(tmp_path, 2, [last]))
+    process = multiprocessing.get_context("fork").Process(target=removed_halfway, args=(tmp_path, calls + 40))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not first.exists()
+    written(tmp_path, 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-3"}
 
 
 def cut(path: Path) -> None:
@@ -220,6 +238,16 @@ def test_a_model_alone_is_nothing_to_go_on_from(tmp_path):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+def test_a_damaged_record_of_an_old_checkpoint_does_not_end_the_training(tmp_path):
+    folders = [written(tmp_path, step) for step in (1, 2, 3)]
+    record = folders[0] / "infcl_run.json"
+    record.write_text(record.read_text().replace("{", "["))
+    (folders[1] / MANIFEST_NAME).unlink()
+    (folders[1] / MANIFEST_NAME).symlink_to("/proc/self/mem")  # no process can read its first bytes
+    rotate(tmp_path, 1, [folders[2]])
+    assert all(folder.is_dir() for folder in folders)
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     with locked(tmp_path), pytest.raises(ValueError, match=r"Another run is training in .* Choose another output_dir"):
         trainer(tmp_path).train()
@@ -241,6 +269,12 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
     os.chdir(Path(folder, str(rank)))
     try:
         os.environ["LOCAL_RANK"] = "0"
+        with pytest.raises(ValueError, match=r"On rank 1: output_dir .* is another folder than that in which"):
+            trained("apart")
+        if rank == 0:
+            Path("of-another-trainer").mkdir()
+        with pytest.raises(ValueError, match="Rank 1 finds no folder of-another-trainer"):
+            choose("run", "of-another-trainer")
         options = {"save_on_each_node": True}
         expected = trained("whole", **options)
         trained("run", **options)
@@ -258,6 +292,19 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
 def test_machines_with_disks_of_their_own_save_and_resume_together(ranks, tmp_path):
     files = ranks.run(rank_of_a_machine, 2, str(tmp_path))
     assert files == [["rng_state_0.pth"], ["rng_state_1.pth"]]
+
+
+def rank_of_a_disk(rank: int, world_size: int, folder: str) -> None:
+    output_dir = f"{folder}/run" if rank == 0 else "/proc/self"  # nobody can write to /proc
+    run = trainer(output_dir)
+    with pytest.raises(ValueError, match="On rank 1: Nothing can be written to output_dir /proc/self"):
+        run.train()
+    assert run.state.global_step == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(ranks, tmp_path):
+    ranks.run(rank_of_a_disk, 2, str(tmp_path))
 
 
 # ---- A disk that is full ----

@@ -151,6 +151,14 @@ def test_a_skipped_window_changes_no_running_statistics(tmp_path):
     assert trainer._guard.skipped_windows == 1
 
 
+def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_log(tmp_path):
+    options = {**OPTIONS, "skip_nonfinite": 1, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}
+    trainer_for(tmp_path, data=pairs(24, [9]), **options, callbacks=[StopAt(2)]).train()
+    resumed = trainer_for(tmp_path, data=pairs(24, [9]), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [entry["skipped_windows"] for entry in resumed.state.log_history if "loss" in entry] == [1]
+
+
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_more_windows_in_a_row_are_skipped_than_allowed(tmp_path, most):
     # Windows 1, 3 and 4 are bad.

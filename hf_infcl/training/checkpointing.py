@@ -80,7 +80,8 @@ class CheckpointingTrainer(HubTrainer):
         self._trial = trial
         self._saved_step = -1  # an earlier training may have saved at the same step
         output_dir, saves = str(self.args.output_dir), self.args.should_save
-        with locked(output_dir, locks=saves), Preemption() as self._preemption:
+        shared = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
+        with locked(output_dir, locks=saves, shared=shared), Preemption() as self._preemption:
             if resume_from_checkpoint == LAST_CHECKPOINT:
                 # A folder of this name is taken if every process finds it, so that all go the same way.
                 found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])

@@ -15,10 +15,10 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -31,7 +31,7 @@ RECORD_NAME = "infcl_run.json"
 MANIFEST_NAME = "infcl_manifest.json"
 # Names that begin with an underscore are not uploaded by Trainer's pushes, nor taken for checkpoints.
 LOCK_NAME = "_run.lock"
-_PARTIAL, _REPLACED = "_partial-", "_replaced-"
+_PARTIAL, _REMOVED = "_partial-", "_removed-"
 
 logger = logging.get_logger(__name__)
 
@@ -72,6 +72,7 @@ class RunRecord:
         processes: the number of processes that wrote the checkpoint, each with its random state.
         only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
         stream: what each process has consumed of an `ImageTextStream`; None for other data.
+        skipped_windows: windows that were not trained, because their numbers were not finite or their loss exploded.
     """
 
     run: Run
@@ -81,6 +82,7 @@ class RunRecord:
     processes: int = 1
     only_model: bool = False
     stream: list[dict[str, Any]] | None = None
+    skipped_windows: int = 0
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -133,10 +135,11 @@ class Checkpoint:
         self.partial = self.partial_dir / name
 
     def begin(self, record: RunRecord) -> None:
-        """Makes the folder to write into, with the record; removes folders that earlier saves left incomplete."""
-        for left in self.folder.parent.glob(f"{_PARTIAL}{PREFIX_CHECKPOINT_DIR}-*"):
-            logger.warning(f"{left} was left by a save that did not end. It is removed.")
-            shutil.rmtree(left)
+        """Makes the folder to write into, with the record; removes what earlier saves left of other folders."""
+        for prefix in (_PARTIAL, _REMOVED):
+            for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
+                logger.warning(f"{left} was left by a save that did not end. It is removed.")
+                shutil.rmtree(left, ignore_errors=True)
         self.partial.mkdir(parents=True)
         record.write(self.partial)
 
@@ -156,8 +159,7 @@ class Checkpoint:
         manifest.write_text(json.dumps({"written": time.time_ns(), "files": described}, indent=2), encoding="utf-8")
         _flush(manifest)
         _flush(self.partial)
-        replaced = self.folder.with_name(_REPLACED + self.folder.name)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replaced = self.folder.with_name(_REMOVED + self.folder.name)
         if self.folder.exists():
             self.folder.rename(replaced)
         self.partial.rename(self.folder)
@@ -212,7 +214,10 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
                     return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{manifest} is damaged ({error})."
-    record = RunRecord.read(checkpoint)
+    try:
+        record = RunRecord.read(checkpoint)
+    except ValueError as error:
+        return str(error)
     if record is not None and record.only_model:
         return f"{checkpoint} was saved with save_only_model: it has no optimizer state, so no training goes on."
     return None
@@ -235,16 +240,27 @@ def _folders(output_dir: str | Path) -> list[Path]:
 def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
     """Removes all complete checkpoints except the ``limit`` newest ones and those to ``keep``.
 
-    Folders that are not complete checkpoints are neither counted nor removed.
+    Folders that are not complete checkpoints, or cannot be read, are neither counted nor removed.
     """
     if limit is None or limit <= 0:
         return
-    complete = [folder for folder in _folders(output_dir) if damage(folder, checksums=False) is None]
+
+    def is_complete(folder: Path) -> bool:
+        try:
+            return damage(folder, checksums=False) is None
+        except OSError:
+            return False
+
+    complete = [folder for folder in _folders(output_dir) if is_complete(folder)]
     kept = [folder for folder in complete if folder in keep]
     others = [folder for folder in complete if folder not in keep]
     for folder in others[max(0, limit - len(kept)) :]:
         logger.info(f"{folder} is removed: save_total_limit is {limit}.")
-        shutil.rmtree(folder, ignore_errors=True)
+        # Under another name, a folder that a kill leaves half removed is removed at the next save.
+        removed = folder.with_name(_REMOVED + folder.name)
+        with suppress(OSError):
+            folder.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = None) -> str | None:
@@ -270,8 +286,9 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     looks = is_main if looks is None else looks
 
     def problem_on_any(find: Callable[[str], str | None], folder: str) -> str:
+        problem = "" if looks or Path(folder).is_dir() else f"Rank {processes.rank} finds no folder {folder}."
         try:
-            problem = (looks and find(folder)) or ""
+            problem = (looks and find(folder)) or problem
         except (OSError, ValueError) as error:  # raised here, it would end this process while the others wait
             problem = f"{folder} cannot be read: {error}"
         return next(filter(None, processes.gather_text(problem)), "")
@@ -325,34 +342,61 @@ def check_writable(output_dir: str | Path) -> None:
 
 
 @contextmanager
-def locked(output_dir: str | Path, *, locks: bool | None = None) -> Iterator[None]:
+def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = True) -> Iterator[None]:
     """Keeps other runs from training in the same folder; the lock is released however the process ends; collective.
 
     Args:
         output_dir: the folder.
         locks: whether this process takes the lock. By default that is the main process. Where every machine has its own
             folder, one process of each must.
+        shared: all processes will write to the folder, so that it has to be the same one for them.
 
     Raises:
-        ValueError: on every process: another run holds the lock, or the folder cannot be written to.
+        ValueError: on every process: another run holds the lock, or the folder of a process cannot be written to or is
+            another one than that of the process that takes the lock.
     """
     processes = Processes()
-    lock, problem = FileLock(Path(output_dir, LOCK_NAME), timeout=0), ""
-    if processes.rank == 0 if locks is None else locks:
+    locks = processes.rank == 0 if locks is None else locks
+    lock = FileLock(Path(output_dir, LOCK_NAME), timeout=0)
+
+    def refuse(problem: str) -> None:
+        for rank, text in enumerate(processes.gather_text(problem)):
+            if text:
+                raise ValueError(text if rank == 0 else f"On rank {rank}: {text}")
+
+    problem = ""
+    try:
         try:
-            check_writable(output_dir)
-            lock.acquire()
+            if locks or shared:
+                check_writable(output_dir)
+            if locks:
+                lock.acquire()
         except Timeout:
             problem = (
                 f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If its "
-                "launcher was killed, some of its processes may still be running. Machines that do not share the "
-                "folder need save_on_each_node."
+                "launcher was killed, some of its processes may still be running. If this is one run on several "
+                "machines that share the folder, leave save_on_each_node off."
             )
         except (OSError, ValueError) as error:
             problem = str(error)
-    try:
-        if problem := next(filter(None, processes.gather_text(problem)), ""):
-            raise ValueError(problem)
+        refuse(problem)
+        if shared:
+            refuse(_another_folder(output_dir, processes, marks=locks))
         yield
     finally:
         lock.release()
+
+
+def _another_folder(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
+    """A sentence if no process that ``marks`` its folder has the same one as this process; else empty; collective."""
+    # The name of the mark is new, so that no file system can have cached whether it is there.
+    with NamedTemporaryFile(prefix="_", dir=output_dir) if marks else nullcontext() as mark:
+        names = processes.gather_text("" if mark is None else Path(mark.name).name)
+        found = any(Path(output_dir, name).exists() for name in names if name)
+        processes.gather_text("")  # the marks stay until all processes have looked for them
+    return (
+        ""
+        if found
+        else f"output_dir {output_dir} is another folder than that in which checkpoints are completed. Choose one that "
+        "all machines share, or let each complete its own with save_on_each_node=True."
+    )

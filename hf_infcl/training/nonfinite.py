@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from ..processes import Processes
+from .checkpoints import RunRecord
 from .grad_cache import CachedWindow
 from .loading import LoadingTrainer
 
@@ -140,8 +142,11 @@ class GuardedTrainer(LoadingTrainer):
 
     def _begin_training(self) -> None:
         super()._begin_training()
-        skipped = int(self._last_logged("skipped_windows"))
+        skipped = 0 if self._resumed is None else self._resumed.skipped_windows
         self._guard = WindowGuard(self.args.skip_nonfinite, self.args.divergence_factor, skipped)
+
+    def _record(self) -> RunRecord:
+        return replace(super()._record(), skipped_windows=self._guard.skipped_windows)
 
     def _begin_window(self, batches: list[Any]) -> None:
         super()._begin_window(batches)
