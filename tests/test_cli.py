@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import types
 from dataclasses import fields
 from pathlib import Path
@@ -174,6 +175,26 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
     infcl(*command)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
     assert (out / "all_results.json").exists()
+
+
+def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_command(small, tmp_path, monkeypatch):
+    command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
+    with monkeypatch.context() as patch:
+        patch.setattr(InfCLTrainer, "save_metrics", lambda *_: sys.exit(9))
+        with pytest.raises(SystemExit):
+            infcl(*command)
+    out = tmp_path / "out"
+    assert not (out / "model.safetensors").exists()
+    infcl(*command)
+    results = json.loads((out / "all_results.json").read_text())
+    state = json.loads((out / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    measured = [entry for entry in state["log_history"] if "eval_pairs_loss" in entry]
+    assert results["eval_pairs_loss"] == measured[-1]["eval_pairs_loss"]
+    assert (out / "model.safetensors").read_bytes() == (out / "checkpoint-2/model.safetensors").read_bytes()
+    before = left_in(out)
+    infcl(*command)
+    assert left_in(out) == before
 
 
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):

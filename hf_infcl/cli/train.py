@@ -16,10 +16,13 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..data import ImageTextDataset, ImageTextStream, load_pairs
+from ..processes import Processes
 from ..publishing import (
     CURVES_FILE,
     RECORD_FILE,
@@ -123,13 +126,14 @@ def train(words: Sequence[str]) -> None:
         except Preempted as ended:
             leave(trainer, int(ended.code or 0))
             raise
-    if trainer.steps_trained == 0:  # the trainer has logged that the run was complete
+    if trainer.steps_trained == 0 and has_results(trainer):
         if trainer.is_world_process_zero():
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
         leave(trainer)
         return
-    trainer.log_metrics("train", trained.metrics)
-    trainer.save_metrics("train", trained.metrics)
+    if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
+        trainer.log_metrics("train", trained.metrics)
+        trainer.save_metrics("train", trained.metrics)
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     if eval_datasets:
         with mistakes_in_one_line(parser.prog, of_libraries=False):
@@ -215,6 +219,13 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
     if resume and (checkpoints or resume != "auto"):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
+
+
+def has_results(trainer: InfCLTrainer) -> bool:
+    """Whether the results in output_dir are those of the present step, on all processes alike."""
+    path = Path(str(trainer.args.output_dir), TRAINER_STATE_NAME)
+    written = path.is_file() and TrainerState.load_from_json(str(path)).global_step == trainer.state.global_step
+    return bool(Processes().agree([written])[0][0])
 
 
 def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
