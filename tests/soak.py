@@ -1,11 +1,11 @@
-"""Long checks that the suite runs only in a short form; each appends a row to tests/results/soak.csv.
+"""Long forms of checks that the suite runs in a short form; each appends rows to tests/results/soak.csv.
 
 python tests/soak.py loss                          10,000 random cases of the loss against float64, in this process
-python tests/soak.py loss --world_sizes 1 2 3 4    as many for every number of processes (GPUs, where there are any)
-python tests/soak.py train --steps 5000            training for so many steps, with memory, files and threads flat
-python tests/soak.py text                          10,000 random files, command lines and model cards each
+python tests/soak.py loss --world_sizes 1 2 3 4    as many for each number of processes (each has a GPU, if there are any)
+python tests/soak.py train --steps 5000            5,000 steps of training, in which memory, files and threads must not grow
+python tests/soak.py text                          10,000 cases of each test of random files, command lines and model cards
 
-``--minutes`` ends the cases or steps earlier; the row says how many there were. A wrong result ends with exit code 1.
+``--minutes`` ends the cases or steps earlier; a row says how many there were. The exit code is 1 after any failure.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def commit() -> str:
 
 
 def fuzz_loss(options: argparse.Namespace) -> int:
-    """Random cases on every number of processes; how many numbers were wrong."""
+    """Random cases on every number of processes; returns how many losses and gradients were wrong."""
     wrong = 0
     for world_size in options.world_sizes:
         begin, findings = time.monotonic(), Findings()
@@ -125,7 +125,7 @@ def one_process(options: argparse.Namespace) -> Iterator[Findings]:
 
 
 def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Findings]:
-    """Every other hundred of cases sends texts around a ring that it would gather, because they are small."""
+    """Texts of these sizes are gathered even by a ring; in every other hundred of cases they travel around it."""
     pool = Ranks()
     try:
         for number, seeds in enumerate(jobs(options)):
@@ -146,7 +146,7 @@ def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Find
 
 
 def train(options: argparse.Namespace) -> int:
-    """Trains, evaluates and saves; how many measures have grown."""
+    """Trains, evaluates and saves; returns how many measures of the process have grown."""
     from helpers import models  # not above, where every process of the loss would import transformers
     from helpers.trainers import trainer_for
     from helpers.usage import Usage
@@ -191,7 +191,7 @@ STATISTICS = r"^tests/test_\w+\.py::(.*):\n\n((?:  .*\n|\n)+)"  # hypothesis's, 
 
 
 def fuzz_text(options: argparse.Namespace) -> int:
-    """The tests of two files that draw random input, with 10,000 cases each; in how many of the files one failed."""
+    """Runs the tests of two files that draw random input, with 10,000 cases each; returns how many files failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis"]
     command += ["--hypothesis-profile=long", "--hypothesis-show-statistics"]
     wrong = 0
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000, help="random cases of the loss, for each world size")
     parser.add_argument("--first_seed", type=int, default=0, help="the seed of the first case")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1], help="numbers of processes of a case")
-    parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="processes that compute cases of one")
+    parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="processes that share the cases of one process")
     parser.add_argument("--steps", type=int, default=1000 if ON_GPU else 5000, help="optimizer steps of the training")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest duration of each row")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV that the rows are appended to")

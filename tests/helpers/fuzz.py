@@ -1,4 +1,4 @@
-"""Random cases for `contrastive_loss`: each is drawn from a number, and its errors are held against float64."""
+"""Random cases for `contrastive_loss`: each is drawn from a seed, and its loss and gradients compared with float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros", "or
 LAYOUTS = ("contiguous", "transposed", "columns of a wider tensor", "every other row", "unaligned", "one row expanded")
 EMBEDDINGS, SCALARS = ("image_embeds", "text_embeds", "negative_texts"), ("logit_scale", "logit_bias")
 PAIR_IDS = (None, None, "few", "all equal", "all different")
-# What texts belong to: with None text i to image i, else as image_ids and text_ids say.
+# Which texts belong to which images: with None text i to image i, else as image_ids and text_ids say.
 BELONGING = (None, None, None, "an image each", "captions", "labels", "some", "one")
 TILES = ("TILE_ELEMENTS", "TILE_ELEMENTS_GPU")
 NUMBERS = ("small", "equal in their lower 32 bits", "extreme")
@@ -37,7 +37,7 @@ GPU_DIMENSIONS |= dict.fromkeys(("bfloat16", "float16"), ((1, 128), (449, 512)))
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn from a seed; equal on all processes."""
+    """The arguments of one call on all processes, drawn from a seed."""
 
     seed: int
     device: str
@@ -135,7 +135,7 @@ class Case:
         return {name: t.to(self.device) for name, t in (of_dtype | numbered).items()}
 
     def _likeness(self, n: int, m: int, generator: torch.Generator) -> Tensor:
-        """[m]: which image a text is like; from n on none."""
+        """[m]: the number of the image that a text is like; of none from n on."""
         if self.belonging is None:
             return torch.arange(n)
         if self.belonging == "an image each":
@@ -180,12 +180,12 @@ class Case:
 
 
 class Error(NamedTuple):
-    """‖value - truth‖ of the loss or one of its gradients, infinite if a number is not finite."""
+    """The norm of the error of the loss or of one of its gradients; infinite if a number is not finite."""
 
     name: str
     ours: float
-    of_rounding: float  # what rounding alone may make of it
-    of_plain_torch: float  # on the same inputs in the same dtype
+    of_rounding: float  # the largest error that rounding explains
+    of_plain_torch: float  # the error of plain torch on the same inputs in the same dtype
 
     def is_failure(self) -> bool:
         return self.ours > self.of_rounding and self.ours > self.of_plain_torch
@@ -193,7 +193,7 @@ class Error(NamedTuple):
 
 @dataclass
 class Findings:
-    """What came out of cases."""
+    """The results of some cases."""
 
     cases: int = 0
     failures: list[str] = field(default_factory=list)
@@ -328,8 +328,8 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
     A logit is the sum of D products, each of them and each sum rounded: it is off by some of its largest possible size,
     |scale|·|x|·|y|, growing with the square root of D. The exponentials of differences of logits are off by a factor.
     The coefficients of half precision are rounded once more for the product with the features, the gradients for their
-    dtype, in which small numbers vanish. The float64 reference rounds as well, and so do not all digits of a loss below
-    1e-12 count.
+    dtype, in which small numbers vanish. The float64 reference rounds as well, so that fewer digits of a loss below
+    1e-12 can be compared.
     """
     dtype = DTYPES[case.dtype]
     eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24

@@ -1,4 +1,4 @@
-"""What a process holds while it trains, so that a leak shows."""
+"""Memory, files, threads and tensors of a process while it trains, to find leaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # no growth of any
 
 
 class Usage(TrainerCallback):
-    """Notes what the process holds, so often in a training, and ends the training after some minutes."""
+    """Measures the process's `usage` during a training, and ends the training after some minutes.
+
+    Args:
+        steps: of the training.
+        notes: how often to measure, evenly over the steps.
+        minutes: after which the training ends.
+    """
 
     def __init__(self, steps: int, notes: int = 100, minutes: float = float("inf")) -> None:
         self.every = max(1, steps // notes)
@@ -30,13 +36,13 @@ class Usage(TrainerCallback):
             self.seen.append(usage())
 
     def growth(self) -> dict[str, float]:
-        """How much more is held at most in the second half of the training than in the second quarter."""
+        """The maximum of each measure in the second half of the training less that in the second quarter."""
         quarter = len(self.seen) // 4
         early, late = self.seen[quarter : 2 * quarter], self.seen[2 * quarter :]
         return {name: max(s[name] for s in late) - max(s[name] for s in early) for name in late[0]}
 
     def grown(self) -> dict[str, float]:
-        """The growth of what has grown by more than is allowed."""
+        """The growth of those measures that have grown by more than `ALLOWED_GROWTH`."""
         return {name: more for name, more in self.growth().items() if more > ALLOWED_GROWTH.get(name, 0)}
 
 
