@@ -1,9 +1,9 @@
 """Long forms of checks that the suite runs in a short form; each appends rows to tests/results/soak.csv.
 
 python tests/soak.py loss                          10,000 random cases of the loss against float64, in this process
-python tests/soak.py loss --world_sizes 1 2 3 4    as many for each number of processes (each has a GPU, if there are any)
-python tests/soak.py train --steps 5000            5,000 steps of training, in which memory, files and threads must not grow
-python tests/soak.py text                          10,000 cases of each test of random files, command lines and model cards
+python tests/soak.py loss --world_sizes 1 2 3 4    as many for each number of processes (one per GPU, if any)
+python tests/soak.py train --steps 5000            5,000 steps, in which memory, files and threads must not grow
+python tests/soak.py text                          10,000 cases for files, command lines and model cards each
 
 ``--minutes`` ends the cases or steps earlier; a row says how many there were. The exit code is 1 after any failure.
 """
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10_000, help="random cases of the loss, for each world size")
     parser.add_argument("--first_seed", type=int, default=0, help="the seed of the first case")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1], help="numbers of processes of a case")
-    parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="processes that share the cases of one process")
+    parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="cases of one process at a time")
     parser.add_argument("--steps", type=int, default=1000 if ON_GPU else 5000, help="optimizer steps of the training")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest duration of each row")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV that the rows are appended to")
