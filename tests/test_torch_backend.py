@@ -111,6 +111,19 @@ def test_a_tiny_loss_keeps_its_digits(distance):
         assert relative_error(gradient, exact) < 5e-6
 
 
+@pytest.mark.parametrize("ids", [False, True])
+def test_the_sum_over_many_tiles_keeps_its_digits(ids, monkeypatch):
+    monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", 16)
+    x, y = features(256, 8)
+    options = dict.fromkeys(("image_ids", "text_ids"), torch.arange(256)) if ids else {}
+    for scale in (0.0, 1.0):  # at 0 all terms are equal, and so are all roundings of their sum
+        truth, expected = run(reference.contrastive_loss, x, y, scale, -1.0, torch.float64, objective="sigmoid")
+        loss, gradients = run(contrastive_loss, x, y, scale, -1.0, torch.float32, objective="sigmoid", **options)
+        assert relative_error(loss, truth) < 1e-6
+        assert relative_error(gradients[2], expected[2]) < 5e-6
+        assert relative_error(gradients[3], expected[3]) < 1e-6
+
+
 def test_gradcheck():
     x, y = features(5, 3, dtype=torch.float64)
     leaves = [t.requires_grad_() for t in (x, y, torch.tensor(3.0).double(), torch.tensor(-1.0).double())]
