@@ -5,10 +5,11 @@ One process is a group of one: callers need not ask whether there are several.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 MOST_NUMBERS = 15  # the most numbers that `agree` exchanges
+
+Collective = Callable[..., Any]  # collective(group=...): reads and writes tensors that are bound to it
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Processes:
         self.group = process_group
         self.rank, self.world_size = 0, 1
         self.device = torch.device("cpu")
+        self._instead: Callable[[Collective], None] | None = None  # see `redirected`
         # torch may have been built without torch.distributed.
         if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
             return
@@ -54,22 +58,42 @@ class Processes:
         if dist.get_backend(process_group) == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
+    def perform(self, collective: Collective) -> None:
+        """Makes a collective. Those of `sum`, `gather`, `gather_all` and `scatter_sum` all come through here."""
+        if self._instead is None:
+            collective(group=self.group)
+        else:
+            self._instead(collective)
+
+    @contextmanager
+    def redirected(self, instead: Callable[[Collective], None]) -> Iterator[None]:
+        """A context in which `perform` hands collectives to ``instead``, to be made at another time, or not at all."""
+        self._instead = instead
+        try:
+            yield
+        finally:
+            self._instead = None
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over the processes, the same on each; for one process the tensor itself, not a copy."""
         if self.world_size == 1:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total, group=self.group)
+        self.perform(functools.partial(dist.all_reduce, total))
         return total
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[world_size, *shape]: every process's tensor, all of one shape and dtype."""
+        (gathered,) = self.gather_all(tensor)
+        return gathered
+
+    def gather_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`gather` of each of several tensors."""
         if self.world_size == 1:
-            return tensor[None]
-        gathered = tensor.new_empty(self.world_size, *tensor.shape)
-        # torch 2.13 renames the collectives of single tensors and deprecates the old names.
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        all_gather(gathered, tensor.contiguous()[None], group=self.group)
+            return tuple(tensor[None] for tensor in tensors)
+        gathered = tuple(tensor.new_empty(self.world_size, *tensor.shape) for tensor in tensors)
+        parts = tuple(tensor.contiguous()[None] for tensor in tensors)
+        self.perform(functools.partial(_all_gather, gathered, parts))
         return gathered
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
@@ -82,18 +106,8 @@ class Processes:
             return tensor
         total = tensor.new_empty(len(tensor) // self.world_size, *tensor.shape[1:])
         reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        reduce_scatter(total, tensor.contiguous(), group=self.group)
+        self.perform(functools.partial(reduce_scatter, total, tensor.contiguous()))
         return total
-
-    def scatter_logaddexp(self, tensor: Tensor) -> Tensor:
-        """As `scatter_sum`, with the logarithm of the sum of exponentials in place of the sum."""
-        if self.world_size == 1:
-            return tensor
-        largest = tensor.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)  # subtracted first, so that nothing overflows
-        anchor = largest.clamp_min(torch.finfo(tensor.dtype).min)  # -inf - -inf is not a number
-        b = len(tensor) // self.world_size
-        return self.scatter_sum(torch.exp(tensor - anchor)).log() + anchor[self.rank * b : (self.rank + 1) * b]
 
     def gather_text(self, text: str) -> list[str]:
         """Every process's text, in the order of the ranks."""
@@ -125,11 +139,48 @@ class Processes:
         row = torch.zeros(1 + MOST_NUMBERS, dtype=torch.float64)
         row[0] = bool(failure)
         row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
-        rows = self.gather(row.to(self.device)).tolist()
+        with self._beside_the_queue():
+            rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_text(failure)) if text]
             raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))
         return [values[: len(numbers)] for _, *values in rows]
+
+    def _beside_the_queue(self) -> Any:
+        """A context in which numbers from the host are exchanged without waiting for what the device still computes.
+
+        The device keeps that work while the host waits. Collectives of one group keep their order on all streams.
+        """
+        return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+
+
+class Arriving:
+    """Numbers on their way from the device to the host, which need not wait for what is queued on the device later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.to("cpu", non_blocking=True)
+        self._arrived: Any = None
+        if tensor.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tolist(self) -> list[Any]:
+        """The numbers, once they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensor.tolist()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    # torch 2.13 renames the collectives of single tensors and deprecates the old names.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    for out, part in zip(gathered, parts, strict=True):
+        all_gather(out, part, group=group)
 
 
 def announce_failure(error: Exception) -> None:

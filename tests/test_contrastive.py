@@ -82,7 +82,8 @@ def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):
 
 
 def rank_small_texts(rank: int, world_size: int) -> None:
-    limit = world_size * 3 * 24 * (16 + 4)  # bytes of three texts on each process, with their gradients
+    # Bytes of three texts on each process, with their gradients and each process's statistics.
+    limit = world_size * 3 * (24 * (16 + 4) + 4 * world_size)
     for b, travels in ((4, True), (3, False)):
         rotate = mock.patch.object(Ring, "rotate", autospec=True, side_effect=Ring.rotate)
         with mock.patch.object(strategies, "GATHERED_BYTES", limit), rotate as rotated:

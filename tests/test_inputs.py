@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from helpers.numerics import features
 
 from hf_infcl import contrastive_loss
+from hf_infcl.loss.inputs import Inputs
 
 
 def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
@@ -82,7 +84,7 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         ),
         "negatives' dtype": ((x, y, 1.0), {"negative_texts": y.double() if wrong else y}, "rank 1: negative.*float64"),
         "negatives' device": ((x, y, 1.0), {"negative_texts": y.to("meta") if wrong else y}, "rank 1: negative.*meta"),
-        "gradients": ((x.requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for image_embeds"),
+        "gradients": ((x.clone().requires_grad_(wrong), y, 1.0), {}, "for nothing[\\s\\S]*for image_embeds"),
         "objective": ((x, y, 1.0), {"objective": "clip" if wrong else "softmax"}, "rank 1: objective .*'clip'"),
         "objectives": ((x, y, 1.0), {"objective": "sigmoid" if wrong else "softmax"}, "softmax[\\s\\S]*sigmoid"),
         "strategy": ((x, y, 1.0), {"strategy": "star" if wrong else "ring"}, "rank 1: strategy .*'ring'.*'star'"),
@@ -104,6 +106,16 @@ def rank_errors(rank: int, world_size: int) -> None:
 
 def test_every_process_is_told_what_is_wrong_on_one(ranks):
     ranks.run(rank_errors, 2, always_ring=True)
+
+
+def rank_errors_of_scalars(rank: int, world_size: int) -> None:
+    """Scalars of GPUs are compared after the loss is queued, with the same messages."""
+    with mock.patch.object(Inputs, "scalars_are_read", return_value=False):
+        rank_errors(rank, world_size)
+
+
+def test_scalars_that_are_read_late_are_refused_alike(ranks):
+    ranks.run(rank_errors_of_scalars, 2)
 
 
 @pytest.mark.parametrize(

@@ -618,7 +618,7 @@ def test_replays_within_a_graph_and_without_memory(monkeypatch: pytest.MonkeyPat
         assert all(relative_error(a, b) < 1e-3 for a, b in zip(again, first, strict=True))
 
 
-def _out_of_memory(self: Any, function: Any, tensors: Any) -> None:
+def _out_of_memory(self: Any, exchange: Any, function: Any, tensors: Any) -> None:
     self._inputs = tensors
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.empty(1 << 50, device="cuda", dtype=torch.uint8)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .. import kernels
-from ..processes import Processes
+from ..processes import Arriving, Processes
 from . import cuda_graphs, pairs, several_positives
 from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
-from .strategies import Strategy, select_strategy
+from .strategies import RingStrategy, Strategy, select_strategy
 
 RECORDED_WORK = 160e9  # n·m·D, multiplications of a product: up to here (2 ms on an H100) launches take longer
 
@@ -50,10 +50,11 @@ def contrastive_loss(
     processes and so give every parameter the gradient of one process that holds the whole batch. The embeddings have to
     come from the forward of the wrapped model, not from its module.
 
-    A single process on a GPU replays the kernels of small batches (n·m·D up to 1.6e11: 17,677 pairs of 512 dimensions)
-    as a CUDA graph, from the third call with the same shapes on, because launching them takes longer than running them.
-    The two latest graphs keep their memory (in bf16 192 MiB for 8,192 pairs of 512 dimensions, 352 MiB for 16,384);
-    without enough memory for that, no graph is recorded.
+    On GPUs the kernels of small batches (n·m·D up to 1.6e11, with n images of this process and m texts of all: on one
+    process 17,677 pairs of 512 dimensions, on two 12,500 each) are replayed as CUDA graphs, from the third call with
+    the same shapes on, because launching them takes longer than running them. Collectives are made between the graphs.
+    The two latest recordings keep their memory (in bf16 192 MiB for 8,192 pairs of 512 dimensions, 352 MiB for 16,384);
+    without enough memory for that, nothing is recorded. A ring that sends its texts around is not recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and
@@ -87,8 +88,9 @@ def contrastive_loss(
 
     Raises:
         ValueError: on every process alike, if an argument is unusable, logit_scale or logit_bias is not finite, or
-            shapes, dtypes, scalars or options differ between processes. A single process does not read a scalar from a
-            GPU, because that would stall the stream: if it is not finite, the loss is NaN.
+            shapes, dtypes, scalars or options differ between processes. Several processes compare the scalars of a
+            GPU in the loss's own precision, after its kernels are queued. A single process does not read a scalar from
+            a GPU, because that would stall the stream: if it is not finite, the loss is NaN.
         RuntimeError: another process announced an error (`hf_infcl.processes.announce_failure`).
     """
     inputs = Inputs(
@@ -132,10 +134,16 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
     wanted = inputs.wanted()
     with torch.autocast(x.device.type, enabled=False):
-        return _Loss.apply(
+        scalars = None
+        if processes.world_size > 1 and not inputs.scalars_are_read():
+            scalars = Arriving(processes.gather(torch.stack((scale.detach(), bias.detach()))))
+        loss = _Loss.apply(
             *(x, y, inputs.negative_texts, scale, bias, ids_x, inputs.text_ids),
             *(counts, strategy, inputs.objective, wanted),
         )
+    if scalars is not None:  # compared when the work is queued, so that the device goes on meanwhile
+        inputs.compare(processes, scalars.tolist())
+    return loss
 
 
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -164,13 +172,14 @@ class _Loss(torch.autograd.Function):
         wanted: Wanted,
     ) -> Tensor:
         evaluate = functools.partial(_evaluate, strategy, objective, wanted, counts)
-        if _launches_dominate(strategy, x, y, negatives):
-            name = (type(strategy), strategy.backend, objective, wanted)
-            evaluate = functools.partial(cuda_graphs.run, name, evaluate)
+        processes = strategy.processes
+        if _launches_dominate(strategy, x, counts):
+            name = (type(strategy), strategy.backend, objective, wanted, counts, processes.rank)
+            evaluate = functools.partial(cuda_graphs.run, name, processes, evaluate)
         loss, *gradients = evaluate(x, y, negatives, scale, bias, ids_x, ids_y)
         assert loss is not None
         ctx.save_for_backward(*gradients)
-        ctx.processes, ctx.dtype = strategy.processes, x.dtype
+        ctx.processes, ctx.dtype = processes, x.dtype
         return loss
 
     @staticmethod
@@ -190,14 +199,16 @@ class _Loss(torch.autograd.Function):
         )
 
 
-def _launches_dominate(strategy: Strategy, x: Tensor, y: Tensor, negatives: Tensor | None) -> bool:
-    """Whether the kernels take longer to launch than to run, and can be recorded: nothing else is launched."""
-    texts = len(y) + (0 if negatives is None else len(negatives))
+def _launches_dominate(strategy: Strategy, x: Tensor, counts: Counts) -> bool:
+    """Whether the kernels take longer to launch than to run, and can be recorded."""
+    texts = sum(counts.texts) + sum(counts.negative_texts)
+    processes = strategy.processes
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
         and len(x) * texts * x.shape[1] <= RECORDED_WORK
-        and strategy.processes.world_size == 1
+        # Collectives of GPUs are only queued, in the order of the stream; a ring's transfers are not.
+        and (processes.world_size == 1 or (processes.device == x.device and not isinstance(strategy, RingStrategy)))
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 

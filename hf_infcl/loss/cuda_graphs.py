@@ -1,16 +1,26 @@
-"""Replays a repeated computation as a CUDA graph, for kernels that take longer to launch than to run."""
+"""Replays a repeated computation as CUDA graphs, for kernels that take longer to launch than to run.
+
+A computation without collectives is one graph. Collectives are not recorded: they end one graph, and another begins
+after them. A replay makes them again between the graphs, with the tensors of the recording. Processes may record at
+different times, since recording itself exchanges nothing, and replays make the same collectives as the computation.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor | None, ...]
+Collective = Callable[..., Any]
 
 PATIENCE = 2  # calls before one is recorded: evaluations come in many sizes, a training in one
 KEPT = 2  # recordings at a time, each with the memory of its computation
@@ -19,13 +29,24 @@ _logger = logging.getLogger(__name__)
 _lock = threading.Lock()  # a recording's inputs are written and then read by its replay
 
 
-def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
+class Exchange(Protocol):
+    """The processes among which a computation makes its collectives: `hf_infcl.processes.Processes`."""
+
+    def perform(self, collective: Collective) -> None:
+        """Makes a collective."""
+
+    def redirected(self, instead: Callable[[Collective], None]) -> AbstractContextManager[None]:
+        """A context in which collectives are handed to ``instead`` and not made."""
+
+
+def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
     """Computes ``function(*tensors)``; from the third call with the same name and shapes on it replays a recording.
 
     Args:
         name: says what the function computes; functions of the same name are taken for the same.
-        function: launches the same kernels whenever shapes are the same, and does nothing else: no random numbers, no
-            waiting for the device, no collectives.
+        exchange: makes the collectives of the function.
+        function: launches the same kernels and makes the same collectives whenever shapes are the same, and does
+            nothing else: no random numbers, no waiting for the device.
         tensors: on one CUDA device, the first not None.
 
     Returns:
@@ -40,7 +61,7 @@ def run(name: Hashable, function: Callable[..., Tensors], *tensors: Tensor | Non
             torch.backends.cuda.matmul.fp32_precision,
             torch.is_inference_mode_enabled(),
         )
-        return _recording(name, shapes, state, torch.cuda.current_stream())(function, tensors)
+        return _recording(name, shapes, state, torch.cuda.current_stream())(exchange, function, tensors)
 
 
 @functools.lru_cache(KEPT)
@@ -51,36 +72,80 @@ def _recording(*key: Hashable) -> _Recording:
 class _Recording:
     def __init__(self) -> None:
         self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
+        self._collectives: Sequence[Collective] = ()  # the first after the first graph, and so on
         self._inputs: Tensors = ()
         self._outputs: Tensors = ()
 
-    def __call__(self, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
+    def __call__(self, exchange: Exchange, function: Callable[..., Tensors], tensors: Tensors) -> Tensors:
         self._calls += 1
         if self._calls == PATIENCE + 1:
             try:
-                self._record(function, tensors)
+                self._record(exchange, function, tensors)
             except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
                 # Without a recording, less memory is enough. Any other error will occur again.
                 _logger.warning("A small loss is not replayed as a CUDA graph: %s", error)
                 self._inputs = self._outputs = ()
-        if self._graph is None:
+        if not self._graphs:
             return function(*tensors)
         self._fill(tensors)
-        self._graph.replay()
+        for graph, collective in zip_longest(self._graphs, self._collectives):
+            graph.replay()
+            if collective is not None:
+                exchange.perform(collective)
         return tuple(None if t is None else t.clone() for t in self._outputs)
 
-    def _record(self, function: Callable[..., Tensors], tensors: Tensors) -> None:
+    def _record(self, exchange: Exchange, function: Callable[..., Tensors], tensors: Tensors) -> None:
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
-        function(*self._inputs)  # compiles kernels for their alignment, which is impossible while recording
-        graph = torch.cuda.CUDAGraph()
-        # The recording has its own stream, because cuBLAS keeps a workspace per stream. Other threads may go on.
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+        # Compiles kernels for the alignment of these tensors, which is impossible while recording. Nothing is
+        # exchanged, since other processes may record at another time, so that the results mean nothing.
+        with exchange.redirected(lambda collective: None):
+            function(*self._inputs)
+        capture = _Capture()
+        with exchange.redirected(capture.interrupt), capture:
             self._outputs = function(*self._inputs)
-        self._graph = graph
+        self._graphs, self._collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
         for own, given in zip(self._inputs, tensors, strict=True):
             if own is not None and given is not None:
                 own.copy_(given)
+
+
+class _Capture:
+    """A context that records what is launched in it as graphs, with collectives between them.
+
+    The graphs share one pool of memory, because they are replayed in this order only: what the first has computed
+    stays where the others read it.
+    """
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.collectives: list[Collective] = []
+        # A stream of its own, because cuBLAS keeps a workspace per stream.
+        self._stream = torch.cuda.Stream()
+        self._open: torch.cuda.graph | None = None
+
+    def __enter__(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        pool = self.graphs[0].pool() if self.graphs else None
+        # Other threads may go on.
+        capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+        capture.__enter__()
+        self._open = capture
+        self.graphs.append(graph)
+
+    def __exit__(self, *error: Any) -> None:
+        capture, self._open = self._open, None
+        if capture is None:  # it could not begin
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where a computation begins by a collective
+            capture.__exit__(*error)
+
+    def interrupt(self, collective: Collective) -> None:
+        """Ends a graph before the collective and begins the next."""
+        self.__exit__(None, None, None)
+        self.collectives.append(collective)
+        self.__enter__()

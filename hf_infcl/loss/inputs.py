@@ -40,9 +40,8 @@ class Inputs:
         Raises:
             ValueError: on every process alike, if the inputs of any are unusable or differ between them.
         """
-        alone = processes.world_size == 1
-        problem = self._problem(alone)
-        if alone:
+        problem = self._problem()
+        if processes.world_size == 1:
             if problem:
                 raise ValueError(problem)
             return Counts(*((count,) for count in self._counts()))
@@ -52,9 +51,29 @@ class Inputs:
         signatures = [signature for _, _, _, *signature in numbers]
         if not problem and all(signature == signatures[0] for signature in signatures):
             return Counts(*(tuple(map(int, column)) for column in zip(*(row[:3] for row in numbers), strict=True)))
+        raise self._error_of_all(processes, problem)
+
+    def compare(self, processes: Processes, scalars: list[list[float]]) -> None:
+        """Refuses scalars that `check` has not read, if they are not finite or differ between the processes.
+
+        Args:
+            scalars: logit_scale and logit_bias of every process.
+
+        Raises:
+            ValueError: on every process alike.
+        """
+        if all(values == scalars[0] and all(map(math.isfinite, values)) for values in scalars):
+            return
+        problem = _not_finite("logit_scale", self.logit_scale) or (
+            _not_finite("logit_bias", self.logit_bias) if self.logit_bias is not None else ""
+        )
+        raise self._error_of_all(processes, problem)
+
+    def _error_of_all(self, processes: Processes, problem: str) -> ValueError:
+        """The error that every process raises, with what each has passed or what is wrong with it."""
         texts = processes.gather_text(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
-        raise ValueError(
+        return ValueError(
             "contrastive_loss needs equally many images, embeddings of one width and dtype, one logit_scale and "
             "logit_bias, and the same arguments and options on every process. Train on full batches only (drop_last) "
             "and with the same model everywhere. "
@@ -69,7 +88,7 @@ class Inputs:
     def _counts(self) -> list[int]:
         return [len(t) if t is not None else 0 for t in (self.image_embeds, self.text_embeds, self.negative_texts)]
 
-    def _problem(self, alone: bool) -> str:
+    def _problem(self) -> str:
         """The first thing that is wrong with the arguments of this process, as a sentence; empty if nothing is."""
         return (
             _unknown_option("objective", self.objective, OBJECTIVES)
@@ -80,8 +99,8 @@ class Inputs:
             or self._contradiction()
             or self._unfit_embeddings()
             or (self.negative_texts is not None and self._unfit_negatives())
-            or self._unfit_scalar("logit_scale", self.logit_scale, alone)
-            or (self.logit_bias is not None and self._unfit_scalar("logit_bias", self.logit_bias, alone))
+            or self._unfit_scalar("logit_scale", self.logit_scale)
+            or (self.logit_bias is not None and self._unfit_scalar("logit_bias", self.logit_bias))
             or self._unfit_ids("pair_ids", self.pair_ids, self.image_embeds)
             or self._unfit_ids("image_ids", self.image_ids, self.image_embeds)
             or self._unfit_ids("text_ids", self.text_ids, self.text_embeds)
@@ -131,21 +150,17 @@ class Inputs:
             )
         return ""
 
-    def _unfit_scalar(self, name: str, value: Any, alone: bool) -> str:
+    def scalars_are_read(self) -> bool:
+        """Whether `check` reads the scalars. Reading those of a GPU would wait for what it still computes."""
+        return self.image_embeds.device.type == "cpu"
+
+    def _unfit_scalar(self, name: str, value: Any) -> str:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 return f"{name} must have one element, got shape {list(value.shape)}."
-            # Reading a value from a GPU stalls the stream, but several processes have to compare their values.
-            if alone and self.image_embeds.device.type != "cpu":
+            if not self.scalars_are_read():
                 return ""
-            value = value.detach()
-        if torch.compiler.is_compiling():  # a compiled graph cannot read a value
-            return ""
-        try:
-            finite = math.isfinite(value)
-        except (TypeError, ValueError, OverflowError):
-            return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
-        return "" if finite else f"{name} must be finite, got {float(value)}."
+        return _not_finite(name, value)
 
     def _unfit_ids(self, name: str, ids: Any, rows: Tensor) -> str:
         if ids is None:
@@ -165,9 +180,9 @@ class Inputs:
             *self.image_embeds.shape,
             _DTYPES.index(self.image_embeds.dtype),
             self.image_embeds.device.type == "cpu",
-            _number(self.logit_scale),
+            _number(self.logit_scale) if self.scalars_are_read() else 0,
             self.logit_bias is not None,
-            0 if self.logit_bias is None else _number(self.logit_bias),
+            _number(self.logit_bias) if self.logit_bias is not None and self.scalars_are_read() else 0,
             OBJECTIVES.index(self.objective),
             list(STRATEGIES).index(self.strategy),
             _bits(t is not None for t in (self.pair_ids, self.text_ids, self.negative_texts)),
@@ -201,6 +216,17 @@ def _not_embeddings(name: str, value: Any) -> str:
         f"{name} must be a tensor, [b, D], got a {type(value).__name__}. From the output of a transformers model pass "
         "image_embeds and text_embeds, or the pooler_output of a tower."
     )
+
+
+def _not_finite(name: str, value: Any) -> str:
+    """Why a scalar is not a finite number, as a sentence; empty if it is. None, for no bias, is the caller's."""
+    if torch.compiler.is_compiling():  # a compiled graph cannot read a value
+        return ""
+    try:
+        finite = math.isfinite(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, OverflowError):
+        return f"{name} must be a number or a tensor of one element, got a {type(value).__name__}."
+    return "" if finite else f"{name} must be finite, got {float(value)}."
 
 
 def _number(value: Tensor | float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -49,27 +50,30 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         )
 
     positive = kernels.positive_logits(batch.x, batch.y, scale, backend=strategy.backend)
-    x, y = Side((batch.x, positive, ids), pairs), Side((batch.y, positive, ids), pairs)
+    x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
+    texts, positive_y, ids_y = y.rows
     (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
     if batch.negatives is not None:
         # Any reference does for columns whose statistics nobody reads; near ones are faster.
         near = positive.mean().expand(len(batch.negatives))
         x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
+        negatives = strategy.columns(negatives)
         (odds,), _ = strategy.statistics(
             lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
         )
         odds_x = torch.logaddexp(odds_x, odds)
-    odds = torch.stack((odds_x, odds_y))
+    odds = torch.stack((odds_x, strategy.own(odds_y, pairs)))
     # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
     # at the default of 20 that would cost fp64 six of its digits.
-    cross_entropies = F.softplus(odds, threshold=40)
+    softplus = functools.partial(F.softplus, threshold=40)
+    cross_entropies = softplus(odds)
     loss, divisor = cross_entropies.sum(), 2.0 * sum(pairs)
     if not any(wanted):
         return Terms(loss, divisor)
     zero = torch.zeros_like(scale)
     if not any(wanted[:-1]):
         return Terms(loss, divisor, zero, zero)
-    lse_x, lse_y = positive + cross_entropies
+    lse_x, lse_y = positive + cross_entropies[0], positive_y + softplus(odds_y)
     # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
     own_x, own_y = -torch.sigmoid(odds)
 
@@ -77,13 +81,15 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         coefficient = own_x + own_y if of_images and of_texts else own_x if of_images else own_y
         lse = lse_x if of_images else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if of_texts else torch.full_like(lse_y, torch.inf)
-        return Side((batch.x, lse, coefficient, ids), pairs), Side((batch.y, text_lse, coefficient, ids), pairs)
+        coefficient_y = coefficient if strategy.transposes else None
+        return Side((batch.x, lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
     of_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
         return Terms(loss, divisor, of_pairs.scalars[0], zero, of_pairs.x, of_pairs.y)
-    no_loss = lse_y.new_full((len(batch.negatives),), torch.inf)
-    x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((batch.negatives, no_loss, None, None), others)
+    features = negatives.rows[0]
+    no_loss = lse_y.new_full((len(features),), torch.inf)
+    x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((features, no_loss, None, None), others)
     of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
     (grad_scale,), grad_x = _sum(of_pairs, of_negatives)
     return Terms(loss, divisor, grad_scale, zero, grad_x, of_pairs.y, of_negatives.y)
@@ -104,12 +110,12 @@ def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
             backend=strategy.backend,
         )
 
-    x, y = Side((batch.x, batch.ids_x), pairs), Side((batch.y, batch.ids_x), pairs)
+    x, y = Side((batch.x, batch.ids_x), pairs), strategy.columns(Side((batch.y, batch.ids_x), pairs))
     of_pairs = strategy.gradients(gradients, x, y, wanted.x, wanted.y)
     (loss, grad_bias, grad_scale), grad_x, grad_y = of_pairs
     grad_negatives = None
     if batch.negatives is not None:
-        x, negatives = Side((batch.x, None), pairs), Side((batch.negatives, None), others)
+        x, negatives = Side((batch.x, None), pairs), strategy.columns(Side((batch.negatives, None), others))
         of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
         (loss, grad_bias, grad_scale), grad_x = _sum(of_pairs, of_negatives)
         grad_negatives = of_negatives.y

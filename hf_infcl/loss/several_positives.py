@@ -13,7 +13,8 @@ is at least log K_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,12 @@ class _Anchors:
 
     def side(self, *vectors: Tensor) -> Side:
         return Side((self.features, *vectors, self.ids), self.counts)
+
+    def as_columns(self, strategy: Strategy, *vectors: Tensor) -> tuple[Any, ...]:
+        """These anchors, followed by vectors with a number for each, in the form of `Strategy.columns`."""
+        side = strategy.columns(Side((self.features, self.ids, self.positives, *vectors), self.counts))
+        features, ids, positives, *vectors_of_columns = side.rows
+        return replace(self, features=features, ids=ids, positives=positives), *vectors_of_columns
 
 
 def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -> Terms:
@@ -106,12 +113,15 @@ def _softmax(
         )
 
     reference_x, reference_y = _reference(x, y, scale, backend), _reference(y, x, scale, backend)
+    y, reference_y = y.as_columns(strategy, reference_y)
     combine = (torch.logaddexp, torch.logaddexp, torch.add)  # of N, P and Z
     of_x, of_y = strategy.statistics(statistics, combine, x.side(reference_x), y.side(reference_y))
     fewest = torch.minimum(x.with_positive, y.with_positive)
-    loss_x, relative_x, share_x = _cross_entropies(of_x, x.positives, fewest / x.with_positive)
-    loss_y, relative_y, share_y = _cross_entropies(of_y, y.positives, fewest / y.with_positive)
-    loss, divisor = loss_x + loss_y, 2 * fewest
+    weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
+    losses_x, relative_x, share_x = _cross_entropies(of_x, x.positives, weight_x)
+    losses_y, relative_y, share_y = _cross_entropies(of_y, y.positives, weight_y)
+    loss = weight_x * losses_x.sum() + weight_y * strategy.own(losses_y, y.counts).sum()
+    divisor = 2 * fewest
     if not want:
         return Terms(loss, divisor)
 
@@ -131,7 +141,7 @@ def _softmax(
 
 
 def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sum of the anchors' cross entropies, and what `kernels.multi_positive_gradients` needs of each.
+    """The anchors' cross entropies, 0 without a positive, and what `kernels.multi_positive_gradients` needs of each.
 
     Args:
         statistics: N, P and Z of each anchor over the global batch.
@@ -139,7 +149,7 @@ def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) 
         weight: scalar, at most 1.
 
     Returns:
-        The sum, ``relative`` and ``share``.
+        The cross entropies without their weight, ``relative`` and ``share``.
     """
     negative, positive, distance = statistics
     single, any_positive = positives == 1, positives > 0
@@ -153,7 +163,7 @@ def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) 
     share_of_single = (-weight * torch.sigmoid(odds)).clamp_max(-smallest)
     share = torch.where(single, share_of_single, weight / positives)
     return (
-        weight * torch.where(any_positive, cross_entropies, 0).sum(),
+        torch.where(any_positive, cross_entropies, 0),
         torch.where(any_positive, relative - weight.log(), torch.inf),
         torch.where(any_positive, share, 0),
     )
@@ -175,6 +185,7 @@ def _sigmoid(
             backend=strategy.backend,
         )
 
+    (y,) = y.as_columns(strategy)
     (loss, grad_bias, grad_scale), grad_x, grad_y = strategy.gradients(gradients, x.side(), y.side(), want_x, want_y)
     divisor = 2 / (1 / x.with_positive + 1 / y.with_positive)
     return Terms(loss, divisor, grad_scale, grad_bias, grad_x, grad_y)

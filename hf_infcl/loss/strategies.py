@@ -75,27 +75,36 @@ class Sides(Protocol):
     def __call__(self, of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]: ...
 
 
-class Reduction(Protocol):
-    """Combines the parts that the processes compute for each other's texts."""
-
-    def add(self, part: Tensor) -> None:
-        """Takes this process's part for the block of texts at hand, in the order of the blocks."""
-
-    def result(self) -> Tensor:
-        """[b, ...]: the combination of all processes' parts for this process's texts."""
-
-
 class Strategy(ABC):
-    """Computes statistics and gradients together with the other processes, which have to make the same calls."""
+    """Computes statistics and gradients together with the other processes, which have to make the same calls.
+
+    Columns have the form in which `columns` returns them, and so do statistics of columns.
+
+    Attributes:
+        transposes: whether the texts are the rows of blocks as well.
+    """
+
+    transposes = False
 
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
+
+    def columns(self, side: Side) -> Side:
+        """This process's rows as the columns of blocks: themselves, or the rows of all processes.
+
+        Columns of all processes are exchanged once, and each process computes all that follows for all of them.
+        """
+        return side
+
+    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """[b, ...]: those that belong to this process, of a value for each column."""
+        return of_columns
 
     @abstractmethod
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        """The statistics of this process's rows x against the columns of all processes, and of its columns y.
+        """The statistics of this process's rows x against the columns of all processes, and of the columns y.
 
         Args:
             combine: how the statistics of blocks combine, one by one.
@@ -112,41 +121,42 @@ class Strategy(ABC):
 
     def gather(self, side: Side) -> Rows:
         """The rows of all processes, in the order of the ranks; None stays None."""
-        return tuple(None if t is None else self._gather(t, side.counts) for t in side.rows)
-
-    def _gather(self, tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
-        gathered = self.processes.gather(padded(tensor, max(counts)))
-        if min(counts) == max(counts):
-            return gathered.flatten(0, 1)
-        return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
+        counts = side.counts
+        gathered = iter(self.processes.gather_all(*(padded(t, max(counts)) for t in side.rows if t is not None)))
+        return tuple(None if t is None else _joined(next(gathered), counts) for t in side.rows)
 
     def start(self, side: Side) -> int:
         """Where this process's rows lie among those of all processes."""
         return sum(side.counts[: self.processes.rank])
 
 
-class BlockwiseStrategy(Strategy):
-    """Each process computes the logits of its images with all texts, in blocks of texts.
+class RingStrategy(Strategy):
+    """Inf-CL: texts travel around a ring, one block at a time, in one ring for both directions of the loss.
 
-    The statistics and gradients that it computes for the texts of another process are reduced to that process. The
-    softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two for
-    the gradients. The sigmoid loss takes three.
+    The statistics and gradients of a block travel along with it and return to its process complete. Transfers overlap
+    the computation of the block at hand. All blocks travel at the size of the largest.
+
+    The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
+    for the gradients. The sigmoid loss takes three.
     """
 
-    @abstractmethod
-    def blocks(self, side: Side) -> Iterator[tuple[int | None, Rows]]:
-        """Blocks of all processes' texts, as (the ``diagonal`` of the block, its rows)."""
+    def __init__(self, processes: Processes, backend: str) -> None:
+        super().__init__(processes, backend)
+        self._ring = Ring(processes)
 
-    @abstractmethod
-    def reduction(self, combine: Combine, counts: tuple[int, ...]) -> Reduction:
-        """The reduction of one part for each of the `blocks`."""
+    def _blocks(self, side: Side) -> Iterator[tuple[int | None, Rows]]:
+        """Blocks of all processes' texts, as (the ``diagonal`` of the block, its rows)."""
+        size = max(side.counts)
+        for source, held in self._ring.rotate(*(None if t is None else padded(t, size) for t in side.rows)):
+            rows = tuple(None if t is None else t[: side.counts[source]] for t in held)
+            yield (0 if source == self.processes.rank else None), rows
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
         of_x: Statistics = ()
-        of_y = [self.reduction(c, y.counts) for c in combine] if want_y else []
-        for diagonal, columns in self.blocks(y):
+        of_y = [RingReduction(self._ring, c, max(y.counts)) for c in combine] if want_y else []
+        for diagonal, columns in self._blocks(y):
             rows, of_columns = block(x.rows, columns, diagonal)
             of_x = tuple(c(a, b) for c, a, b in zip(combine, of_x, rows, strict=True)) if of_x else rows
             for reduction, part in zip(of_y, of_columns, strict=False):
@@ -156,8 +166,8 @@ class BlockwiseStrategy(Strategy):
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         scalars = []
         grad_x = _accumulator(x.rows[0]) if want_x else None
-        grad_y = self.reduction(torch.add, y.counts)
-        for diagonal, columns in self.blocks(y):
+        grad_y = RingReduction(self._ring, torch.add, max(y.counts))
+        for diagonal, columns in self._blocks(y):
             part = _accumulator(columns[0]) if want_y else None
             scalars.append(block(x.rows, columns, diagonal, grad_x, part))
             if part is not None:
@@ -166,56 +176,40 @@ class BlockwiseStrategy(Strategy):
         return Gradients(totals, grad_x, grad_y.result()[: len(y)] if want_y else None)
 
 
-class RingStrategy(BlockwiseStrategy):
-    """Inf-CL: texts travel around a ring, one block at a time, in one ring for both directions of the loss.
-
-    The statistics and gradients of a block travel along with it and return to its process complete. Transfers overlap
-    the computation of the block at hand. All blocks travel at the size of the largest.
-    """
-
-    def __init__(self, processes: Processes, backend: str) -> None:
-        super().__init__(processes, backend)
-        self._ring = Ring(processes)
-
-    def blocks(self, side: Side) -> Iterator[tuple[int | None, Rows]]:
-        size = max(side.counts)
-        for source, held in self._ring.rotate(*(None if t is None else padded(t, size) for t in side.rows)):
-            rows = tuple(None if t is None else t[: side.counts[source]] for t in held)
-            yield (0 if source == self.processes.rank else None), rows
-
-    def reduction(self, combine: Combine, counts: tuple[int, ...]) -> Reduction:
-        return RingReduction(self._ring, combine, max(counts))
-
-
-class DiscoStrategy(BlockwiseStrategy):
+class DiscoStrategy(Strategy):
     """DisCo-CLIP: all texts in one block. The gradients of images are complete at once; those of texts are reduced.
 
     The paper all-reduces the gradients of all embeddings; a reduce-scatter gives each process the rows of its own
-    texts, all that it needs, at half the traffic.
+    texts, all that it needs, at half the traffic. Products of matrices are those of the ring.
     """
 
-    def blocks(self, side: Side) -> Iterator[tuple[int | None, Rows]]:
-        yield self.start(side), self.gather(side)
+    def columns(self, side: Side) -> Side:
+        return Side(self.gather(side), side.counts)
 
-    def reduction(self, combine: Combine, counts: tuple[int, ...]) -> Reduction:
-        scatter = {torch.add: self.processes.scatter_sum, torch.logaddexp: self.processes.scatter_logaddexp}
-        return ScatterReduction(scatter[combine], counts)
+    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
+        start = sum(counts[: self.processes.rank])
+        return of_columns[start : start + counts[self.processes.rank]]
 
+    def statistics(
+        self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
+    ) -> tuple[Statistics, Statistics]:
+        of_x, of_y = block(x.rows, y.rows, self.start(y))
+        if self.processes.world_size == 1 or not want_y:
+            return of_x, of_y if want_y else ()
+        # Everybody's parts for all columns take less time than a reduction and the exchange of what it gives.
+        parts = self.processes.gather_all(*of_y)  # [world_size, B] each
+        return of_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
 
-class ScatterReduction:
-    """A `Reduction` of one part for the texts of all processes, [B, ...], by one reduce-scatter."""
+    def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
+        grad_x, part = (_accumulator(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
+        scalars = block(x.rows, y.rows, self.start(y), grad_x, part)
+        return Gradients(scalars, grad_x, None if part is None else self._scatter(part, y.counts))
 
-    def __init__(self, scatter: Callable[[Tensor], Tensor], counts: tuple[int, ...]) -> None:
-        self._scatter, self._counts = scatter, counts
-
-    def add(self, part: Tensor) -> None:
-        size = max(self._counts)
-        if size != min(self._counts):
-            part = torch.cat([padded(rows, size) for rows in part.split(self._counts)])
-        self._result = self._scatter(part)
-
-    def result(self) -> Tensor:
-        return self._result
+    def _scatter(self, part: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """[b, D]: the sum over the processes of their parts [B, D] for this process's columns."""
+        if min(counts) != max(counts):
+            part = torch.cat([padded(rows, max(counts)) for rows in part.split(counts)])
+        return self.processes.scatter_sum(part)[: counts[self.processes.rank]]
 
 
 class LocalStrategy(DiscoStrategy):
@@ -224,6 +218,17 @@ class LocalStrategy(DiscoStrategy):
     The cross entropies of this process's images come from its images and all texts, those of its texts from its texts
     and all images. So no statistics are reduced, but each logit is computed twice.
     """
+
+    transposes = True
+
+    def columns(self, side: Side) -> Side:
+        return side
+
+    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
+        return of_columns
+
+    def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
+        return super().gradients(block, x, super().columns(y), want_x, want_y)
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
@@ -250,6 +255,8 @@ class GatherStrategy(Strategy):
 
     The gradients and the sigmoid loss take only the rows and columns of this process's images and texts.
     """
+
+    transposes = True
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
@@ -294,10 +301,21 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
     """
     # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
     feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()
-    gathered = count * texts.shape[1] * (feature_bytes + 4)  # and gradients in fp32
+    statistics = 4 * processes.world_size  # a number from each process
+    gathered = count * (texts.shape[1] * (feature_bytes + 4) + statistics)  # and gradients in fp32
     if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](processes, backend)
+
+
+_REDUCED: dict[Combine, Callable[[Tensor, int], Tensor]] = {torch.add: torch.sum, torch.logaddexp: torch.logsumexp}
+
+
+def _joined(gathered: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """[B, ...]: the rows of all processes, without those that `padded` has added."""
+    if min(counts) == max(counts):
+        return gathered.flatten(0, 1)
+    return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,69 @@
+"""A stand-in for CUDA graphs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_infcl.loss import cuda_graphs
+
+
+class Tape(TorchDispatchMode):
+    """In place of `torch.cuda.CUDAGraph`: makes its operations again, from the same memory into the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if "empty" not in func.name():  # a graph allocates nothing when it is replayed
+            self._operations.append((func, args, kwargs or {}, tree_leaves(results)))
+        return results
+
+    def replay(self) -> None:
+        for func, args, kwargs, results in self._operations:
+            for own, value in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(own, Tensor):
+                    own.copy_(value)
+
+    def pool(self) -> None:
+        """All tapes keep their tensors anyway."""
+
+
+@contextmanager
+def on_a_cpu() -> Iterator[None]:
+    """`hf_infcl.loss.cuda_graphs` records on tapes."""
+    stand_ins = {
+        "CUDAGraph": Tape,
+        "graph": lambda tape, **options: tape,
+        "Stream": lambda: None,
+        "current_stream": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "device_of": lambda tensor: nullcontext(),
+    }
+    with mock.patch.multiple(torch.cuda, **stand_ins):
+        yield
+
+
+@contextmanager
+def recordings() -> Iterator[list[Any]]:
+    """All recordings that are made in the context, in order."""
+    made: list[Any] = []
+
+    class Recording(cuda_graphs._Recording):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    cuda_graphs._recording.cache_clear()
+    with mock.patch.object(cuda_graphs, "_Recording", Recording):
+        yield made
+    cuda_graphs._recording.cache_clear()
