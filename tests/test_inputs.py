@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -108,14 +109,25 @@ def test_every_process_is_told_what_is_wrong_on_one(ranks):
     ranks.run(rank_errors, 2, always_ring=True)
 
 
-def rank_errors_of_scalars(rank: int, world_size: int) -> None:
-    """Scalars of GPUs are compared after the loss is queued, with the same messages."""
-    with mock.patch.object(Inputs, "scalars_are_read", return_value=False):
-        rank_errors(rank, world_size)
+def rank_errors_with_late_scalars(rank: int, world_size: int, backend: str) -> None:
+    """On GPUs the values of scalars are compared after the loss is queued, with the same messages."""
+    if backend == "gloo":
+        with mock.patch.object(Inputs, "scalars_are_read", return_value=False):
+            rank_errors(rank, world_size)
+        return
+
+    def on_gpu(value: Any) -> Any:
+        return value.to("cuda") if isinstance(value, torch.Tensor) else value
+
+    for name, (args, options, message) in bad_inputs(rank).items():
+        if "device" not in name:
+            with pytest.raises(ValueError, match=message):
+                contrastive_loss(*map(on_gpu, args), **{key: on_gpu(value) for key, value in options.items()})
+    contrastive_loss(*map(on_gpu, features(4, 8)), torch.tensor(1.0))  # nothing is left hanging
 
 
-def test_scalars_that_are_read_late_are_refused_alike(ranks):
-    ranks.run(rank_errors_of_scalars, 2)
+def test_scalars_that_are_read_late_are_refused_alike(ranks, backend):
+    ranks.run(rank_errors_with_late_scalars, 2, backend, backend=backend)
 
 
 @pytest.mark.parametrize(
