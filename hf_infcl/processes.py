@@ -136,9 +136,9 @@ class Processes:
             OtherRankFailedError: on every process, if one of them failed; the message holds the rank and the reason.
         """
         # The row has a fixed length, because a failed process does not know how many numbers the others exchange.
-        row = torch.zeros(1 + MOST_NUMBERS, dtype=torch.float64)
-        row[0] = bool(failure)
-        row[1 : 1 + len(numbers)] = torch.tensor(list(numbers), dtype=torch.float64)
+        assert len(numbers) <= MOST_NUMBERS
+        unused = [0.0] * (MOST_NUMBERS - len(numbers))
+        row = torch.tensor([bool(failure), *numbers, *unused], dtype=torch.float64)
         with self._beside_the_queue():
             rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
