@@ -84,6 +84,20 @@ def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _own_run(pair, tiles, blocks, run, SECOND: gl.constexpr, GROUP: gl.constexpr):
+    """A pair's column block and, of the run that one consumer takes, the first row tile and the number of row tiles.
+
+    The last two numbers are the row tiles of the second run and of both runs.
+    """
+    block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
+    together = length + second_length
+    if SECOND:
+        first += run
+        length = second_length
+    return block, first, length, second_length, together
+
+
+@gluon.jit
 def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
     """The number of the plain program to which `place` gives this column block and first row tile."""
     group = block // GROUP * GROUP
@@ -253,11 +267,7 @@ def _sigmoid(
     tiles_before = 0
     own_tiles_before = 0
     for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
-        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
-        together = length + second_length
-        if SECOND:
-            first += run
-            length = second_length
+        block, first, length, second_length, together = _own_run(pair, tiles, blocks, run, SECOND, GROUP)
         column = block * BN
         masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         number = _number(block, first, tiles, blocks, run, GROUP)
@@ -345,11 +355,7 @@ def _softmax(
     tiles_before = 0
     own_tiles_before = 0
     for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
-        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
-        together = length + second_length
-        if SECOND:
-            first += run
-            length = second_length
+        block, first, length, second_length, together = _own_run(pair, tiles, blocks, run, SECOND, GROUP)
         column = block * BN
         masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
@@ -390,11 +396,7 @@ def _sums(
     tiles_before = 0
     own_tiles_before = 0
     for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
-        block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
-        together = length + second_length
-        if SECOND:
-            first += run
-            length = second_length
+        block, first, length, second_length, together = _own_run(pair, tiles, blocks, run, SECOND, GROUP)
         column = block * BN
         masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
         columns = column + gl.arange(0, BN, gl.SliceLayout(0, _layout(BN)))
