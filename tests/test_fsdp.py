@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate import DistributedType
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from packaging import version
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.training.checkpoints import MANIFEST_NAME
+from hf_infcl.training.wrappers import check_wrapper
+
+pytestmark = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.10"),
+    reason="--fsdp is FSDP version 1 before transformers 5.10",
+)
 
 # Without dropout: FSDP's own forwards come without the batch's name.
 CELLS = [
@@ -100,6 +110,11 @@ def rank_evaluated(rank: int, world_size: int, folder: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backend, name):
     fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
+
+
+def test_version_1_is_refused():
+    with pytest.raises(ValueError, match="FSDP version 2, not 1"):
+        check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False))
 
 
 def rank_temperature(rank: int, world_size: int, folder: str) -> None:

@@ -154,7 +154,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.args
         workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
-        # The last two options are not in transformers 5.10 to 5.14.
+        # The last two options are not in transformers before 5.15.
         context = getattr(args, "dataloader_multiprocessing_context", None)
         in_order = getattr(args, "dataloader_in_order", True)
         loader: DataLoader = DataLoader(

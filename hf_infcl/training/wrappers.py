@@ -25,8 +25,9 @@ def check_wrapper(accelerator: Accelerator) -> None:
     """Raises a ValueError for wrappers under which the gradients have not been verified."""
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
-            "InfCLTrainer's gradients have been verified under FSDP version 2, not 1. Use version 2, which is the "
-            "default of --fsdp."
+            "InfCLTrainer's gradients have been verified under FSDP version 2, not 1. Version 2 is the default of "
+            "--fsdp from transformers 5.10 on. Before that, use accelerate launch --config_file "
+            "scripts/configs/fsdp2.yaml instead of --fsdp."
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.state.deepspeed_plugin.zero_stage
