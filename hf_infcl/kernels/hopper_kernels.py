@@ -259,7 +259,7 @@ def _sigmoid(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, which takes the first or the second run of each pair."""
+    """A consumer of `sigmoid_coefficients`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
     s = gl.load(scale) * LOG2E
@@ -348,7 +348,7 @@ def _softmax(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, which takes the first or the second run of each pair."""
+    """A consumer of `softmax_coefficients`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
     s = gl.load(scale)
@@ -389,7 +389,7 @@ def _sums(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer, which takes the first or the second run of each pair."""
+    """A consumer of `softmax_sums`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = x_buffer.shape[1]
     BN: gl.constexpr = y_buffer.shape[1]
     s = gl.load(scale)

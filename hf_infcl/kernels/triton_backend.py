@@ -33,6 +33,8 @@ from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
 WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
+# With so much workspace chunks have 8,192 × 16,384 coefficients in half precision. Each chunk's products read and write
+# the gradients of its rows and columns, which is least where chunks are nearly square.
 CHUNK_COLUMNS = 16384
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
@@ -229,7 +231,10 @@ def _softmax_gradients(
     grads: tuple[Tensor | None, Tensor | None],
     dimension: int,
 ) -> Tensor:
-    """Adds the products of `triton_softmax.softmax_coefficients`; each pair is of the rows and of the columns."""
+    """Adds C·y and Cᵀ·x to grads, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
+
+    lse, relative, share and grads are pairs: one of the rows, one of the columns.
+    """
     m, n = len(block.x), len(block.y)
     sums: Tensor | None = None
     for chunk in _chunks(block, *grads, dimension):
@@ -252,6 +257,10 @@ def _softmax_gradients(
 def _sigmoid(
     block: Operands, scale: Tensor, bias: Tensor, grads: tuple[Tensor | None, Tensor | None], dimension: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds C·y and Cᵀ·x to grads, with the C of `triton_sigmoid.sigmoid_coefficients`.
+
+    Returns the sum of the losses, Σ C_ij and Σ C_ij x_i·y_j.
+    """
     sums: Tensor | None = None
     for chunk in _chunks(block, *grads, dimension):
         if sums is None:  # no later chunk has more programs; rows of 16 bytes, for which kernels are compiled
@@ -307,7 +316,7 @@ class _Chunk:
         """Makes the coefficients by a plain kernel."""
         block, tile = self.block, self.block.tiling.tile
         _, rows, columns = self.workspace.shape
-        strip = max(tile // 2, 32)  # of tiles of 128: 128 bytes, as wide as boxes are written best
+        strip = max(tile // 2, 32)  # of tiles of 128: rows of 128 bytes, the widest that TMA spreads over all banks
         arguments = (
             *(*block.features(), boxes(self.workspace.view(-1, columns), tile, strip), *vectors),
             *(block.ids_x, block.ids_y, block.overlaps, len(block.x), len(block.y), block.diagonal),

@@ -78,7 +78,7 @@ class Operands:
         # no loop of `triton_tiles.tile_product` has a single step.
         length, step = self.x.shape[1], self.tiling.step
         steps = max(2, cdiv(length, step))
-        careful = 0
+        careful = 0  # the last steps, which hold all numbers of the last pair of parts
         if self.parts > 1:
             careful = max(2, steps - (length - length // len(PAIRS[self.parts])) // step)
             careful += steps - careful == 1

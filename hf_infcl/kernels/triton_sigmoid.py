@@ -70,6 +70,7 @@ def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
 
 @triton.jit
 def log1p(p):
+    """log(1 + p), by its series where 1 + p would lose digits of p."""
     series = p * (1 - p * (1 / 2 - p * (1 / 3 - p * (1 / 4 - p * (1 / 5)))))
     return tl.where(p < 0.03, series, tl.log2(1 + p) / LOG2E)
 
@@ -116,8 +117,9 @@ def _sigmoid_tile(
 ):  # fmt: skip
     """Stores a tile's coefficients; three [BM / 16, 8, 4] sums: of losses, of g, and of g times cosines.
 
-    It takes strips and halves as `_softmax_tile`. s and b are multiplied by log2(e), and so is z. FAST is for tiles
-    `is_inside` the block whose products of 1 + 2^z stay below LIMIT. If one does not, the loss is infinite.
+    To spare registers, it takes one strip of STRIP columns after the other, and each in two halves. s and b are
+    multiplied by log2(e), and so is z. FAST is for tiles that `is_inside` accepts and whose products of 1 + 2^z stay
+    below LIMIT. If one does not, the loss is infinite.
     """
     left, right = halves(acc, BM, BN)
     if STRIP < BN:

@@ -44,7 +44,7 @@ REACH = tl.constexpr(44.0)
 
 @triton.jit
 def exp(acc, scale, reference, CAREFUL: tl.constexpr):
-    """exp(scale · acc - reference), the reference a row or a column.
+    """exp(scale · acc - reference), [BM, BN], with the references of rows [BM, 1] or columns [1, BN], or one for all.
 
     For fp32 features the logit is rounded before the reference is subtracted, as in plain torch. Otherwise, at a scale
     of 1e4, a row's largest logit would differ from its log-sum-exp where the two should be equal. For half precision
@@ -56,6 +56,7 @@ def exp(acc, scale, reference, CAREFUL: tl.constexpr):
 
 @triton.jit
 def finite(references):
+    """The references, -inf in place of +inf."""
     return tl.where(references < float("inf"), references, float("-inf"))
 
 
@@ -96,9 +97,10 @@ def _negative(rows, columns, m, n, diagonal):
 
 @triton.jit
 def _add_positives(logits, positive, sums, numbers, length, AXIS: tl.constexpr):
-    """Adds a tile's positives to rows 1 and 2 of the sums [3, length]: Σ exp(logits) and Σ logits along an axis.
+    """Adds the positives of a tile to rows 1 and 2 of the sums [3, length]: Σ exp(logits) and Σ logits along AXIS.
 
-    The logits are relative to the reference of row or column.
+    The logits [BM, BN] are relative to the reference of their row (AXIS 1) or of their column (AXIS 0); ``numbers`` are
+    the rows [BM] or the columns [BN] of the block.
     """
     e = tl.sum(tl.where(positive, tl.exp2(logits * LOG2E), 0.0), AXIS)
     tl.atomic_add(sums + length + numbers, e, mask=numbers < length, sem="relaxed")
@@ -146,12 +148,12 @@ def softmax_sums(
         rows = row + tl.arange(0, BM)
         in_x = tl.minimum(rows, m - 1)
         of_x = tl.load(reference_x + in_x)[:, None]  # [BM, 1]
-        e = exp(acc, s, of_x, CAREFUL)
+        e = exp(acc, s, of_x, CAREFUL)  # [BM, BN]
         if NEAR:
             if not is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = tl.zeros_like(e)
-            row_sums = tl.sum(e, 1)
-            e *= tl.exp2((of_x - middle) * LOG2E)
+            row_sums = tl.sum(e, 1)  # [BM]
+            e *= tl.exp2((of_x - middle) * LOG2E)  # now relative to the middle, for the sums of columns
         else:
             negative = _negative(rows, columns, m, n, diagonal)
             if EQUAL != NO_IDS:
@@ -166,13 +168,13 @@ def softmax_sums(
             e = tl.where(negative, exp(acc, s, of_y[None, :], CAREFUL), 0.0)
         tl.atomic_add(sum_x + rows, row_sums, mask=rows < m, sem="relaxed")
         partials += column_sums(e, BM, BN, WARPS)
-    total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - of_y) * LOG2E)
+    total = tl.sum(tl.sum(partials, 0), 0) * tl.exp2((base - of_y) * LOG2E)  # [BN]
     tl.atomic_add(sum_y + columns, total, mask=columns < limit, sem="relaxed")
 
 
 @triton.jit
 def _continued(highest, total, logits):
-    """The running maximum and sum of exponentials relative to it, [B] both, over the columns of more logits."""
+    """The running maximum [B] and the sum of exponentials relative to it [B], continued over more logits [B, B]."""
     higher = tl.maximum(highest, tl.max(logits, 1))
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     total *= tl.exp2((highest - anchor) * LOG2E)
@@ -184,10 +186,10 @@ def _log_odds(
     x, y, sums, reference, out, scale, ids_x, ids_y, row, m, n, diagonal,
     EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """log(sums) for B rows; see `log_odds`."""
+    """Stores log(sums) of B rows from ``row`` on; see `log_odds`. For columns x and y have changed places."""
     rows = row + tl.arange(0, B)
     in_x = tl.minimum(rows, m - 1)
-    total = tl.load(sums + in_x)
+    total = tl.load(sums + in_x)  # [B]
     odds = tl.log2(total) / LOG2E
     overflowed = total == float("inf")
     if EQUAL == POSITIVE:
@@ -206,7 +208,7 @@ def _log_odds(
             away = tl.zeros((B,), tl.float32)
         for column in range(0, n, B):
             columns = column + tl.arange(0, B)
-            logits = tile_product(x, y, row, column, CAREFUL, K, B, B, BK) * s - of_x[:, None]
+            logits = tile_product(x, y, row, column, CAREFUL, K, B, B, BK) * s - of_x[:, None]  # [B, B]
             negative = ((rows + diagonal)[:, None] != columns[None, :]) & (columns < n)[None, :]
             if EQUAL != NO_IDS:
                 equal = equal_ids(ids_x, ids_y, in_x, tl.minimum(columns, n - 1))
@@ -261,6 +263,7 @@ def _term(acc, scale, lse, relative, places, CAREFUL: tl.constexpr):
 
 @triton.jit
 def _positive_term(term, share):
+    """A positive's term, where equal ids are POSITIVE; `softmax_coefficients` explains the share."""
     return tl.where(share < 0, share, term - share)
 
 
@@ -272,7 +275,7 @@ def _softmax_cells(
 ):  # fmt: skip
     """The coefficients [BM, BN] of a part of a tile, and the thread_sums of coefficients times cosines.
 
-    of_x [BM] are the rows' factors exp(middle - lse_x) if FAST, and otherwise their log-sum-exps.
+    of_x [BM] are the rows' factors 2^GAIN · exp(middle - lse_x) if FAST, and otherwise lse_x - GAIN · log(2).
     """
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)

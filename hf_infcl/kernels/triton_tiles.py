@@ -41,9 +41,11 @@ POSITIVE = tl.constexpr(2)  # cells with equal ids are positives
 
 @triton.jit
 def place(program, tiles, blocks, run, GROUP: tl.constexpr):
-    """A program's column block and first row tile: the runs of GROUP column blocks, then those of the next GROUP.
+    """A program's column block and its first row tile.
 
-    Programs that are numbered together run together. They share row tiles and column blocks, which the L2 cache holds.
+    The first programs take all runs of the first GROUP column blocks, the next ones those of the next GROUP. Within a
+    group the column block changes first. Programs that run at the same time have numbers near each other, so that they
+    read the same row tiles and column blocks from the L2 cache.
     """
     width = GROUP * tl.cdiv(tiles, run)  # programs of a whole group
     first = program // width * GROUP
@@ -57,14 +59,14 @@ def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.cons
     """out [blocks, 2]: for each column block the first row tile that may hold equal ids or positives, and the last + 1.
 
     Between them lie all rows whose id is within the range of the column block's ids, and the rows of its diagonal. That
-    is right for ids in any order, and saves work if rows and columns are sorted by id.
+    is right for ids in any order, and saves work if rows and columns are sorted by id. A program does one column block.
     """
     column = tl.program_id(0) * BN
-    of_y = tl.load(ids_y + tl.minimum(column + tl.arange(0, BN), n - 1))
+    of_y = tl.load(ids_y + tl.minimum(column + tl.arange(0, BN), n - 1))  # [BN]
     lowest = tl.min(of_y)
     highest = tl.max(of_y)
-    first = tl.zeros((STRIP,), tl.int32) + m
-    last = tl.zeros((STRIP,), tl.int32) - 1
+    first = tl.zeros((STRIP,), tl.int32) + m  # the least of the rows i, i + STRIP, ... that overlap
+    last = tl.zeros((STRIP,), tl.int32) - 1  # the largest of them
     for row in range(0, m, STRIP):
         rows = row + tl.arange(0, STRIP)
         of_x = tl.load(ids_x + tl.minimum(rows, m - 1))
@@ -103,7 +105,8 @@ def left_over(
 ):  # fmt: skip
     """The row tiles of a run that are not `is_inside`, or all of them if ``whole``: (start, ordinary, count).
 
-    There are ``count`` such tiles. Number i is the row tile start + i for i < ``ordinary``, then the block's last one.
+    There are ``count`` such tiles: ``ordinary`` consecutive ones from the row tile ``start`` on and, if ``count`` is
+    larger by one, the last row tile of the block.
     """
     start = tl.minimum(tl.maximum(masked_start, first), end)
     stop = tl.minimum(tl.maximum(masked_stop, start), end)
@@ -116,7 +119,7 @@ def left_over(
 
 @triton.jit
 def equal_ids(ids_x, ids_y, in_x, in_y):
-    """[BM, BN] bool: whether row and column have equal ids."""
+    """[BM, BN] bool: whether rows in_x [BM] and columns in_y [BN] of the block have equal ids."""
     return tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :]
 
 
@@ -178,7 +181,10 @@ def joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
 def store_tile(
     g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Stores a tile as the sum of PARTS low-precision matrices, part_rows apart in g, in strips of STRIP columns."""
+    """Stores a tile [BM, BN] in g [PARTS · part_rows, columns] as the sum of PARTS numbers in low precision each.
+
+    The first part of all rows comes first in g, then the next part. Boxes of STRIP columns are stored one by one.
+    """
     if STRIP < BN:
         left, right = halves(tile, BM, BN)
         store_tile(g, left, row, column, part_rows, BM, BN // 2, STRIP, PARTS)
