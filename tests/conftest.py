@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,6 +42,23 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(sys, "argv", ["make_digits.py", "--output_dir", str(folder)])
         runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
     return folder
+
+
+@pytest.fixture
+def small(demo: Path, tmp_path: Path) -> list[Any]:
+    """A training of 2 epochs, 3 steps each."""
+    (tmp_path / "pairs/train").mkdir(parents=True)
+    (tmp_path / "pairs/test").mkdir()
+    for split, count in (("train", 26), ("test", 12)):
+        lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()[:count]
+        (tmp_path / f"pairs/{split}/metadata.jsonl").write_text("\n".join(lines))
+        for line in lines:
+            shutil.copy(demo / f"digits/{split}" / json.loads(line)["file_name"], tmp_path / f"pairs/{split}")
+    words = ["train", "--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
+    return [
+        *words,
+        *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
+    ]
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import types
@@ -21,7 +20,7 @@ import pytest
 import torch
 import transformers
 import yaml
-from helpers.demo import CONFIGS, DEMO, SCRIPTS, accelerate, run, start
+from helpers.demo import DEMO, accelerate, infcl, run, start
 from helpers.hub import hub_for_this_process
 from helpers.processes import launched
 from helpers.shards import write_tar
@@ -30,7 +29,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 import hf_infcl
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, cli
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.cli import train
 from hf_infcl.cli.options import (
     ColumnOptions,
@@ -46,11 +45,6 @@ OPTIONS = ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptio
 
 def parser() -> Parser:
     return Parser("train", "For tests.", *OPTIONS)
-
-
-def infcl(*words: Any) -> None:
-    """Runs a command in this process."""
-    cli.main(words=[str(word) for word in words])
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -117,23 +111,6 @@ def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "eval_zero_shot_acc1" in printed
     assert str(tmp_path) in printed
-
-
-@pytest.fixture
-def small(demo: Path, tmp_path: Path) -> list[Any]:
-    """A training of 2 epochs, 3 steps each."""
-    (tmp_path / "pairs/train").mkdir(parents=True)
-    (tmp_path / "pairs/test").mkdir()
-    for split, count in (("train", 26), ("test", 12)):
-        lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()[:count]
-        (tmp_path / f"pairs/{split}/metadata.jsonl").write_text("\n".join(lines))
-        for line in lines:
-            shutil.copy(demo / f"digits/{split}" / json.loads(line)["file_name"], tmp_path / f"pairs/{split}")
-    words = ["train", "--model", demo / "clip-init", "--dataset", tmp_path / "pairs", "--output_dir", tmp_path / "out"]
-    return [
-        *words,
-        *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
-    ]
 
 
 def left_in(folder: Path) -> dict[str, bytes]:
@@ -250,36 +227,6 @@ def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, de
     assert "48 pairs seen" in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.parametrize("recipe", sorted((CONFIGS / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_train(small, tmp_path, recipe):
-    """Two steps of each recipe, with what a small machine needs changed and nothing else."""
-    _, _, model, _, pairs, _, out, *_ = small
-    changed = {"model": model, "output_dir": out, "max_steps": 2, "report_to": "none", "use_cpu": True}
-    changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}
-    text = recipe.read_text()
-    asked = yaml.safe_load(text)
-    if asked.get("streaming"):
-        images = sorted((pairs / "train").glob("*.png"))
-        files = [(f"{image.stem}.{kind}", image.read_bytes()) for image in images for kind in ("png", "txt")]
-        write_tar(tmp_path / "shards/0.tar", [(n, b"a digit" if n.endswith("txt") else data) for n, data in files])
-        changed |= {"dataset": tmp_path / "shards/0.tar", "torch_compile": False}
-    else:
-        changed |= {"dataset": pairs, "eval_dataset": pairs}
-    if "cache_features" in asked:
-        changed["cache_features"] = tmp_path / "features"
-    infcl("train", recipe, *(word for name, value in changed.items() for word in (f"--{name}", value)))
-    logs = [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "loss" in e]
-    results = json.loads((out / "all_results.json").read_text())
-    assert math.isfinite(results["train_loss"])
-    assert ("eval_pairs_loss" in results) == ("eval_dataset" in asked)
-    rate = float(asked["learning_rate"])
-    if "learning_rate_batch_size" in asked:
-        rate *= 8 / asked["learning_rate_batch_size"]
-    assert f"learning rate | {rate:g}, cosine" in (out / "README.md").read_text()
-    assert len(text.split("model:")[0].splitlines()) >= 4, "it says how it is started and when it is for"
-    assert all(entry["learning_rate"] <= rate for entry in logs)
-
-
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     guard = ["--guard_dataset", tmp_path / "pairs"]
     infcl(*small, "--max_steps", 1, "--lora_rank", 4, "--lora_targets", "q_proj", "v_proj", *guard)
@@ -381,30 +328,6 @@ print(sorted(answer["label"] for answer in ask(sys.argv[1], candidate_labels=["o
 """
         picture = next((tmp_path / "pairs/test").glob("*.png"))
         assert "['one', 'two']" in run("-c", code, picture)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("config", [path.stem for path in sorted(CONFIGS.glob("*.yaml"))])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, config, precision):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    pytest.importorskip("datasets")
-    if config.startswith("deepspeed"):
-        pytest.importorskip("deepspeed")
-    words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]
-    words += ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
-    words += ["--logging_steps", 1, "--report_to", "none", "--save_steps", 2, "--eval_dataset", demo / "digits"]
-    run(*accelerate(config), SCRIPTS / "train.py", *words, *(["--bf16"] if precision == "bf16" else []))
-    results = json.loads((tmp_path / "all_results.json").read_text())
-    assert results["eval_pairs_loss"] > 0
-    logs = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    losses = [entry["loss"] for entry in logs if "loss" in entry]
-    assert losses[-1] < losses[0]
-    model, info = transformers.CLIPModel.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["mismatched_keys"]
-    assert model.logit_scale.shape == ()
 
 
 # ---- How often to log, save and evaluate ----

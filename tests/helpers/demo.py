@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from hf_infcl import cli
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 CONFIGS = SCRIPTS / "configs"
@@ -29,6 +31,11 @@ def start(*words: Any) -> subprocess.CompletedProcess[str]:
         timeout=300,
         check=False,
     )
+
+
+def infcl(*words: Any) -> None:
+    """Runs a command in this process."""
+    cli.main(words=[str(word) for word in words])
 
 
 def run(*words: Any) -> str:

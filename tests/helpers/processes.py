@@ -8,8 +8,9 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from typing import Any
@@ -184,6 +185,12 @@ class FreshRanks:
 
 
 def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any], args: tuple) -> Any:
+    as_on_accelerators()
+    return function(rank, world_size, *args)
+
+
+def as_on_accelerators() -> None:
+    """Lets this process train with FSDP2 and DeepSpeed on a CPU."""
     from accelerate import DistributedType, PartialState
 
     os.environ["ACCELERATE_USE_CPU"] = "false"
@@ -193,43 +200,49 @@ def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any]
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives that it would compile first
-    return function(rank, world_size, *args)
 
 
-def launched(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
+TWO_PROCESSES = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+
+
+def launched(
+    function: Callable[..., Any], *args: Any, options: Sequence[str] = TWO_PROCESSES, nodes: int = 1
+) -> tuple[int, str]:
     """Calls a function in two processes, which torchrun's agent starts and watches as it does with a script's.
 
+    Args:
+        options: of torchrun.
+        nodes: the number of agents, each of which stands for a machine.
+
     Returns:
-        The launcher's exit code, and everything that it and its processes have printed once all of them have ended.
+        The worst exit code of a launcher, and everything that launchers and processes have printed once all have ended.
 
     Raises:
         TimeoutError: the processes have not ended after 120 s; the message holds what they have printed.
     """
     with tempfile.NamedTemporaryFile("r") as printed:
-        launcher = context().Process(target=_launch, args=(printed.name, function, *args))
-        launcher.start()
-        launcher.join(120)
-        if launcher.is_alive():
-            launcher.terminate()  # it then ends its processes
-            launcher.join()
+        job = (printed.name, options, function, *args)
+        launchers = [context().Process(target=_launch, args=job) for _ in range(nodes)]
+        for launcher in launchers:
+            launcher.start()
+        end = time.monotonic() + 120
+        for launcher in launchers:
+            launcher.join(max(0, end - time.monotonic()))
+        if hanging := [launcher for launcher in launchers if launcher.is_alive()]:
+            for launcher in hanging:
+                launcher.terminate()  # it then ends its processes
+                launcher.join()
             raise TimeoutError(f"The launched processes hang. They have printed:\n{printed.read()}")
-        return launcher.exitcode, printed.read()
+        return max((launcher.exitcode for launcher in launchers), key=abs), printed.read()
 
 
-def _launch(path: str, function: Callable[..., Any], *args: Any) -> None:
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def _launch(path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
 
     _print_to(path)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        run_id="tests",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        start_method="spawn" if torch.cuda.is_available() else "fork",
-    )
+    start_method = "spawn" if torch.cuda.is_available() else "fork"
+    config, _, _ = config_from_args(parse_args(["--start-method", start_method, *options, "script"]))
     elastic_launch(config, _main)(path, function, *args)
 
 

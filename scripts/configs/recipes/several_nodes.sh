@@ -15,10 +15,11 @@
 # on from that checkpoint, since the recipe says resume_from_checkpoint: auto. output_dir must be on a file system that
 # all nodes share.
 set -euo pipefail
-first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # one a line
+first_node=${nodes%%$'\n'*}
 export OMP_NUM_THREADS=8
 # NCCL takes the fastest network that it finds. If it hangs at the start, name the interface: NCCL_SOCKET_IFNAME=eth0
 exec srun torchrun \
-  --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
-  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:29500" \
+  --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:${RENDEZVOUS_PORT:-29500}" \
   -m hf_infcl train scripts/configs/recipes/from_scratch.yaml "$@"
