@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -203,51 +202,6 @@ def failures_announced() -> Iterator[None]:
     except Exception as error:
         announce_failure(error)
         raise
-
-
-class Phases:
-    """The phases of the work of all processes of the default group, by which a process that has ended is described.
-
-    Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
-    """
-
-    def __init__(self) -> None:
-        processes = Processes()
-        self._rank, self._world_size = processes.rank, processes.world_size
-        self._store: Any = None
-        if processes.world_size > 1:
-            self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
-
-    def enter(self, phase: str) -> None:
-        """Tells the other processes what this one does from now on."""
-        try:
-            if self._store is not None:
-                self._store.set(f"phase/{self._rank}", phase)
-        except RuntimeError:  # the launcher that kept the store has ended, and this process may still save a checkpoint
-            self._store = None
-
-    def describe_lost(self, seconds: float = 3.0) -> str:
-        """A sentence about the processes that do not answer, for a message after a collective has failed.
-
-        Every process that is left has to call it: those that do not within so many seconds count as lost.
-        """
-        unreachable = "The process that keeps the group's store does not answer, which is rank 0 or the launcher."
-        if self._store is None:
-            return unreachable
-        lost = []
-        try:
-            self._store.set(f"left/{self._rank}", "")
-            end = time.monotonic() + seconds
-            for rank in range(self._world_size):
-                while not self._store.check([f"left/{rank}"]) and time.monotonic() < end:
-                    time.sleep(0.05)
-                if not self._store.check([f"left/{rank}"]):
-                    known = self._store.check([f"phase/{rank}"])
-                    phase = self._store.get(f"phase/{rank}").decode() if known else "the start"
-                    lost.append(f"Rank {rank} does not answer; its last phase was {phase}.")
-        except RuntimeError:
-            return unreachable
-        return " ".join(lost) or "All processes are left, but cannot reach each other."
 
 
 def is_lost_connection(error: Exception) -> bool:

@@ -79,6 +79,7 @@ def test_a_killed_process_ends_all(backend):
     code, output = torchrun("killed", backend)
     check_ended(code, output)
     assert "Signal 9 (SIGKILL) received" in output
+    assert "Rank 1 does not answer; its last phase was the second pass after step 1." in output
 
 
 def launch_here(*arguments: str) -> tuple[int, str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,13 +20,15 @@ from helpers import models
 from helpers.processes import context
 from helpers.trainers import parameters, trainer_for
 
+from hf_infcl.processes import Processes
+from hf_infcl.training import phases
 from hf_infcl.training.checkpoints import choose
 
 WAIT = 60  # seconds that a test waits for the end of a process; the group's timeout is shorter
 
 OPTIONS = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
-# The phase, the method of the trainer that never returns, and the number of its call, from 1.
+# The phase, the method of the trainer in which the process ends, and the number of its call, from 1.
 PHASES = {
     "loading data after step 1": ("data_collator", 4),
     "the first pass after step 1": ("_encode", 4),
@@ -32,52 +39,94 @@ PHASES = {
 }
 
 
-def trainer(folder: str) -> Any:
+def trainer(folder: str, **options: Any) -> Any:
     data = models.Pairs(32)
-    return trainer_for(folder, models.clip(dropout=0.3), data, **OPTIONS, eval_dataset=models.Pairs(8))
+    return trainer_for(folder, models.clip(dropout=0.3), data, **OPTIONS, eval_dataset=models.Pairs(8), **options)
 
 
-def interrupt(work: Callable[..., Any], time: int, number: int) -> Callable[..., Any]:
-    """``work``, but call number ``time`` stops or kills the process."""
+def at_call(number: int, action: Callable[[], Any], work: Callable[..., Any]) -> Callable[..., Any]:
+    """``work``, but call number ``number`` does something before."""
     calls = iter(range(1, 1000))
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == time:
-            os.kill(os.getpid(), number)
+        if next(calls) == number:
+            action()
         return work(*args, **kwargs)
 
     return interrupted
 
 
+class Tell(logging.Handler):
+    """Sends what is logged as an error through a pipe."""
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(logging.ERROR)
+        self.pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.pipe.send(record.getMessage())
+
+
 def rank_interrupted(
-    rank: int, port: int, folder: str, method: str, time: int, number: int, seconds: float, pipe: Any
+    rank: int, pipe: Any, port: int, folder: str, actions: dict[int, Any], backend: str, seconds: float, grace: float
 ) -> None:
+    phases.GRACE = grace
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
-    run = trainer(folder)
-    if rank == 1:
-        setattr(run, method, interrupt(getattr(run, method), time, number))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=seconds))
+    run = trainer(folder, use_cpu=backend == "gloo")
+    if rank in actions:
+        method, number, action = actions[rank]
+        setattr(run, method, at_call(number, action, getattr(run, method)))
+    if rank == 0:
+        phases.logger.addHandler(Tell(pipe))
     try:
         run.train()
-        pipe.send("trained to the end")
     except RuntimeError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-    os._exit(1)
+        if rank == 0:
+            pipe.send(f"{type(error).__name__}: {error}")
+    os._exit(0)
 
 
-def interrupted(folder: str, method: str, time: int, number: int = signal.SIGKILL, seconds: float = 50) -> str:
-    """What rank 0 raises when rank 1 gets a signal."""
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def wait_forever() -> None:
+    threading.Event().wait()
+
+
+KILLED, STOPPED = functools.partial(end_by, signal.SIGKILL), functools.partial(end_by, signal.SIGSTOP)
+
+
+def interrupted(
+    folder: str, actions: dict[int, Any], *, backend: str = "gloo", seconds: float = 50, grace: float = phases.GRACE
+) -> tuple[list[str], int]:
+    """What rank 0 logs and raises when ranks do something in a call of a method, and its exit code.
+
+    Args:
+        actions: for a rank, the method, the number of its call from 1, and what is done then.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
-    job = (store.port, folder, method, time, number, seconds, child)
-    processes = [context().Process(target=rank_interrupted, args=(rank, *job)) for rank in range(2)]
+    job = (store.port, folder, actions, backend, seconds, grace)
+    processes = [
+        context().Process(target=rank_interrupted, args=(rank, pipe, *job)) for rank, pipe in enumerate((child, None))
+    ]
     for process in processes:
         process.start()
+    child.close()
+    told = []
     try:
-        assert parent.poll(WAIT), "rank 0 hangs"
-        return parent.recv()
+        with contextlib.suppress(EOFError):
+            while True:
+                assert parent.poll(WAIT), "rank 0 hangs"
+                told.append(parent.recv())
+        processes[0].join()
+        return told, processes[0].exitcode
     finally:
         for process in processes:
             process.kill()
@@ -95,14 +144,56 @@ def rank_goes_on(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_process_is_named_with_its_phase(ranks, tmp_path, phase):
     folder = tmp_path / "killed"
-    message = interrupted(str(folder), *PHASES[phase])
-    assert message == f"OtherRankFailedError: Rank 1 does not answer; its last phase was {phase}."
+    told, _ = interrupted(str(folder), {1: (*PHASES[phase], KILLED)})
+    message = f"Rank 1 does not answer; its last phase was {phase}."
+    assert told == [message, f"OtherRankFailedError: {message}"]
     assert choose(str(folder), "auto") == str(folder / "checkpoint-1")
     if phase.startswith("saving"):
         for whole, run in ranks.run(rank_goes_on, 2, str(tmp_path)):
             assert torch.equal(whole, run)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_killed_process_is_named_with_its_phase_on_gpus(tmp_path, phase):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    told, code = interrupted(str(tmp_path), {1: (*PHASES[phase], KILLED)}, backend="nccl")
+    assert told[0] == f"Rank 1 does not answer; its last phase was {phase}."
+    assert code != 0
+
+
+def test_a_process_that_waits_for_a_killed_one_without_an_error_ends(tmp_path):
+    """As NCCL waits for a process that has been killed."""
+    place = PHASES["the first pass after step 1"]
+    told, code = interrupted(str(tmp_path), {0: (*place, wait_forever), 1: (*place, KILLED)}, grace=1)
+    assert told == ["Rank 1 does not answer; its last phase was the first pass after step 1."]
+    assert code == 1
+
+
 def test_a_process_that_hangs_is_named_after_the_timeout(tmp_path):
-    message = interrupted(str(tmp_path), "_encode", 4, signal.SIGSTOP, seconds=8)
-    assert message == "OtherRankFailedError: Rank 1 does not answer; its last phase was the first pass after step 1."
+    place = PHASES["the first pass after step 1"]
+    told, _ = interrupted(str(tmp_path), {1: (*place, STOPPED)}, seconds=8)
+    message = "Rank 1 does not answer; its last phase was the first pass after step 1."
+    assert told == [message, f"OtherRankFailedError: {message}"]
+
+
+def rank_ends_first(rank: int, world_size: int) -> None:
+    looks, enough = itertools.count(1), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "POLL", 0.01)
+        patch.setattr(phases, "GRACE", 0.0)
+        # The other process looks as if it had ended.
+        patch.setattr(phases, "_has_ended", lambda process: enough.set() if next(looks) == 3 else True)
+        if rank == 1:
+            with phases.Phases():
+                pass
+        Processes().gather_text("rank 1 has left")
+        if rank == 0:
+            with phases.Phases() as of_training:
+                assert enough.wait(60)
+            assert not of_training._told
+
+
+def test_a_process_that_has_ended_its_training_is_not_lost(ranks):
+    ranks.run(rank_ends_first, 2)

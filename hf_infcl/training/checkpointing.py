@@ -17,10 +17,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import logging
 
-from ..processes import OtherRankFailedError, Phases, Processes, is_lost_connection
+from ..processes import OtherRankFailedError, Processes, is_lost_connection
 from .arguments import InfCLTrainingArguments
 from .checkpoints import RECORD_NAME, Checkpoint, Run, RunRecord, check_writable, choose, differences, locked, rotate
 from .hub import LAST_CHECKPOINT, HubTrainer
+from .phases import Phases
 from .preemption import Preempted, Preemption
 
 logger = logging.get_logger(__name__)
@@ -81,7 +82,8 @@ class CheckpointingTrainer(HubTrainer):
         self._saved_step = -1  # an earlier training may have saved at the same step
         output_dir, saves = str(self.args.output_dir), self.args.should_save
         shared = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
-        with locked(output_dir, locks=saves, shared=shared), Preemption() as self._preemption:
+        lock = locked(output_dir, locks=saves, shared=shared)
+        with lock, Preemption() as self._preemption, Phases() as self._phases:
             if resume_from_checkpoint == LAST_CHECKPOINT:
                 # A folder of this name is taken if every process finds it, so that all go the same way.
                 found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
@@ -92,14 +94,13 @@ class CheckpointingTrainer(HubTrainer):
             self._last_checkpoint = checkpoint
             if checkpoint is not None:
                 self._check_same_run(checkpoint)
-            self._phases = Phases()
             try:
                 return super().train(checkpoint, trial, ignore_keys_for_eval)
             except RuntimeError as error:
                 if not is_lost_connection(error):
                     raise
                 message = self._phases.describe_lost()
-                logger.error(message)
+                self._phases.tell(message)
                 raise OtherRankFailedError(message) from error
 
     def _enter(self, phase: str) -> None:

@@ -1,0 +1,148 @@
+"""The phases that the processes of a training are in, by which those are described that end or hang.
+
+A collective of gloo fails when a process has ended. One of NCCL waits, in a kernel that no signal interrupts, and the
+launcher kills the waiting processes, which by themselves could not say for whom they waited. Therefore a thread of each
+process watches the others of its machine.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from transformers.utils import logging
+
+from ..processes import Processes
+
+POLL = 1.0  # seconds between two looks at the other processes
+GRACE = 10.0  # seconds that a process has to end by itself after another one was lost; torchrun kills it after 30
+_END = "the end of the training"
+
+logger = logging.get_logger(__name__)
+
+
+class Phases:
+    """The phases of the work of all processes of the default group.
+
+    Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
+
+    While the context is open, a process of this machine that has ended without leaving its own context counts as lost.
+    If this process has not left the context `GRACE` seconds later, because it waits for the lost one, it names the lost
+    one with its phase and ends with exit code 1.
+    """
+
+    def __init__(self) -> None:
+        processes = Processes()
+        self._rank, self._world_size = processes.rank, processes.world_size
+        self._left = threading.Event()
+        self._told: set[str] = set()
+        self._reachable = processes.world_size > 1  # the store
+        self._store: Any = None
+        if processes.world_size > 1:
+            self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
+
+    def __enter__(self) -> Phases:
+        if self._reachable:
+            this = psutil.Process()
+            self._store.set(f"process/{self._rank}", f"{this.pid} {this.create_time()}")
+            self.enter("the start")
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            self.enter(_END)
+        self._left.set()
+
+    def enter(self, phase: str) -> None:
+        """Tells the other processes what this one does from now on."""
+        try:
+            if self._reachable:
+                self._store.set(f"phase/{self._rank}", phase)
+        except RuntimeError:  # the launcher that kept the store has ended, and this process may still save a checkpoint
+            self._reachable = False
+
+    def tell(self, message: str) -> None:
+        """Logs an error, unless the same one was logged before."""
+        if message not in self._told:
+            self._told.add(message)
+            logger.error(message)
+
+    def describe_lost(self, seconds: float = 3.0) -> str:
+        """A sentence about the processes that do not answer, for a message after a collective has failed.
+
+        Every process that is left has to call it: those that do not within so many seconds count as lost.
+        """
+        unreachable = "The process that keeps the group's store does not answer, which is rank 0 or the launcher."
+        if not self._reachable:
+            return unreachable
+        lost = []
+        try:
+            self._store.set(f"left/{self._rank}", "")
+            end = time.monotonic() + seconds
+            for rank in range(self._world_size):
+                while not self._store.check([f"left/{rank}"]) and time.monotonic() < end:
+                    time.sleep(0.05)
+                if not self._store.check([f"left/{rank}"]):
+                    lost.append(self._of_lost(rank))
+        except RuntimeError:
+            return unreachable
+        return " ".join(lost) or "All processes are left, but cannot reach each other."
+
+    def _of_lost(self, rank: int) -> str:
+        return f"Rank {rank} does not answer; its last phase was {self._phase(rank)}."
+
+    def _phase(self, rank: int) -> str:
+        return str(self._read(f"phase/{rank}") or "the start")
+
+    def _read(self, key: str) -> str | None:
+        """The value of a key of the store; None if it is not there, for which `get` would wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _watch(self) -> None:
+        """Ends this process if it does not notice by itself that another one of this machine was lost."""
+        local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        first = self._rank - local_rank
+        unknown = [rank for rank in range(first, first + local_size) if rank != self._rank]
+        known: dict[int, psutil.Process] = {}
+        try:
+            while not self._left.wait(POLL):
+                for rank in list(unknown):
+                    if stated := self._read(f"process/{rank}"):
+                        unknown.remove(rank)
+                        if (found := _process(stated)) is not None:
+                            known[rank] = found
+                ended = [rank for rank, process in known.items() if _has_ended(process)]
+                if lost := [rank for rank in ended if self._phase(rank) != _END]:
+                    # It may be ending for the same reason, or about to be told the reason by the lost process.
+                    if self._left.wait(POLL):
+                        return
+                    self.tell(" ".join(map(self._of_lost, lost)))
+                    if not self._left.wait(GRACE):
+                        os._exit(1)
+        except RuntimeError:  # the launcher that kept the store has ended
+            return
+
+
+def _process(stated: str) -> psutil.Process | None:
+    """The process with this number and time of creation, if this process can see it."""
+    number, created = stated.split()
+    try:
+        process = psutil.Process(int(number))
+        return process if abs(process.create_time() - float(created)) < 5 else None
+    except psutil.Error:
+        return None
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
