@@ -178,6 +178,16 @@ def test_benchmark_ring_compares_losses_of_one_gradient(tmp_path):
     assert (tmp_path / "ring.png").stat().st_size > 10_000
 
 
+def test_benchmark_ring_measures_several_captions(script, tmp_path):
+    ring, parser = script("benchmarks.ring"), argparse.ArgumentParser()
+    ring.add_arguments(parser)
+    words = ["--per-gpu-batch-sizes", 8, "--dims", 16, "--dtype", "float32", "--milliseconds", 5, "--captions", 3]
+    ring.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "ring.csv")]))
+    rows = rows_of(tmp_path / "ring.csv")
+    assert [row["implementation"] for row in rows] == ["no communication, 3 captions", "hf_infcl, 3 captions"]
+    assert all(float(row["ms"]) > 0 and not row["note"] for row in rows), rows
+
+
 def test_benchmark_memory_runs_without_torchrun_too(tmp_path):
     words = ["--per-gpu-batch-sizes", 24, "--global-batch-sizes", 48, "--dim", 16, "--dtype", "float32"]
     on_two("memory", *words, "--output", tmp_path / "memory.csv")

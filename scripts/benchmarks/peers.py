@@ -146,3 +146,15 @@ def siglip_kernel_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Ten
     processes = Processes()
     ring = importlib.import_module("siglip_kernel.distributed").DistributedSigLIPLoss
     return ring(strategy="ring", rank=processes.rank, world_size=processes.world_size)(x, y, scale, bias)
+
+
+def siglip_kernel_plus_ring(
+    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, image_ids: Tensor, text_ids: Tensor
+) -> Tensor:
+    """SigLIP+ in siglip-kernel's ring, whose module holds the logarithm of the scale and the bias as parameters."""
+    processes = Processes()
+    ring = importlib.import_module("siglip_kernel.distributed").DistributedSigLIPPlusLoss
+    groups = processes.world_size * len(x)
+    module = ring(num_groups=groups, rank=processes.rank, world_size=processes.world_size)
+    module.logit_scale, module.logit_bias = (torch.nn.Parameter(value.detach()) for value in (scale.log(), bias))
+    return module((x, y), image_ids, text_ids)["total_loss"]

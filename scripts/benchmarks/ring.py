@@ -17,6 +17,10 @@ where kernels take longer than their launches, of which the yardstick has as man
 where its texts are so small that by default they are gathered; elsewhere it is the same as "hf_infcl". "ring untiled"
 is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl and
 siglip-kernel are measured where they are installed; inf_cl converts to fp32, as it demands.
+
+With --captions k the batches count images, and each image has k texts on its own GPU, all of them positives. The names
+end in it. SigLIP+ of siglip-kernel weights the positives, so its gradient is that of another loss. The picture has no
+such rows.
 """
 
 from __future__ import annotations
@@ -74,10 +78,20 @@ def untiled() -> Iterator[None]:
         yield
 
 
+def with_captions(objective: str, ids: dict[str, Tensor]) -> dict[str, Implementation]:
+    """The yardstick, this package's ring and siglip-kernel's for images and texts with ids."""
+    ours = Implementation(functools.partial(contrastive_loss, objective=objective, **ids))
+    known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective, **ids)), OURS: ours}
+    if objective == "sigmoid" and importlib.util.find_spec("siglip_kernel") is not None:
+        known["siglip-kernel SigLIP+ ring"] = Implementation(functools.partial(peers.siglip_kernel_plus_ring, **ids))
+    return known
+
+
 def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
-    """This package's strategies, the ring first, and the others that have this objective."""
+    """The yardstick, this package's strategies, the ring first, and the others that have this objective."""
     ours = functools.partial(contrastive_loss, objective=objective)
-    known = {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
+    known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective))}
+    known |= {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
     known |= {
         f"hf_infcl {strategy}": Implementation(functools.partial(ours, strategy=strategy))
         for strategy in STRATEGIES
@@ -98,19 +112,22 @@ def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
     return known
 
 
-def repeated_alone(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
+def repeated_alone(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, **options: Any) -> Tensor:
     """W losses of this process's own pairs, each with its backward, and nothing exchanged."""
     for _ in range(common.world_size() - 1):
-        local_contrastive_loss(x, y, scale, bias, objective=objective).backward()
-    return local_contrastive_loss(x, y, scale, bias, objective=objective)
+        local_contrastive_loss(x, y, scale, bias, **options).backward()
+    return local_contrastive_loss(x, y, scale, bias, **options)
 
 
 class Step:
     """A forward and backward of an implementation on this process's pairs."""
 
-    def __init__(self, implementation: Implementation, batch: int, dim: int, dtype: torch.dtype, device: Any) -> None:
+    def __init__(
+        self, implementation: Implementation, batch: int, dim: int, dtype: torch.dtype, device: Any, captions: int = 1
+    ) -> None:
         self._implementation = implementation
-        x, y = common.features(batch, dim, dtype, device, seed=1000 * common.rank())
+        x, y = common.features(captions * batch, dim, dtype, device, seed=1000 * common.rank())
+        x = x[:batch].clone()
         self.inputs = (
             *(t.requires_grad_() for t in (x, y)),
             *(torch.tensor(value, device=device, requires_grad=True) for value in (SCALE, BIAS)),
@@ -170,14 +187,16 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
     for objective, dim, b in ((o, d, b) for o in args.objectives for d in args.dims for b in dict.fromkeys(sizes)):
         first: Tensor | None = None
         alone: float | None = None
-        known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective))}
-        known |= implementations(objective, dtype.itemsize)
+        known = implementations(objective, dtype.itemsize)
+        if args.captions > 1:
+            ids = torch.arange(b, device=device) + b * common.rank()
+            known = with_captions(objective, {"image_ids": ids, "text_ids": ids.repeat(args.captions)})
         for name, implementation in known.items():
             if args.implementations and name not in (ALONE, *args.implementations):
                 continue
             row = environment | {"objective": objective, "dim": dim, "per_gpu_batch_size": b, "batch_size": w * b}
-            row["implementation"] = name
-            step = Step(implementation, b, dim, dtype, device)
+            row["implementation"] = name + f", {args.captions} captions" * (args.captions > 1)
+            step = Step(implementation, b, dim, dtype, device, args.captions)
             if note := step.obstacle(b):
                 row["note"] = note
             else:
@@ -188,7 +207,7 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
             if "ms" in row:
                 alone = row["ms"] if name == ALONE else alone
                 row["efficiency"] = round(alone / row["ms"], 3) if alone else ""
-                row["gpairs_per_s"] = round(w * b * b / row["ms"] / 1e6, 2)
+                row["gpairs_per_s"] = round(args.captions * w * b * b / row["ms"] / 1e6, 2)
                 if name != ALONE:
                     gradient = step.inputs[0].grad
                     assert gradient is not None
@@ -213,7 +232,8 @@ def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.d
 
 def plot(table: Path) -> None:
     """Time per implementation, a panel for each setting at the most GPUs measured."""
-    rows = common.newest(table, (*SETTING, "implementation"), lambda row: row["ms"])
+    pairs_only = lambda row: row["ms"] and "captions" not in row["implementation"]  # noqa: E731
+    rows = common.newest(table, (*SETTING, "implementation"), pairs_only)
     most = max((int(row["world_size"]) for row in rows), default=0)
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -251,6 +271,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--objectives", nargs="+", default=["softmax"], choices=OBJECTIVES)
     parser.add_argument("--implementations", nargs="+", help="by name, default: all; 'no communication' always")
     parser.add_argument("--milliseconds", type=int, default=1000, help="of repetitions per row")
+    parser.add_argument("--captions", type=int, default=1, help="texts of each image")
     parser.add_argument("--timeline", type=Path, help="instead: draw the GPU streams of one step of the ring here")
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "ring.csv", help="appended to; its plot lies beside it"
