@@ -9,13 +9,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-import transformers
 from helpers import models
 from helpers.numerics import relative_error
 from helpers.pictures import picture
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
-from packaging import version
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
@@ -59,8 +57,6 @@ def rank_resume(rank: int, world_size: int, folder: str, kind: str, stop: int) -
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(("kind", "stop"), [("rows", 3), ("dispatched", 4), ("read by each", 3)])
 def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size, kind, stop):
-    if world_size > 1 and version.parse(transformers.__version__) < version.parse("5.18"):
-        pytest.skip("transformers before 5.18 cannot load an optimizer in several processes on CPUs")
     ranks.run(rank_resume, world_size, str(tmp_path), kind, stop, always_ring=True)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
@@ -287,6 +288,13 @@ class InfCLTrainingArguments(TrainingArguments):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "hub_token": None}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process, without an index if it is a CPU."""
+        device: torch.device = super().device
+        # transformers before 5.18 loads the optimizer's state to this device, which torch cannot do for "cpu:0".
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def global_batch_size(self) -> int:
