@@ -173,7 +173,7 @@ def test_several_captions_and_negatives_are_drawn_as_the_collator_gives_them(mod
     assert set(seen) == {0, 3, 4, 6, 7, 8, 100, 101, 120}
 
 
-def test_the_best_rate_is_looked_for_beyond_the_grid_and_then_gets_the_other_seeds(module):
+def test_the_best_rate_is_looked_for_beyond_the_grid_while_the_best_so_far_gets_the_other_seeds(module):
     module("training")
     experiments = module("experiments")
     run = module("training").Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
@@ -182,10 +182,10 @@ def test_the_best_rate_is_looked_for_beyond_the_grid_and_then_gets_the_other_see
     def wanted(scores: dict[float, float]) -> list[tuple[float, int]]:
         return [(r.learning_rate, r.seed) for r in plan.wanted({(rate, 0): s for rate, s in scores.items()})]
 
-    assert wanted({}) == [(1e-3, 0), (2e-3, 0)]
-    assert wanted({2e-3: 0.5}) == [(1e-3, 0)], "nothing is decided before the grid is finished"
-    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0)]
-    assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0)]
+    assert wanted({}) == [(1e-3, 0), (2e-3, 0), (1e-3, 1), (1e-3, 2)], "the first rate is thought to be the best"
+    assert wanted({2e-3: 0.5}) == [(1e-3, 0), (2e-3, 1), (2e-3, 2)]
+    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0), (2e-3, 1), (2e-3, 2)]
+    assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0), (1e-3, 1), (1e-3, 2)]
     assert wanted({1e-3: 0.1, 2e-3: 0.5, 4e-3: 0.3}) == [(2e-3, 1), (2e-3, 2)]
 
 
@@ -203,6 +203,7 @@ def test_what_ended_earlier_is_not_run_again(module, tmp_path):
 
     again = experiments.Queue(plans, table, math.inf)
     assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, learning_rate=5e-4), "the best was the least"
+    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1), "the best so far"
     assert again.next_for(worker, [worker]) is None
     assert len(table.read_text().splitlines()) == 3
 
@@ -224,6 +225,8 @@ def test_the_files_of_the_experiments_can_be_run(module):
     files = sorted((SCRIPTS / "real_pairs/experiments").glob("*.yaml"))
     plans = experiments.read_plans(files)
     assert {plan.run.experiment for plan in plans} == {path.stem for path in files}
+    costly = [plan for plan in plans if plan.run.experiment == "2_fixed_steps" and plan.run.method == "Trainer"]
+    assert [(plan.rates, plan.seeds) for plan in costly] == [((5e-4,), (0,))], "a configuration has rates of its own"
     for plan in plans:
         for run in (plan.run, plan.base or plan.run):
             assert run.method in training.TRAINERS

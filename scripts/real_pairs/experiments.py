@@ -5,7 +5,8 @@
 
 Each configuration is trained with several learning rates at the first seed. While the best one, by the recalls of the
 validation set, is the least or the greatest that was tried, the next one beyond it, at half or twice the rate, is tried
-as well. The best one is then trained with the other seeds.
+as well. The best one is trained with the other seeds; the best so far, and before any run has ended the first of the
+list, gets them while others are being tried, so that no GPU waits.
 
 The rows of a run are added to results.csv when it has ended. At the time limit the runs under way are ended without
 rows; the same command goes on with what is missing.
@@ -59,7 +60,7 @@ class Plan:
 
     Attributes:
         run: its run with the first learning rate and the first seed.
-        rates, seeds: what is tried.
+        rates, seeds: what is tried; the rate that is thought to be the best stands first.
         alone: whether nothing else runs on the same GPU.
         ways, base: of a fine-tuning.
     """
@@ -82,15 +83,14 @@ class Plan:
             return runs([self.run.learning_rate], self.seeds)
         first = self.seeds[0]
         tried = {rate: value for (rate, seed), value in scores.items() if seed == first}
-        if missing := [rate for rate in self.rates if rate not in tried]:
-            return runs(missing, [first])
-        best = max(tried, key=lambda rate: tried[rate])
-        if len(self.rates) > 1:
+        next_rates = [rate for rate in self.rates if rate not in tried]
+        best = max(tried, key=lambda rate: tried[rate]) if tried else self.rates[0]
+        if not next_rates and len(self.rates) > 1:
             if best == max(tried) and 2 * best < MOST:
-                return runs([2 * best], [first])
-            if best == min(tried) and best / 2 > LEAST:
-                return runs([best / 2], [first])
-        return runs([best], self.seeds[1:])
+                next_rates = [2 * best]
+            elif best == min(tried) and best / 2 > LEAST:
+                next_rates = [best / 2]
+        return runs(next_rates, [first]) + runs([best], self.seeds[1:])
 
 
 def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = False) -> list[Plan]:
@@ -105,13 +105,12 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
     for path in paths:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         configurations = settings.pop("configurations")
-        plan_settings = {name: settings.pop(name) for name in ("seeds", "alone") if name in settings}
-        if "seeds" in plan_settings:
-            plan_settings["seeds"] = tuple(plan_settings["seeds"])
+        alone = settings.pop("alone", False)
         ways = tuple((way, tuple(rates)) for way, rates in settings.pop("ways", {}).items())
-        rates = tuple(settings.pop("learning_rates", (0.0,)))
         steps = settings.pop("steps", None)
         base = settings.pop("base", None)
+        tried = {"learning_rates": [0.0], "seeds": [0, 1, 2]}
+        tried |= {name: settings.pop(name) for name in list(tried) if name in settings}
 
         def run(values: dict[str, Any], path: Path = path, steps: int | None = steps) -> Run:
             values = {"micro_batch": min(micro_batch, values["batch"]), **values}
@@ -124,9 +123,11 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
             return Run(experiment=path.stem, **values)
 
         for configuration in configurations:
-            common = {**settings, "learning_rate": rates[0], **configuration}
+            of_this = {name: configuration.pop(name, values) for name, values in tried.items()}
+            rates, seeds = tuple(of_this["learning_rates"]), tuple(of_this["seeds"])
+            common = {**settings, "learning_rate": rates[0], "seed": seeds[0], **configuration}
             based = None if base is None else run({**settings, **base})
-            plans.append(Plan(run(common), rates, ways=ways, base=based, **plan_settings))
+            plans.append(Plan(run(common), rates, seeds, alone, ways, based))
     return plans
 
 
