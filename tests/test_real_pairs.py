@@ -255,7 +255,9 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
     assert [setting.batch for setting in found] == [512, 1024]
     chosen = found[tables.Setting("InfCLTrainer", 1024, "softmax", False)]
     assert chosen.rate == 2e-3, "the best at the first seed"
-    assert chosen.cell(tables.STYLE) == "10.0 ± 10.0", "the mean and the deviation over its seeds"
+    assert chosen.cells(tables.STYLE) == ["0.002*", "3", "10.0 ± 10.0"], "the mean and the deviation over its seeds"
+    once = found[tables.Setting("InfCLTrainer", 512, "softmax", False)]
+    assert once.cells(tables.STYLE) == ["0.001", "1", "0.0"], "one seed has no deviation"
 
 
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):

@@ -37,6 +37,7 @@ FIGURES: dict[str, Sequence[str]] = {
 }
 STYLE, CONCEPTS = list(FIGURES)[:2]
 SWAPS = {f"{kind} swapped": (f"vendor_{kind}_swaps",) for kind in ("attribute", "number", "relation")}
+COLUMNS = ("learning rate", "seeds")
 FIXED_STEPS = 576
 
 
@@ -110,10 +111,14 @@ class Configuration:
         return [value(row, figure) for row in self.ended]
 
     def cell(self, figure: str) -> str:
-        """Mean and standard deviation over the seeds, in per cent."""
+        """Mean and standard deviation over the seeds, in per cent; one seed has no deviation."""
         values = [100 * v for v in self.values(figure)]
-        deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else " (1 seed)"
+        deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
         return f"{statistics.mean(values):.1f}{deviation}"
+
+    def cells(self, *figures: str) -> list[str]:
+        """The learning rate, the number of seeds, and the figures: by default all of `FIGURES`."""
+        return [self.rate_cell, str(len(self.ended)), *(self.cell(figure) for figure in figures or FIGURES)]
 
 
 def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dict[Setting, Configuration]:
@@ -178,10 +183,9 @@ def main() -> None:
 
 def global_batch(rows: list[Row]) -> str:
     body = [
-        [label(setting), f"{c.steps:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for setting, c in configurations(rows, "1_global_batch").items()
+        [label(setting), f"{c.steps:,}", *c.cells()] for setting, c in configurations(rows, "1_global_batch").items()
     ]
-    return markdown(["", "steps", "learning rate", *FIGURES], body)
+    return markdown(["", "steps", *COLUMNS, *FIGURES], body)
 
 
 def rates(rows: list[Row]) -> str:
@@ -212,28 +216,19 @@ def rates(rows: list[Row]) -> str:
 
 
 def fixed_steps(rows: list[Row]) -> str:
-    body = [
-        [label(setting), f"{c.steps * c.batch:,}", c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for setting, c in at_fixed_steps(rows).items()
-    ]
-    return markdown(["", "samples", "learning rate", *FIGURES], body) if len(body) > 1 else ""
+    body = [[label(setting), f"{c.steps * c.batch:,}", *c.cells()] for setting, c in at_fixed_steps(rows).items()]
+    return markdown(["", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
 
 
 def objectives(rows: list[Row]) -> str:
     found = configurations(rows, "1_global_batch", "3_objectives", method="InfCLTrainer")
     batches = {c.batch for setting, c in found.items() if setting.objective == "sigmoid" or setting.pair_ids}
     body = [
-        [
-            f"{c.batch:,}",
-            setting.objective,
-            "yes" if setting.pair_ids else "no",
-            c.rate_cell,
-            *(c.cell(figure) for figure in FIGURES),
-        ]
+        [f"{c.batch:,}", setting.objective, "yes" if setting.pair_ids else "no", *c.cells()]
         for setting, c in found.items()
         if c.batch in batches
     ]
-    return markdown(["batch", "loss", "`pair_ids`", "learning rate", *FIGURES], body) if body else ""
+    return markdown(["batch", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body) if body else ""
 
 
 def positives(setting: Setting) -> str:
@@ -242,27 +237,19 @@ def positives(setting: Setting) -> str:
 
 
 def several_captions(rows: list[Row]) -> str:
-    body = [
-        [positives(setting), c.rate_cell, *(c.cell(figure) for figure in FIGURES)]
-        for setting, c in configurations(rows, "6_several_captions").items()
-    ]
-    return markdown(["per image", "learning rate", *FIGURES], body) if body else ""
+    body = [[positives(setting), *c.cells()] for setting, c in configurations(rows, "6_several_captions").items()]
+    return markdown(["per image", *COLUMNS, *FIGURES], body) if body else ""
 
 
 def hard_negatives(rows: list[Row]) -> str:
     """How often an image is nearer to its caption than to the swapped one, beside the recalls."""
     found = configurations(rows, "6_several_captions", "7_hard_negatives", pair_ids=False)
     body = [
-        [
-            positives(setting),
-            "yes" if setting.negatives else "no",
-            c.rate_cell,
-            *(c.cell(figure) for figure in (*SWAPS, STYLE, CONCEPTS)),
-        ]
+        [positives(setting), "yes" if setting.negatives else "no", *c.cells(*SWAPS, STYLE, CONCEPTS)]
         for setting, c in found.items()
         if setting._replace(negatives=True) in found
     ]
-    head = ["per image", "swapped captions in training", "learning rate", *SWAPS, STYLE, CONCEPTS]
+    head = ["per image", "swapped captions in training", *COLUMNS, *SWAPS, STYLE, CONCEPTS]
     return markdown(head, body) if body else ""
 
 
@@ -277,9 +264,9 @@ def fine_tuning(rows: list[Row]) -> str:
                 by_rate[row["learning_rate"]].append(row)
         rate = max(by_rate, key=lambda rate: statistics.mean(map(score, by_rate[rate])))
         configuration = Configuration(by_rate[rate])
-        gain, kept = configuration.cell(CONCEPTS), configuration.cell(STYLE)
-        body.append([way, f"{rate:g}", gain, kept, configuration.cell("zero-shot, other style")])
-    head = ["", "learning rate", "clip art (new): new concepts, R@5", "emoji (guard): other style, R@1"]
+        title = "before the fine-tuning" if way == "base" else way
+        body.append([title, *configuration.cells(CONCEPTS, STYLE, "zero-shot, other style")])
+    head = ["", *COLUMNS, "clip art (new): new concepts, R@5", "emoji (guard): other style, R@1"]
     return markdown([*head, "emoji (guard): zero-shot, other style"], body) if body else ""
 
 
@@ -290,7 +277,7 @@ def cost(rows: list[Row]) -> str:
             rate = row["samples"] / row["seconds"]
             name = label(Setting.of(row))
             body.append(
-                [name, f"{1000 * row['seconds'] / row['steps']:,.1f} ms", f"{rate:,.0f}", f"{row['peak_gib']} GiB"]
+                [name, f"{1000 * row['seconds'] / row['steps']:,.1f} ms", f"{rate:,.0f}", f"{row['peak_gib']:.1f} GiB"]
             )
     return markdown(["micro-batches of 256", "a step", "pairs per second", "peak memory"], body) if body else ""
 
@@ -308,7 +295,10 @@ def panels(count: int, height: float = 4.0) -> tuple[Figure, Sequence[Axes]]:
 
 
 def draw_global_batch(rows: list[Row], path: Path) -> None:
-    """Quality against the batch at the same number of samples, and at the same number of optimizer steps."""
+    """Quality against the batch at the same number of samples, and at the same number of optimizer steps.
+
+    The marker of a single run is hollow.
+    """
     ours = {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over the batch"}
     plain = {"color": VERMILION, "marker": "s", "ls": "--", "label": "Trainer: losses over 256 pairs each"}
     figure, axes = panels(2)
@@ -322,7 +312,11 @@ def draw_global_batch(rows: list[Row], path: Path) -> None:
             errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
             if values:
                 batches = [c.batch for c in several]
-                axis.errorbar(batches, [statistics.mean(v) for v in values], errors, capsize=3, **style)
+                means = [statistics.mean(v) for v in values]
+                axis.errorbar(batches, means, errors, capsize=3, **style)
+                once = [(batch, v[0]) for batch, v in zip(batches, values, strict=True) if len(v) == 1]
+                if once:
+                    axis.plot(*zip(*once, strict=True), style["marker"], color=style["color"], mfc="white", zorder=3)
         axis.set_xscale("log", base=2)
         batches = sorted({c.batch for c in found.values()})
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
@@ -375,9 +369,9 @@ def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
     folder = corpus / "evaluation/held_out_vendor/test"
     entries = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
     shown = {
-        Setting("InfCLTrainer", 256, "softmax", False): "one loss over 256",
-        Setting("Trainer", 4096, "softmax", False): "16 losses over 256",
-        Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096",
+        Setting("InfCLTrainer", 256, "softmax", False): "one loss over 256 in a step",
+        Setting("Trainer", 4096, "softmax", False): "16 losses over 256 in a step",
+        Setting("InfCLTrainer", 4096, "softmax", False): "one loss over 4,096 in a step",
     }
     found = at_fixed_steps(rows)
     best = {}
