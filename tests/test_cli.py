@@ -119,11 +119,13 @@ def left_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_path, capsys):
-    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--load_best_model_at_end")
+    infcl(*small, "--eval_dataset", tmp_path / "pairs", "--load_best_model_at_end", "--eval_pictures", 3)
     printed = capsys.readouterr().out
     assert "--logging_steps 0.01 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
+    assert (tmp_path / "out/pictures.png").stat().st_size > 1000
+    assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3, 4, 5, 6]
     evaluated = {
@@ -132,6 +134,21 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert evaluated.keys() == {3, 6}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
     assert state["best_model_checkpoint"].endswith(f"checkpoint-{min(evaluated, key=evaluated.__getitem__)}")
+
+
+def test_what_was_measured_after_the_last_step_is_not_measured_again(small, tmp_path, monkeypatch):
+    measured, evaluate = [], InfCLTrainer.evaluate
+    monkeypatch.setattr(InfCLTrainer, "evaluate", lambda self, *a, **k: measured.append(k) or evaluate(self, *a, **k))
+    guard = ["--guard_dataset", tmp_path / "pairs", "--eval_dataset", tmp_path / "pairs"]
+    infcl(*small, *guard, "--max_steps", 2, "--eval_steps", 2)
+    results = json.loads((tmp_path / "out/eval_results.json").read_text())
+    last = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    (logged,) = [e["eval_pairs_loss"] for e in last if e["step"] == 2 and "eval_pairs_loss" in e]
+    assert results["eval_pairs_loss"] == logged
+    assert "eval_guard1_pairs_loss" in results
+    assert len([k for k in measured if k.get("metric_key_prefix", "").startswith("eval_pairs")]) == 2, (
+        "before and after"
+    )
 
 
 def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(small, tmp_path, monkeypatch):
@@ -552,6 +569,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
     ("words", "complaint"),
     [
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
+        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "a number of images of --eval_dataset, from 0"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' holds no model that can be loaded"),

@@ -9,17 +9,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
 import yaml
-from helpers.trainers import trainer_for
+from helpers import models, processors
+from helpers.trainers import arguments, trainer_for
 from huggingface_hub import ModelCard
 from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
-from hf_infcl import InfCLTrainingArguments
+from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.publishing import (
+    PICTURES_FILE,
     CardCallback,
     Evaluation,
+    PicturesCallback,
     Source,
     TrainingRecord,
     model_card,
@@ -326,3 +331,39 @@ def test_curves_are_drawn(tmp_path):
 def test_curves_without_losses_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no training loss"):
         plot_curves([{"step": 1, "eval_loss": 1.0}], tmp_path / "x.png")
+
+
+# ---- Pictures ----
+
+
+def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path, monkeypatch):
+    captions = [["a b", "c"], ["d"], ["e f g"], ["h", "i", "j k"]]
+    g = torch.Generator().manual_seed(0)
+    images = [torch.randint(256, (20, 16, 3), generator=g, dtype=torch.uint8).numpy() for _ in captions]
+    rows = datasets.Dataset.from_dict({"image": [Image.fromarray(image) for image in images], "caption": captions})
+    dataset = ImageTextDataset(rows, all_captions=True)
+    model, processor = models.clip(), processors.clip_processor()
+    trainer = InfCLTrainer(
+        model, arguments(tmp_path), eval_dataset={"pairs": dataset, "others": dataset}, processing_class=processor
+    )
+    callback, drawn = PicturesCallback(trainer, dataset, 2), []
+    best_captions = callback._best_captions
+    monkeypatch.setattr(callback, "_best_captions", lambda measured: drawn.append(best_captions(measured)) or drawn[-1])
+    trainer.evaluate()
+    (found_captions,) = drawn  # of one of the two sets
+
+    texts = [text for own in captions for text in own]
+    inputs = processor(text=texts, images=images, padding="max_length", return_tensors="pt")
+    with torch.no_grad():
+        cosines = model.eval()(**inputs).logits_per_image / model.logit_scale.exp()
+    for row, found in zip((0, 2), found_captions, strict=True):
+        best = cosines[row].topk(3)
+        assert found == [
+            (texts[index], pytest.approx(cosine, abs=1e-4), texts[index] in captions[row])
+            for cosine, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+    with Image.open(tmp_path / PICTURES_FILE) as picture:
+        assert picture.size[1] > 2 * 96
+        assert len(picture.getcolors(1 << 20)) > 300, "both images are in it"
+    model_card(record(), pictures=PICTURES_FILE).save(tmp_path / "README.md")
+    assert f"]({PICTURES_FILE})" in (tmp_path / "README.md").read_text()

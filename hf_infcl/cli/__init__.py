@@ -42,6 +42,9 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         )
         parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
         parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
+        if not words:
+            parser.print_help()
+            parser.exit(2)
         command = parser.parse_args(words[:1]).command
         words = words[1:]
     # Imported here: importing torch and transformers takes seconds, and `infcl --help` needs neither.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import ImageTextDataset, ZeroShotDataset, load_pairs
+from ..publishing import PicturesCallback
 from ..training.arguments import InfCLTrainingArguments
 from ..training.trainer import InfCLTrainer
 from .launched import leave, mistakes_in_one_line
@@ -29,6 +30,8 @@ def evaluate(words: Sequence[str]) -> None:
         datasets = evaluation_datasets(columns, evaluation)
         model, processor = load(model_options.model)
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+    if evaluation.eval_pictures:
+        PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)

@@ -160,6 +160,13 @@ class EvaluationOptions:
         default=None, metadata={"help": "Labelled images to measure zero-shot classification on: a Hub id or a folder."}
     )
     zero_shot_split: str = field(default="test", metadata={"help": "Split of --zero_shot_dataset."})
+    eval_pictures: int = field(
+        default=0,
+        metadata={
+            "help": "Number of images of --eval_dataset that are drawn with their best captions at each evaluation, "
+            "into pictures.png of --output_dir, which is pushed with the model. 0 draws none."
+        },
+    )
     label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
     class_names: list[str] | None = field(
         default=None, metadata={"help": "Names of the classes, by number. By default those that the data set holds."}
@@ -168,8 +175,15 @@ class EvaluationOptions:
         default_factory=lambda: ["a photo of a {}."], metadata={"help": "Prompts, with {} for the name of the class."}
     )
 
+    def __post_init__(self) -> None:
+        if self.eval_pictures < 0 or (self.eval_pictures and not self.eval_dataset):
+            raise ValueError(
+                f"eval_pictures is {self.eval_pictures}, but it is a number of images of --eval_dataset, from 0, and "
+                f"--eval_dataset is {self.eval_dataset}."
+            )
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, except None: the help of an option says what that means."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
@@ -191,7 +205,7 @@ class Parser(HfArgumentParser):
             prog=f"infcl {command}",
             usage="%(prog)s [FILE.yaml or FILE.json] [--NAME VALUE ...]",
             description=description,
-            formatter_class=_Help,
+            formatter_class=Help,
             allow_abbrev=False,
         )
 

@@ -16,6 +16,7 @@ from ..planning import GIB, GPU, GPUS, Choice, Counts
 from ..training.arguments import InfCLTrainingArguments
 from .launched import mistakes_in_one_line
 from .models import load_config
+from .options import Help
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
@@ -35,7 +36,7 @@ def plan_parser() -> argparse.ArgumentParser:
         prog="infcl plan",
         description="Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. "
         "Only the model's config is read.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--model", required=True, help="The model: a Hub id or a folder.")
     parser.add_argument("--global_batch", type=int, required=True, help="Pairs of one optimizer step.")

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from ..data import ImageTextDataset, ImageTextStream, load_pairs
 from ..processes import Processes
 from ..publishing import (
     CURVES_FILE,
+    PICTURES_FILE,
     RECORD_FILE,
     CardCallback,
     Evaluation,
+    PicturesCallback,
     Source,
     source_name,
     training_record,
@@ -41,7 +43,7 @@ from .models import load
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions, Parser
 from .plan import check_memory
 
-RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE)
+RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE, PICTURES_FILE)
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "text") for k in (1, 5, 10)))
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
@@ -88,6 +90,8 @@ def train(words: Sequence[str]) -> None:
         trainer = InfCLTrainer(
             model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
+    if evaluation.eval_pictures:
+        PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     collator: Any = trainer.data_collator
     describe = functools.partial(
         training_record,
@@ -136,8 +140,10 @@ def train(words: Sequence[str]) -> None:
         trainer.save_metrics("train", trained.metrics)
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     if eval_datasets:
-        with mistakes_in_one_line(parser.prog, of_libraries=False):
-            measured = trainer.evaluate()
+        measured = {} if args.load_best_model_at_end else measured_last(trainer.state, eval_datasets)
+        if not measured:
+            with mistakes_in_one_line(parser.prog, of_libraries=False):
+                measured = trainer.evaluate()
         trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured)
     trainer.save_state()
@@ -159,6 +165,17 @@ def train(words: Sequence[str]) -> None:
         pushed = f" and on the Hub as {trainer.hub_model_id}" if args.push_to_hub else ""
         print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
     leave(trainer)
+
+
+def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
+    """The metrics of all data sets if they were measured after the last step; otherwise nothing.
+
+    Measuring them again after the training would take time, and MLflow and trackio would begin a new run for it.
+    """
+    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith(("eval_", "epoch"))}
+    complete = all(any(name.startswith(f"eval_{dataset}_") for name in metrics) for dataset in datasets)
+    return metrics if complete else {}
 
 
 def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from .callback import CURVES_FILE, CardCallback, write_publication
 from .card import model_card
 from .curves import plot_curves
+from .pictures import PICTURES_FILE, PicturesCallback
 from .record import RECORD_FILE, Evaluation, Source, TrainingRecord, source_name, training_record
 
 __all__ = [
     "CURVES_FILE",
+    "PICTURES_FILE",
     "RECORD_FILE",
     "CardCallback",
     "Evaluation",
+    "PicturesCallback",
     "Source",
     "TrainingRecord",
     "model_card",

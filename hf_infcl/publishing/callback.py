@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..training.arguments import InfCLTrainingArguments
 from .card import model_card, write_eval_results
 from .curves import plot_curves
+from .pictures import PICTURES_FILE
 from .record import TrainingRecord
 
 CURVES_FILE = "curves.png"
@@ -78,11 +79,16 @@ class CardCallback(TrainerCallback):
 def write_publication(record: TrainingRecord, folder: str | Path, state: TrainerState) -> None:
     """Writes the results, the card and the curves of a record into the folder.
 
-    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card keeps a picture
-    that is already in the folder.
+    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card keeps curves that
+    are already in the folder, as it does with a picture of `PicturesCallback`.
     """
     picture = Path(folder, CURVES_FILE)
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):
         plot_curves(state.log_history, picture)
     write_eval_results(record, folder)
-    model_card(record, curves=CURVES_FILE if picture.is_file() else None).save(Path(folder, "README.md"))
+    card = model_card(
+        record,
+        curves=CURVES_FILE if picture.is_file() else None,
+        pictures=PICTURES_FILE if Path(folder, PICTURES_FILE).is_file() else None,
+    )
+    card.save(Path(folder, "README.md"))

@@ -24,12 +24,13 @@ _WIDGET = {
 _OBJECTIVES = {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as SigLIP)"}
 
 
-def model_card(record: TrainingRecord, *, curves: str | None = None) -> ModelCard:
+def model_card(record: TrainingRecord, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
     """The card of a trained model: its data, its method, its results and the facts that are unknown.
 
     Args:
         record: the facts.
-        curves: the file name of the picture beside the card, if there is one.
+        curves: the file name of the curves beside the card, if they were drawn.
+        pictures: the file name of evaluation images with their best captions, if they were drawn.
 
     Returns:
         A card with model-index metadata; ``card.save(path)`` writes it.
@@ -61,6 +62,7 @@ def model_card(record: TrainingRecord, *, curves: str | None = None) -> ModelCar
         results=_results(record),
         usage=_usage(record),
         curves=curves,
+        pictures=pictures,
     )
 
 

@@ -1,0 +1,110 @@
+"""Draws evaluation images with the captions that the model finds for them."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+
+PICTURES_FILE = "pictures.png"
+CAPTIONS = 3  # of each image, all different
+SEARCHED = 50  # captions with the highest cosines among which they are sought
+SIDE, WIDTH, LINE = 96, 900, 28  # pixels: of an image, of the whole picture, from line to line
+
+
+class PicturesCallback(TrainerCallback):
+    """Draws some images with their best captions at each evaluation, into `PICTURES_FILE` in ``output_dir``.
+
+    The captions are those of the whole evaluation set with the highest cosines, equal ones shown once. Weights &
+    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them. It takes the
+    embeddings that the trainer passes to ``compute_metrics``, which it sets.
+
+    Args:
+        trainer: an `InfCLTrainer`.
+        dataset: the `ImageTextDataset` with all captions that the trainer evaluates.
+        count: the number of images, evenly spread over the data set.
+        key: the name of the data set in the trainer's ``eval_dataset``.
+    """
+
+    def __init__(self, trainer: Any, dataset: Any, count: int, key: str = "pairs") -> None:
+        self._trainer, self._dataset, self._key = trainer, dataset, key
+        count = min(count, len(dataset))
+        self._rows = [number * len(dataset) // count for number in range(count)]
+        self._measured: EvalPrediction | None = None  # from compute_metrics to on_evaluate
+        trainer.compute_metrics = self._keep
+        trainer.add_callback(self)
+
+    def _keep(self, measured: EvalPrediction) -> dict[str, float]:
+        self._measured = measured
+        return {}
+
+    def _best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
+        """Of each image the captions, their cosines and whether they are its own, the best first."""
+        labels: Any = measured.label_ids
+        ends = np.cumsum(labels[0])  # the number of captions up to each row
+        images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)
+        found = []
+        for row in self._rows:
+            cosines = texts @ images[row]
+            best: dict[str, float] = {}
+            for number in np.argsort(-cosines)[:SEARCHED]:
+                owner = int(np.searchsorted(ends, number, side="right"))
+                caption = self._dataset.without_image(owner)["caption"][number - ends[owner]]
+                best.setdefault(caption, float(cosines[number]))
+            own = self._dataset.without_image(row)["caption"]
+            found.append([(text, cosine, text in own) for text, cosine in list(best.items())[:CAPTIONS]])
+        return found
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        measured, self._measured = self._measured, None
+        wanted = f"eval_{self._key}_loss" in kwargs["metrics"]
+        if measured is None or not (wanted and state.is_world_process_zero):
+            return
+        images = [self._dataset[row]["image"] for row in self._rows]
+        picture = draw(images, self._best_captions(measured))
+        path = Path(args.output_dir, PICTURES_FILE)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+        if "wandb" in args.report_to:
+            import wandb
+
+            wandb.log({"pictures": wandb.Image(str(path))})
+        if "trackio" in args.report_to:
+            import trackio
+
+            trackio.log({"pictures": trackio.Image(str(path))})
+        if "mlflow" in args.report_to:
+            import mlflow
+
+            mlflow.log_artifact(str(path))
+        for callback in self._trainer.callback_handler.callbacks:
+            if (writer := getattr(callback, "tb_writer", None)) is not None:
+                writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
+
+
+def draw(images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]]) -> Image.Image:
+    """A row for each image, with its captions beside it.
+
+    Args:
+        images: uint8 [H, W, 3] each.
+        captions: of each image the texts, their cosines and whether they are its own, the best first.
+    """
+    font: Any = ImageFont.load_default(size=15)
+    height = SIDE + 16
+    picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
+    pen = ImageDraw.Draw(picture)
+    for number, (image, found) in enumerate(zip(images, captions, strict=True)):
+        top = number * height + 8
+        small = Image.fromarray(image)
+        scale = SIDE / max(small.size)
+        size = [max(1, round(side * scale)) for side in small.size]
+        picture.paste(small.resize((size[0], size[1]), Image.Resampling.BICUBIC), (8, top))
+        for line, (text, cosine, own) in enumerate(found):
+            colour = "#00693e" if own else "#555555"
+            words = textwrap.shorten(text, 84, placeholder=" ...") + ("  (its own)" if own else "")
+            pen.text((SIDE + 28, top + 6 + line * LINE), f"{cosine:.3f}  {words}", colour, font)
+    return picture
