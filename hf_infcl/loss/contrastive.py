@@ -17,7 +17,9 @@ from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
 from .strategies import RingStrategy, Strategy, select_strategy
 
-RECORDED_WORK = 160e9  # n·m·D, multiplications of a product: up to here (2 ms on an H100) launches take longer
+# Multiplications of a product of matrices, n·m·D, up to which the host takes longer than the kernels of a loss, on one
+# process and on several, whose collectives the host starts as well: losses of 2 and of 8 ms on an H100.
+RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 160e9, 560e9
 
 
 def contrastive_loss(
@@ -50,11 +52,13 @@ def contrastive_loss(
     processes and so give every parameter the gradient of one process that holds the whole batch. The embeddings have to
     come from the forward of the wrapped model, not from its module.
 
-    On GPUs the kernels of small batches (n·m·D up to 1.6e11, with n images of this process and m texts of all: on one
-    process 17,677 pairs of 512 dimensions, on two 12,500 each) are replayed as CUDA graphs, from the third call with
-    the same shapes on, because launching them takes longer than running them. Collectives are made between the graphs.
-    The two latest recordings keep their memory (in bf16 192 MiB for 8,192 pairs of 512 dimensions, 352 MiB for 16,384);
-    without enough memory for that, nothing is recorded. A ring that sends its texts around is not recorded.
+    On GPUs the kernels of small batches are replayed as CUDA graphs, from the third call with the same shapes on,
+    because launching them takes longer than running them. Collectives are made between the graphs. With n images of
+    this process and m texts of all, small are n·m·D up to 1.6e11 on one process (17,677 pairs of 512 dimensions) and up
+    to 5.6e11 on several (on two 23,385 each, on four 16,536 each). The two latest recordings keep their memory: in bf16
+    about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384 pairs of 512 dimensions on
+    one process, 448 MiB for as many on each of two, and 544 MiB on each of four. Without enough memory for that,
+    nothing is recorded. A ring that sends its texts around is not recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and
@@ -148,7 +152,8 @@ def _loss(inputs: Inputs, processes: Processes) -> Tensor:
 
 def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
-        return value.to(device, dtype).reshape(())
+        value = value.to(device, dtype)
+        return value if value.ndim == 0 else value.reshape(())  # a view would be one more node of the autograd graph
     value = value if torch.compiler.is_compiling() else float(value)  # of numpy's numbers and 0-dim arrays
     return torch.full((), value, dtype=dtype, device=device)  # CUDA graphs allow it, unlike a copy from the host
 
@@ -199,6 +204,11 @@ class _Loss(torch.autograd.Function):
         )
 
 
+def is_small(images: int, texts: int, dim: int, world_size: int) -> bool:
+    """Whether the kernels of images of this process and texts of all processes take longer to launch than to run."""
+    return images * texts * dim <= (RECORDED_WORK if world_size == 1 else RECORDED_WORK_OF_SEVERAL)
+
+
 def _launches_dominate(strategy: Strategy, x: Tensor, counts: Counts) -> bool:
     """Whether the kernels take longer to launch than to run, and can be recorded."""
     texts = sum(counts.texts) + sum(counts.negative_texts)
@@ -206,7 +216,7 @@ def _launches_dominate(strategy: Strategy, x: Tensor, counts: Counts) -> bool:
     return (
         not torch.compiler.is_compiling()
         and x.is_cuda
-        and len(x) * texts * x.shape[1] <= RECORDED_WORK
+        and is_small(len(x), texts, x.shape[1], processes.world_size)
         # Collectives of GPUs are only queued, in the order of the stream; a ring's transfers are not.
         and (processes.world_size == 1 or (processes.device == x.device and not isinstance(strategy, RingStrategy)))
         and kernels.select(strategy.backend, x) is not kernels.torch_backend

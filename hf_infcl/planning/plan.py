@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..loss.contrastive import is_small
 from ..loss.strategies import GATHERED_BYTES
 from .counting import ROWS, Counts, Operation
 
@@ -12,8 +13,11 @@ GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses are replayed as a CUDA graph
-# On several GPUs the host launches every kernel: seconds of the host for each product, and the part of them during
-# which the device waits for it.
+# On several GPUs the host makes collectives between the graphs: seconds before the first product, and of those that
+# products hide if they take as long.
+REPLAY_AMONG_GPUS = 0.7e-3
+# In a ring the host launches every kernel: its seconds for a product of a block; and those during which the device
+# waits for it, for each of the 4 or 3 products.
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
 
 
@@ -99,7 +103,7 @@ class Memory:
         activations: the kept graphs, and at the peak of a backward its temporary tensors.
         images: the inputs of the window.
         features: the embeddings of the window or their gradients, in fp32.
-        loss: what the loss holds, if the peak is in it.
+        loss: what the loss holds, if the peak is in it or if the loss is replayed as CUDA graphs, which keep it.
     """
 
     weights: float
@@ -137,20 +141,32 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
         + (4 - pixel_bytes) * counts.pixels * choice.micro_batch,  # the images of a micro-batch in fp32
         "features": 2 * 4.0 * values,
     }
-    in_backward = Memory(activations=graph * (retain - 1) + peak, loss=0.0, **common)
-    in_loss = Memory(activations=graph * retain, loss=loss_bytes(counts.dim, choice), **common)
+    loss = loss_bytes(counts.dim, choice)
+    kept = loss if is_replayed(counts.dim, choice) else 0.0
+    in_backward = Memory(activations=graph * (retain - 1) + peak, loss=kept, **common)
+    in_loss = Memory(activations=graph * retain, loss=loss, **common)
     return max(in_backward, in_loss, key=lambda m: m.total)
 
 
 def loss_bytes(dim: int, choice: Choice) -> float:
     """What the loss allocates with bf16 features: a tile of coefficients, gradients, and what travels."""
     rows = choice.rows
-    tile = 2.0 * min(rows, 8192) ** 2
+    tile = 2.0 * min(rows, 8192) * min(choice.global_batch, 16384)
     own = 12.0 * rows * dim  # gradients of both sides, in fp32 and in bf16
     if choice.gpus == 1:
         return tile + own
-    gathered = 6 * choice.global_batch * dim <= GATHERED_BYTES
-    return tile + own + (8.0 * choice.global_batch * dim if gathered else 12.0 * rows * dim)
+    return tile + own + (8.0 * choice.global_batch * dim if is_gathered(dim, choice) else 12.0 * rows * dim)
+
+
+def is_gathered(dim: int, choice: Choice) -> bool:
+    """Whether the texts of all GPUs and their gradients are few enough to be gathered instead of sent around."""
+    return 6 * choice.global_batch * dim <= GATHERED_BYTES
+
+
+def is_replayed(dim: int, choice: Choice) -> bool:
+    """Whether the loss is replayed as CUDA graphs."""
+    whole = choice.gpus == 1 or is_gathered(dim, choice)
+    return whole and is_small(choice.rows, choice.global_batch, dim, choice.gpus)
 
 
 def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
@@ -186,7 +202,10 @@ def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
     device = products * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
     if choice.gpus == 1:
         return device + REPLAY
-    return max(device, products * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
+    if is_replayed(dim, choice):
+        return max(device, REPLAY_AMONG_GPUS) + REPLAY_AMONG_GPUS
+    blocks = 1 if is_gathered(dim, choice) else choice.gpus
+    return max(device, products * blocks * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
