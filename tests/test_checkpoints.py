@@ -415,22 +415,30 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
 
 
 class Ask(TrainerCallback):
-    """Sends this process a signal after a step."""
+    """Sends this process a signal, after step 3 or within the evaluation that follows it."""
 
-    def __init__(self, number: int, step: int) -> None:
-        self.number, self.step = number, step
+    def __init__(self, number: int, place: str) -> None:
+        self.number, self.place = number, place
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
+        if state.global_step == 3 and self.place == "step":
             os.kill(os.getpid(), self.number)
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.place == "evaluation", "the signal has not ended it"
+        self.place = "after it"
+        os.kill(os.getpid(), self.number)
 
-def rank_asked(rank: int, world_size: int, folder: str, number: int) -> None:
-    options = {"save_steps": 100}
+
+def rank_asked(rank: int, world_size: int, folder: str, number: int, place: str) -> None:
+    options: dict[str, Any] = {"save_steps": 100}
+    if place == "evaluation":
+        options |= {"eval_dataset": models.Pairs(64), "eval_strategy": "steps", "eval_steps": 3}
     expected = trained(f"{folder}/whole", **options)
     handler = signal.getsignal(number)
+    asked = [Ask(number, place)] if rank == world_size - 1 else []
     with pytest.raises(Preempted) as ended:
-        trainer(f"{folder}/parts", callbacks=[Ask(number, 3)] if rank == world_size - 1 else [], **options).train()
+        trainer(f"{folder}/parts", callbacks=asked, **options).train()
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == handler
     assert choose(f"{folder}/parts", "auto") == f"{folder}/parts/checkpoint-3"
@@ -450,9 +458,17 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
     assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-1")
 
 
-@pytest.mark.parametrize(("world_size", "number"), [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGUSR1)])
-def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number):
-    ranks.run(rank_asked, world_size, str(tmp_path), int(number))
+@pytest.mark.parametrize(
+    ("world_size", "number", "place"),
+    [
+        (1, signal.SIGTERM, "step"),
+        (2, signal.SIGTERM, "step"),
+        (2, signal.SIGUSR1, "step"),
+        (2, signal.SIGTERM, "evaluation"),
+    ],
+)
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number, place):
+    ranks.run(rank_asked, world_size, str(tmp_path), int(number), place)
 
 
 def signalled_twice() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,7 @@ class CheckpointingTrainer(HubTrainer):
         self._resumed: RunRecord | None = None
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
+        self._is_between_steps = False  # in an evaluation
         self._last_checkpoint: str | None = None  # which `_roll_back` has not used yet
         self._first_step = 0  # the first step of the last `train`; transformers before 5.18 does not keep it
         self._preemption = Preemption()
@@ -158,13 +160,23 @@ class CheckpointingTrainer(HubTrainer):
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
         return self.state.global_step - self._first_step
 
+    def _agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        """As `Processes.agree`, between two steps of the training: ends it if a signal has asked any process to end."""
+        agreed = Processes().agree([self._preemption.signal, *numbers])
+        if signals := {int(number) for number, *_ in agreed if number}:
+            self._end_early(max(signals))
+        return [of_rank for _, *of_rank in agreed]
+
     def _end_early(self, number: int) -> NoReturn:
         """Saves a checkpoint between two steps and ends the training, on all processes alike."""
         step = self.state.global_step
         if self.steps_trained and self._saved_step != step:
             self._save_checkpoint(self.model_wrapped, self._trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        saved = f"checkpoint-{step} is saved" if self._saved_step == step else "No checkpoint of it could be saved"
+        if self.steps_trained == 0:
+            saved = "Nothing was trained before that"
+        else:
+            saved = f"checkpoint-{step} is saved" if self._saved_step == step else "No checkpoint of it could be saved"
         logger.warning(
             f"{signal.Signals(number).name} has ended the training after step {step}. {saved}. "
             'Resume with resume_from_checkpoint="auto".'
@@ -192,8 +204,13 @@ class CheckpointingTrainer(HubTrainer):
         self._load_scaler(checkpoint)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Trainer's evaluation between two steps."""
         self._enter("evaluating")
-        return super()._evaluate(*args, **kwargs)
+        self._is_between_steps = True
+        try:
+            return super()._evaluate(*args, **kwargs)
+        finally:
+            self._is_between_steps = False
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all.

@@ -137,8 +137,12 @@ class EvaluatingTrainer(Trainer):
             Processes().agree([])  # before the forward, in which a process would wait for one that has failed
         with self._failures_announced():
             predictions, labels = self._embed(inputs)
-        Processes().agree([])  # raises if a process has failed, here or while it loaded its data
+        self._agree_to_go_on()
         return None, predictions, labels
+
+    def _agree_to_go_on(self) -> None:
+        """Raises after a batch, on all processes, if one has failed, here or while it loaded its data; collective."""
+        Processes().agree([])
 
     def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
         """The predictions and labels of one batch for `compute_metrics`, without the rows that accelerate repeated."""

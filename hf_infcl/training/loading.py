@@ -277,10 +277,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._stream_too_short([0] * self.args.world_size) from error
                 raise
-        agreed = Processes().agree([rows, self._preemption.signal])
-        if signals := {int(number) for _, number in agreed if number}:
-            self._end_early(max(signals))
-        seen = [int(rows) for rows, _ in agreed]
+        seen = [int(rows) for (rows,) in self._agree([rows])]
         wanted = self._images_of_window()
         if seen != [wanted] * len(seen):
             # Training on a short window would change the objective, and Trainer would leave its gradient behind.
@@ -377,6 +374,13 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         return int(self.accelerator.reduce(torch.tensor(self._skipped, device=self.args.device), "sum"))
 
     # ---- Checkpoints ----
+
+    def _agree_to_go_on(self) -> None:
+        """Also ends an evaluation within the training, after a batch, if a signal has asked any process to end."""
+        if self._is_between_steps:
+            self._agree()
+        else:
+            super()._agree_to_go_on()
 
     def _check_same_run(self, checkpoint: str) -> None:
         if isinstance(self.train_dataset, ImageTextStream) and not (self._resumed and self._resumed.stream):
