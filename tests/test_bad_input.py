@@ -6,6 +6,8 @@ The message gives the reason. What is unusual and can be used trains like any ot
 from __future__ import annotations
 
 import io
+import itertools
+import json
 import math
 import struct
 import sys
@@ -18,11 +20,12 @@ import torch
 from datasets import Dataset
 from helpers import models
 from helpers.processors import LENGTH, clip_processor
+from helpers.shards import write_tar
 from helpers.trainers import arguments, trainer_for
 from PIL import Image
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.data import ContrastiveCollator, ImageTextDataset
+from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from hf_infcl.data.pairs import as_pair_id
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
@@ -52,9 +55,9 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), d
 
 # Bytes, and the reason for which they are refused.
 BAD_IMAGES = {
-    "empty": (b"", "UnidentifiedImageError"),
-    "not an image": (b"<html>404</html>", "UnidentifiedImageError"),
-    "no width": (png(0, 5, 8, b""), "UnidentifiedImageError"),
+    "empty": (b"", "its 0 bytes are no image of a known format"),
+    "not an image": (b"<html>404</html>", "its 16 bytes are no image of a known format"),
+    "no width": (png(0, 5, 8, b""), "its 65 bytes are no image of a known format"),
     "truncated PNG": (encoded(NOISE)[:5000], "image file is truncated"),
     "truncated JPEG": (encoded(NOISE, "JPEG")[:1000], "image file is truncated"),
     "20,000 pixels a side": (png(20_000, 20_000, 8, b""), "400000000 pixels.* exceeds limit"),
@@ -149,6 +152,21 @@ def test_a_pair_id_that_overflows_is_refused(value):
         as_pair_id(value)
 
 
+@pytest.mark.parametrize("value", [0.5, True, [1], {"id": 1}])
+def test_a_pair_id_of_another_type_is_refused(value):
+    with pytest.raises(ValueError, match=r"the pair id .* is neither an integer nor a string"):
+        as_pair_id(value)
+
+
+@pytest.mark.parametrize("caption", [{"a": 1}, 5, math.nan, ["a", ["b"]], [1.0] * 100])
+def test_a_caption_of_another_type_is_refused(tmp_path, caption):
+    good, bad = (json.dumps({"caption": text}).encode() for text in ("a", caption))
+    files = [("0.png", encoded(red())), ("0.json", good), ("1.png", encoded(red())), ("1.json", bad)]
+    stream = ImageTextStream(str(write_tar(tmp_path / "0.tar", files)), shuffle_buffer=1)
+    with pytest.raises(ValueError, match=r"Sample '1' .* is bad: the caption .{1,90} is neither a string nor a list"):
+        list(itertools.islice(stream, 2))
+
+
 # ---- Parts that do not belong together ----
 
 DATA = rows([encoded(red())] * 8)
@@ -200,6 +218,11 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
         ({"skip_nonfinite": -1}, "skip_nonfinite must be at least 0, got -1"),
         ({"learning_rate": math.nan}, "learning_rate must be a number from 0, got nan"),
         ({"learning_rate": -1e-3}, "learning_rate must be a number from 0, got -0.001"),
+        ({"weight_decay": -0.1}, "weight_decay must be a number from 0, got -0.1"),
+        ({"adam_beta2": 1.0}, "adam_beta2 must be at least 0 and less than 1, got 1.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be a number from 0, which clips nothing, got nan"),
+        ({"logging_steps": -1}, "logging_steps must be more than 0 with logging_strategy='steps', got -1"),
+        ({"neftune_noise_alpha": 5}, "InfCLTrainer does not support neftune_noise_alpha=5"),
         ({"max_steps": -1, "num_train_epochs": 0}, "or nothing is trained, got 0 and -1"),
         ({"save_strategy": "steps", "save_steps": 0}, "save_steps must be more than 0 with save_strategy='steps'"),
         ({"eval_strategy": "steps", "eval_steps": 0}, "eval_steps must be more than 0 with eval_strategy='steps'"),
@@ -224,6 +247,15 @@ def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
         processing_class=clip_processor(),
     )
     with pytest.raises(ValueError, match="cache_features"):
+        trainer.train()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+def test_a_folder_for_features_that_cannot_be_written_is_refused(tmp_path):
+    data = ImageTextDataset(DATA)
+    args = arguments(tmp_path, cache_features="/proc/self", freeze="image")
+    trainer = InfCLTrainer(models.clip(), args, train_dataset=data, processing_class=clip_processor())
+    with pytest.raises(ValueError, match=r"Nothing can be written to cache_features /proc/self/\w+: "):
         trainer.train()
 
 

@@ -39,6 +39,7 @@ from hf_infcl.cli.options import (
     ModelOptions,
     Parser,
 )
+from hf_infcl.training.checkpoints import locked
 
 OPTIONS = ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments
 
@@ -212,6 +213,12 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     infcl(*small, "--max_steps", 3, *auto)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 3
     assert (out / "eval_results.json").exists(), "a run that goes on keeps what was measured before"
+
+    # Nothing is deleted while another run is training there.
+    before = set(out.rglob("*"))
+    with locked(out):
+        assert "Another run is training in" in mistake(capsys, *small, "--max_steps", 1, "--overwrite_output_dir")
+    assert set(out.rglob("*")) == before
 
     # A new run: nothing of the old one is left, though it neither evaluates nor draws.
     infcl(*small, "--max_steps", 1, "--overwrite_output_dir", "--save_strategy", "no", "--logging_strategy", "no")

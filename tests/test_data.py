@@ -77,6 +77,14 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"'train' of .*pairs.*Column\(/caption\) changed from array to string"):
             load_pairs(str(write_folder(tmp_path / "pairs", [["a", "b"], "c"])), split="train")
 
+    def test_a_path_that_leads_out_of_the_folder_is_told(self, tmp_path):
+        folder = write_folder(tmp_path / "pairs", ["a"])
+        (folder / "metadata.jsonl").write_text('{"file_name": "../0.png", "caption": "a"}')
+        with pytest.raises(
+            ValueError, match=r"'train' of .*pairs.*cannot be loaded: Invalid metadata file_name '\.\./0"
+        ):
+            load_pairs(str(folder), split="train")
+
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")

@@ -395,7 +395,7 @@ def test_parquet_of_plain_bytes_and_of_paths(tmp_path):
 
 
 BAD = {
-    "cannot identify image": [("{}.png", b"no image"), ("{}.txt", b"text")],
+    "are no image of a known format": [("{}.png", b"no image"), ("{}.txt", b"text")],
     "no image in column 'image'": [("{}.txt", b"text")],
     "no caption in column 'caption'": [("{}.png", png(1)), ("{}.txt", b" \n")],
     "can't decode byte": [("{}.png", png(1)), ("{}.txt", b"\xff\xfe\xff")],

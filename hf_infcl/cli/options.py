@@ -260,7 +260,7 @@ class Parser(HfArgumentParser):
                 options(**{f.name: getattr(namespace, f.name) for f in fields(options) if f.init})
                 for options in self.dataclass_types
             )
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             self.error(str(error))
 
     @cached_property

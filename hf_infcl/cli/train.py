@@ -35,6 +35,7 @@ from ..publishing import (
     training_record,
 )
 from ..training.arguments import InfCLTrainingArguments
+from ..training.checkpoints import locked
 from ..training.preemption import Preempted
 from ..training.trainer import InfCLTrainer
 from .evaluate import evaluation_datasets
@@ -121,8 +122,10 @@ def train(words: Sequence[str]) -> None:
             f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
             f"{steps} accumulation step{'s' * (steps > 1)} × {args.world_size} process{'es' * (args.world_size > 1)}."
         )
-        for path in earlier:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if data.overwrite_output_dir:
+        with mistakes_in_one_line(parser.prog, of_libraries=True), locked(args.output_dir, shared=False):
+            for path in earlier if trainer.is_world_process_zero() else ():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:

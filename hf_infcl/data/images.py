@@ -115,7 +115,10 @@ def decode_rgb(value: bytes | Mapping[str, Any], min_side: int | None = None) ->
         Exception: the file is missing or broken. Decoders raise OSError, SyntaxError, struct.error and more.
     """
     encoded = value if isinstance(value, bytes) else _read(value)
-    image: Image.Image = Image.open(io.BytesIO(encoded))
+    try:
+        image: Image.Image = Image.open(io.BytesIO(encoded))
+    except Image.UnidentifiedImageError:  # its message names an address in memory
+        raise Image.UnidentifiedImageError(f"its {len(encoded):,} bytes are no image of a known format") from None
     if min_side is not None:
         image.draft(None, (min_side, min_side))  # does nothing for other formats than JPEG
     if simplejpeg is not None and (pixels := _decode_jpeg(encoded, image)) is not None:

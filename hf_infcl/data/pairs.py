@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 import unicodedata
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -193,8 +194,13 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
 
     Spaces, control characters and marks of direction show nothing. JSON can hold halves of surrogate pairs, which no
     tokenizer takes.
+
+    Raises:
+        ValueError: the value is neither a string nor a list of strings and Nones.
     """
-    captions = [value] if isinstance(value, str) else value or []
+    captions = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(captions, list) or not all(isinstance(caption, (str, NoneType)) for caption in captions):
+        raise ValueError(f"the caption {_shortened(value)} is neither a string nor a list of strings")
     return [caption for caption in captions if caption and _is_visible(caption) and _is_unicode(caption)]
 
 
@@ -232,9 +238,13 @@ def as_pair_id(value: str | int) -> int:
     """A value of the pair id column as an int64: a hash of a string, one to one for integers.
 
     Raises:
-        ValueError: the integer has more than 64 bits.
+        ValueError: the value is of another type, or the integer has more than 64 bits.
     """
-    return _hash(value) if isinstance(value, str) else _as_int64(value)
+    if isinstance(value, str):
+        return _hash(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"the pair id {_shortened(value)} is neither an integer nor a string")
+    return _as_int64(value)
 
 
 def caption_pair_id(caption: str) -> int:
@@ -244,6 +254,11 @@ def caption_pair_id(caption: str) -> int:
     its BLAKE2b make the id: the same in every process, and among 10 million captions two collide with odds of 3e-6.
     """
     return _hash(" ".join(unicodedata.normalize("NFKC", caption).casefold().split()))
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _hash(text: str) -> int:

@@ -229,14 +229,24 @@ class InfCLTrainingArguments(TrainingArguments):
         ):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
-        if not 0 <= self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be a number from 0, got {self.learning_rate}.")
+        for name in ("learning_rate", "weight_decay", "adam_epsilon"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a number from 0, got {value}.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise ValueError(f"max_grad_norm must be a number from 0, which clips nothing, got {self.max_grad_norm}.")
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(
                 "num_train_epochs or max_steps must be more than 0, or nothing is trained, got "
                 f"{self.num_train_epochs} and {self.max_steps}."
             )
-        for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
+        for strategy, steps in (
+            ("save_strategy", "save_steps"),
+            ("eval_strategy", "eval_steps"),
+            ("logging_strategy", "logging_steps"),
+        ):
             interval = getattr(self, steps)
             if getattr(self, strategy) == "steps" and interval is not None and not interval > 0:
                 raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
@@ -260,6 +270,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
             ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
             ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
+            ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
         ):
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"InfCLTrainer does not support {name}={value}: {reason}. Leave it at {default}.")

@@ -329,16 +329,14 @@ def _not_resumable(checkpoint: str) -> str:
     )
 
 
-def check_writable(output_dir: str | Path) -> None:
-    """Makes a folder and raises a ValueError if no file can be written to it."""
+def check_writable(folder: str | Path, option: str = "output_dir") -> None:
+    """Makes the folder that an option names, and raises a ValueError if no file can be written to it."""
     try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=output_dir):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"Nothing can be written to output_dir {output_dir}: {error}. Choose another output_dir."
-        ) from error
+        raise ValueError(f"Nothing can be written to {option} {folder}: {error}. Choose another {option}.") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset
 from ..processes import Processes, failures_announced
+from .checkpoints import check_writable
 
 if TYPE_CHECKING:
     import datasets
@@ -76,7 +77,8 @@ def cache_images(
         **loading: options of the DataLoader.
 
     Raises:
-        ValueError: an image cannot be decoded. The other processes raise an OtherRankFailedError.
+        ValueError: an image cannot be decoded, or nothing can be written to the folder. The other processes raise an
+            OtherRankFailedError.
     """
     import datasets
 
@@ -85,7 +87,7 @@ def cache_images(
     count = -(-len(pairs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
-        place.mkdir(parents=True, exist_ok=True)
+        check_writable(place, "cache_features")
         for number in range(processes.rank, count, processes.world_size):
             if not shards[number].exists():
                 rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
