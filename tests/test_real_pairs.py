@@ -220,6 +220,22 @@ def test_what_ended_earlier_is_not_run_again(module, tmp_path):
     assert experiments.Queue(others, table, math.inf).next_for(worker, [worker])[1].learning_rate == 1e-3
 
 
+def test_a_fine_tuning_that_ended_is_not_run_again(module, tmp_path):
+    training, experiments = module("training"), module("experiments")
+    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 0.0)
+    base = dataclasses.replace(run, samples=128, learning_rate=1e-3)
+    plans = [experiments.Plan(run, (0.0,), (0, 1), ways=(("full", (1e-4, 3e-4)),), base=base)]
+    worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
+    queue = experiments.Queue(plans, table, math.inf)
+    worker.plan, worker.run = queue.next_for(worker, [worker])
+    tuned = [dataclasses.replace(run, learning_rate=rate) for rate in (1e-4, 3e-4)]
+    rows = [{**vars(one), "way": way} for one, way in zip([base, *tuned], ["base", "full", "full"], strict=True)]
+    queue.finished(worker, [{**row, "finished": True, "validation_image_recall@1": 0.5} for row in rows], "")
+    again = experiments.Queue(plans, table, math.inf)
+    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1)
+    assert again.next_for(worker, [worker]) is None
+
+
 def test_the_files_of_the_experiments_can_be_run(module):
     training, experiments = module("training"), module("experiments")
     files = sorted((SCRIPTS / "real_pairs/experiments").glob("*.yaml"))

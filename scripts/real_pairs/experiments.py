@@ -201,17 +201,20 @@ class Queue:
             self._remember(rows)
 
     def _remember(self, rows: Sequence[dict[str, str]]) -> None:
-        """Counts the runs that ended earlier; a fine-tuning, of which a part may be missing, is done again."""
+        """Counts the runs that ended earlier. A fine-tuning writes its rows together, so that one stands for all."""
         for row in rows:
-            if row["finished"] != "True" or row["way"]:
+            if row["finished"] != "True":
                 continue
             run = _run_of(row)
             for plan, scores in zip(self._plans, self._scores, strict=True):
-                same = dataclasses.replace(run, **plan.run.indifferent)
+                if bool(row["way"]) != bool(plan.ways):
+                    continue
+                rate = plan.run.learning_rate if plan.ways else run.learning_rate
+                same = dataclasses.replace(run, learning_rate=rate, **plan.run.indifferent)
                 if dataclasses.replace(same, learning_rate=plan.run.learning_rate, seed=plan.run.seed) == plan.run:
                     self._issued.add(same)
                     metrics = {name: float(row[name]) for name in METRICS if row.get(name)}
-                    scores[run.learning_rate, run.seed] = score(metrics) if metrics else 0.0
+                    scores[rate, run.seed] = score(metrics) if metrics else 0.0
 
     def next_for(self, worker: Worker, workers: Sequence[Worker]) -> tuple[Plan, Run] | None:
         """The first run that may begin on this worker's GPU now and is likely to end in time."""
