@@ -260,6 +260,7 @@ def plot(table: Path) -> None:
             xscale="log",
             xlim=(0.5 * min(float(row["ms"]) for row in group), 30 * max(float(row["ms"]) for row in group)),
         )
+        axis.xaxis.set_minor_formatter("")
     common.save(figure, table.with_suffix(".png"), [row for group in settings.values() for row in group])
 
 
