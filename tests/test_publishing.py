@@ -321,6 +321,7 @@ def test_curves_are_drawn(tmp_path):
     history = [{"step": step, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 5)]
     plot_curves(history, tmp_path / "loss.png")
     history += [{"step": step, "eval_a_acc1": 0.5, "eval_b_loss": 1.0, "eval_a_acc5": None} for step in (2, 4)]
+    history += [{"step": 5, "loss": math.inf, "eval_c_loss": math.nan}]
     plot_curves(history, tmp_path / "all.png")
     with Image.open(tmp_path / "loss.png") as one, Image.open(tmp_path / "all.png") as three:
         assert one.width == three.width > 1000

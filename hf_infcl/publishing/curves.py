@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,10 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
             if name in ceilings:
                 axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
             at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
-            axis.plot(*zip(*points, strict=True), color=colour, marker=".", label=name + at_most)
+            axis.plot(*zip(*points, strict=True), color=colour, marker=".", clip_on=False, label=name + at_most)
         axis.set_ylabel(label)
-        axis.set_ylim(bottom=0, top=top)
+        finite = [value for points in lines.values() for _, value in points if math.isfinite(value)]
+        axis.set_ylim(bottom=0, top=top or 1.05 * max(finite, default=0) or None)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)

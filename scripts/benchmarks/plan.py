@@ -6,7 +6,9 @@ difference is that of the prediction from the measured value.
 
 Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
 memory of older rows includes what such a forward without a graph takes, 1.28 GiB for 256 pairs by the same count.
-Losses of less than 10 ms vary with the host: their first and last deciles are in brackets.
+Losses of less than 10 ms vary with the host, from run to run by more than their first and last deciles in brackets:
+4 × 4,096 pairs took 3.2 and 4.7 ms. Rows with the compilation are single steps in which the model was compiled, for
+tens of seconds.
 """
 
 from __future__ import annotations
@@ -72,10 +74,9 @@ class Compared(NamedTuple):
 
 def steps(results: Path = RESULTS) -> Iterator[Compared]:
     """The newest rows of InfCLTrainer's steps, and of the plain Trainer's where they were fitted."""
-    config = CLIPConfig(**MODELS["vit-b-16"])
-    counts = {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
-    keys = ("world_size", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
-    for row in _newest(results / "step.csv", keys, lambda row: row["ms"] and row["model"] == "vit-b-16"):
+    counts: dict[tuple[str, str | None], Counts] = {}
+    keys = ("world_size", "model", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
+    for row in _newest(results / "step.csv", keys, lambda row: row["ms"] and row["model"] != "tiny"):
         name, accumulation = row["implementation"], int(row["accumulation_steps"])
         fitted = (row["commit"], row["micro_batch_size"], name) in FITTED_STEPS
         if not (name.startswith("hf_infcl") or fitted):
@@ -89,7 +90,10 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
             offload="offload" in name,
             compiled="compiled" in name,
         )
-        of_model = counts["image" if "freeze" in name else None]
+        kind = row["model"], "image" if "freeze" in name else None
+        if kind not in counts:
+            counts[kind] = planning.count(CLIPConfig(**MODELS[kind[0]]), freeze=kind[1])
+        of_model = counts[kind]
         bytes_ = _memory(of_model, choice, row)
         once = name.startswith("Trainer")  # it runs each micro-batch forward once, and keeps one graph
         timed = replace(choice, retain=accumulation) if once else choice
@@ -147,18 +151,20 @@ def run(args: argparse.Namespace) -> None:
         __doc__.split("\n\n", 1)[1].strip(),
         "Made by `scripts/benchmark.py plan`.",
         "",
-        "## Steps of a CLIP ViT-B/16",
+        "## Training steps",
         "",
-        "| GPUs | micro-batches | implementation | commit | GiB | predicted | | ms | predicted | | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| GPUs | model | micro-batches | implementation | commit | GiB | predicted | | ms | predicted | | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for compared in steps():
         row, _, ms, predicted_ms, gib, predicted_gib = compared
+        role = ", ".join(filter(None, (compared.role, "with the compilation" * ("with the comp" in row["note"]))))
         lines.append(
-            f"| {row['world_size']} × {_gpu(row).upper()} | {row['accumulation_steps']} × {row['micro_batch_size']} | "
+            f"| {row['world_size']} × {_gpu(row).upper()} | {row['model']} | "
+            f"{row['accumulation_steps']} × {row['micro_batch_size']} | "
             f"{row['implementation']} | {row['commit']} | {gib:.2f} | {predicted_gib:.2f} | "
             f"{predicted_gib / gib - 1:+.1%} | {ms:.0f} | {predicted_ms:.0f} | {predicted_ms / ms - 1:+.1%} | "
-            f"{compared.role} |"
+            f"{role} |"
         )
     lines += [
         "",
