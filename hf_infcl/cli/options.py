@@ -184,7 +184,7 @@ class EvaluationOptions:
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None: the help of an option says what that means."""
+    """Shows defaults, except None, whose meaning stands in the help of the option."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)

@@ -1,4 +1,4 @@
-"""`infcl plan`: what a training would take, from the model's config alone."""
+"""`infcl plan`: predicts memory and time of a training from the model's config alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training will take: counted from a model's config, predicted from measured rates."""
+"""Predicts memory and time of a training from the model's config and from rates that were measured on GPUs."""
 
 from .counting import ROWS, Counts, count
 from .measuring import measure

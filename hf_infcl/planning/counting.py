@@ -21,8 +21,8 @@ from transformers import AutoModel, PretrainedConfig
 
 from ..training.dual_encoder import DualEncoder
 
-ROWS = 64  # of the micro-batch that is counted; larger and smaller ones are in proportion
-MOST_TOKENS = 77  # text towers made for long texts get captions all the same
+ROWS = 64  # pairs of the micro-batch that is counted; the figures of larger and smaller ones are in proportion
+MOST_TOKENS = 77  # the length of captions, also for text towers that take longer texts
 
 
 class Operation(NamedTuple):
@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a model and a micro-batch of `ROWS` pairs take, in bytes unless said otherwise.
+    """Memory and operations of a model and of a micro-batch of `ROWS` pairs. Sizes are in bytes.
 
     Attributes:
         parameters: the number of parameters.
@@ -43,11 +43,11 @@ class Counts:
         pixels: the number of values of one image.
         objective: the objective that the model was made for.
         weight_copies: the weights in bf16 that autocast makes in every forward.
-        graph: what a forward keeps for its backward, with the copies of the weights.
+        graph: the tensors that a forward keeps for its backward, with the copies of the weights.
         peak: the most that exists during forward and backward, without weights and gradients.
         forward: the operations of the first pass.
-        again: those of the second pass's forward, without the frozen tower.
-        backward: those of the backward.
+        again: the operations of the second pass's forward, which leaves the frozen tower out.
+        backward: the operations of the backward.
     """
 
     parameters: int
@@ -164,7 +164,7 @@ class _Autocast(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
-        self._copies: dict[int, Tensor] = {}  # of the weights, once in a forward
+        self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
 
     def forget(self) -> int:
         """Ends a forward: its copies of weights stay in its graph alone. Returns their bytes."""

@@ -41,8 +41,8 @@ def measure(
             seconds = time.perf_counter() - start
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"A micro-batch of {rows} does not fit into the {torch.cuda.get_device_name(device)} at hand, so --measure "
-            "has nothing to say. Leave it out, or plan with the --gpu_memory of this GPU."
+            f"A micro-batch of {rows} does not fit into the {torch.cuda.get_device_name(device)} at hand. Leave "
+            "--measure out, or plan with the --gpu_memory of this GPU."
         ) from error
     return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 

@@ -13,11 +13,11 @@ GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses are replayed as a CUDA graph
-# On several GPUs the host makes collectives between the graphs: seconds before the first product, and of those that
-# products hide if they take as long.
+# Seconds of the host, which calls collectives between the graphs on several GPUs: once before the first product, and
+# once more while the products run, which hide it if they take longer.
 REPLAY_AMONG_GPUS = 0.7e-3
-# In a ring the host launches every kernel: its seconds for a product of a block; and those during which the device
-# waits for it, for each of the 4 or 3 products.
+# In a ring the host launches every kernel. It takes the first time for each product of a block; the device waits for it
+# during the second time, once for each of the 4 or 3 products.
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
 
 
@@ -26,12 +26,12 @@ class GPU:
     """Rates of a GPU in training, below those of its data sheet.
 
     Attributes:
-        name: for people.
-        memory_gib: what CUDA reports.
-        flops: of matrix products in bf16, per second.
-        bandwidth: of device memory, bytes per second.
+        name: the name that is printed.
+        memory_gib: the memory that CUDA reports.
+        flops: floating point operations per second of matrix products in bf16.
+        bandwidth: bytes per second that are read from device memory and written to it.
         launch: seconds of host time that one operation takes in eager mode.
-        loss_flops: of the loss's kernels, per second.
+        loss_flops: floating point operations per second of the loss's kernels.
     """
 
     name: str
@@ -48,8 +48,8 @@ GPUS = {
     "h100": GPU("H100", 79.6, 480e12, 2.06e12, 21e-6, 584e12),
     "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 582e12),
 }
-COMPILED_TRAFFIC = 0.42  # what is left of the memory traffic between matrix products under torch.compile
-COMPILED_GRAPH = 0.75  # what is left of the activations: the compiler recomputes some
+COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
+COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Memory:
         activations: the kept graphs, and at the peak of a backward its temporary tensors.
         images: the inputs of the window.
         features: the embeddings of the window or their gradients, in fp32.
-        loss: what the loss holds, if the peak is in it or if the loss is replayed as CUDA graphs, which keep it.
+        loss: the memory of the loss, if the peak is in it or if the loss is replayed as CUDA graphs, which keep it.
     """
 
     weights: float
@@ -124,7 +124,7 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     Args:
         counts: of the model, with the checkpointing of the choice.
         choice: how the batch is made.
-        pixel_bytes: of one value of an image; the trainer's own collator keeps uint8, others fp32.
+        pixel_bytes: bytes of one value of an image: 1 with the trainer's own collator, 4 with images in fp32.
     """
     scale = choice.micro_batch / ROWS
     factor = COMPILED_GRAPH if choice.compiled else 1.0
@@ -149,7 +149,7 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
 
 
 def loss_bytes(dim: int, choice: Choice) -> float:
-    """What the loss allocates with bf16 features: a tile of coefficients, gradients, and what travels."""
+    """The bytes that the loss allocates with bf16 features: a tile of coefficients, gradients, texts of other GPUs."""
     rows = choice.rows
     tile = 2.0 * min(rows, 8192) * min(choice.global_batch, 16384)
     own = 12.0 * rows * dim  # gradients of both sides, in fp32 and in bf16
@@ -209,7 +209,7 @@ def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
-    """What a GPU sends in one step.
+    """The bytes that a GPU sends in one step, by their purpose.
 
     In the forward of the loss the texts travel around the ring, in its backward the texts and their fp32 gradients.
     """

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
 PICTURES_FILE = "pictures.png"
-CAPTIONS = 3  # of each image, all different
+CAPTIONS = 3  # that are shown for each image, all different
 SEARCHED = 50  # captions with the highest cosines among which they are sought
 SIDE, WIDTH, LINE = 96, 900, 28  # pixels: of an image, of the whole picture, from line to line
 
@@ -43,7 +43,7 @@ class PicturesCallback(TrainerCallback):
         return {}
 
     def _best_captions(self, measured: EvalPrediction) -> list[list[tuple[str, float, bool]]]:
-        """Of each image the captions, their cosines and whether they are its own, the best first."""
+        """For each image its best captions, their cosines, and whether they are its own."""
         labels: Any = measured.label_ids
         ends = np.cumsum(labels[0])  # the number of captions up to each row
         images, texts = (e / np.linalg.norm(e, axis=1, keepdims=True) for e in measured.predictions)
@@ -91,7 +91,7 @@ def draw(images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]]
 
     Args:
         images: uint8 [H, W, 3] each.
-        captions: of each image the texts, their cosines and whether they are its own, the best first.
+        captions: for each image the captions, their cosines, and whether they are its own, the best first.
     """
     font: Any = ImageFont.load_default(size=15)
     height = SIDE + 16
