@@ -45,6 +45,7 @@ from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions,
 from .plan import check_memory
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE, PICTURES_FILE)
+LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written at the end of a run alone
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "text") for k in (1, 5, 10)))
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
@@ -234,9 +235,14 @@ def check_best_metric(namespace: argparse.Namespace, classes: int | None = None)
 
 
 def earlier_results(folder: Path, resume: str | None) -> list[Path]:
-    """The checkpoints and results of an earlier run in the folder, unless this run resumes from them."""
+    """The checkpoints and results of an earlier run in the folder, unless this run goes on with it.
+
+    With ``"auto"`` a run that ended before its first checkpoint and before its results starts again.
+    """
     checkpoints = list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     if resume and (checkpoints or resume != "auto"):
+        return []
+    if resume and not any((folder / name).exists() for name in LAST_RESULTS):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
 
