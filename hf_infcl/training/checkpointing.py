@@ -155,6 +155,16 @@ class CheckpointingTrainer(HubTrainer):
             micro_batches = windows % num_update_steps_per_epoch * self.args.gradient_accumulation_steps
         return epochs, micro_batches
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"The optimizer's state in {checkpoint} does not fit this run ({error}). The options of the optimizer, "
+                "of frozen towers and of single learning rates must be those of the run that wrote it. Set them back, "
+                "or start a new run from its model."
+            ) from error
+
     @property
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""

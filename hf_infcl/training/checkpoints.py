@@ -50,6 +50,7 @@ class Run:
         data: class of the training set, its number of rows and captions per image, and how they are drawn.
         content: a fingerprint of the training set; empty if it has none, and then not compared.
         equal_ids: ``"exclude"`` or ``"positive"``.
+        optimizer: its name and the number of trained parameters; empty if not known, and then not compared.
     """
 
     global_batch_size: int
@@ -58,6 +59,7 @@ class Run:
     data: str
     content: str = ""
     equal_ids: str = "exclude"
+    optimizer: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class RunRecord:
 def differences(before: Run, now: Run) -> Iterator[str]:
     """Yields a phrase for a message about each property that differs between two runs."""
     for (name, old), new in zip(asdict(before).items(), asdict(now).values(), strict=True):
-        if old != new and not (name == "content" and "" in (old, new)):
+        if old != new and not (name in ("content", "optimizer") and "" in (old, new)):
             yield f"{name} was {old!r} and is {new!r}"
 
 

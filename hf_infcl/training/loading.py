@@ -397,6 +397,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
         model = self.dual_encoder.model
         kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim)).removesuffix("_fused")  # of the same state
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return Run(
             global_batch_size=self.args.global_batch_size,
             objective=self.contrastive_objective,
@@ -404,6 +406,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             data=type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order),
             content=data.content_fingerprint() if isinstance(data, ImageTextDataset) else "",
             equal_ids=self.equal_ids,
+            optimizer=f"{optimizer} of {trained:,} parameters",
         )
 
     def _record(self) -> RunRecord:
