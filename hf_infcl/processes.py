@@ -58,7 +58,7 @@ class Processes:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def perform(self, collective: Collective) -> None:
-        """Makes a collective. Those of `sum`, `gather`, `gather_all` and `scatter_sum` all come through here."""
+        """Makes a collective. `sum`, `gather`, `gather_all` and `scatter_sum` make theirs by this method."""
         if self._instead is None:
             collective(group=self.group)
         else:
@@ -146,15 +146,16 @@ class Processes:
         return [values[: len(numbers)] for _, *values in rows]
 
     def _beside_the_queue(self) -> Any:
-        """A context in which numbers from the host are exchanged without waiting for what the device still computes.
+        """A context in which numbers from the host are exchanged without waiting for kernels that are still queued.
 
-        The device keeps that work while the host waits. Collectives of one group keep their order on all streams.
+        The device goes on with these kernels while the host waits for the numbers. Collectives of one group run in the
+        order of their calls, on whichever streams they are.
         """
         return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
 
 
 class Arriving:
-    """Numbers on their way from the device to the host, which need not wait for what is queued on the device later."""
+    """Numbers that are copied from the device to the host. `tolist` does not wait for kernels that are queued later."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.to("cpu", non_blocking=True)

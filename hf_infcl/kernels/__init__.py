@@ -184,8 +184,8 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor, *, backend: str = "auto") -> Tensor:
     """scale · x_i·y_i, [m], by the same product as the tiles'.
 
-    The same arithmetic matters: the statistics hold differences to these, and a product that rounds otherwise shifts a
-    small loss by percents.
+    The statistics are differences to these logits. A product that rounds otherwise would shift a small loss by
+    percents.
     """
     return torch.ops.hf_infcl.positive_logits(x, y, scale, backend)
 
@@ -372,7 +372,7 @@ def multi_positive_sigmoid(
 
 
 def _module(backend: str, x: Tensor, y: Tensor) -> Backend:
-    """As `select`; an empty block needs no kernels."""
+    """The module that `select` gives, but plain torch for an empty block, for which no kernel can be launched."""
     return select(backend, x) if len(x) and len(y) else torch_backend
 
 

@@ -210,7 +210,7 @@ def _add_softmax_sums(
     if block.parts > 1 or m * n < NEAR_PAYS:
         launch_plain(near=False, gated=False)
         return
-    # One launch for programs whose references lie near each other, one for the rest.
+    # The first launch does the programs whose references lie near each other, the second one all others.
     if hopper is None:
         launch_plain(near=True, gated=True)
     else:

@@ -22,7 +22,7 @@ class Operands:
 
     x: Tensor  # [m, pairs · D'], contiguous rows of a multiple of 16 bytes
     y: Tensor  # [n, pairs · D']
-    parts: int  # parts of which each number is the sum; above 1 for fp32 features
+    parts: int  # each number is the sum of so many parts; above 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
     equal: int  # the meaning of equal ids: one of the three constants of `triton_tiles`

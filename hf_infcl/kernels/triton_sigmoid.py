@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernel of the sigmoid loss (SigLIP). `triton_tiles` explains tiles, runs and the two launches of a kernel.
 
-Three products of m·n·D:
+Two steps, with three products of m·n·D multiplications: one in step 1 and two in step 2.
 1. `sigmoid_coefficients`: the terms of the loss, -log σ(t_ij z_ij), and the coefficients C_ij = -t_ij σ(-t_ij z_ij),
    from one product.
 2. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernels of the softmax loss (InfoNCE). `triton_tiles` explains tiles, runs and the two launches of a kernel.
 
-Four products of m·n·D:
+Five steps, with four products of m·n·D multiplications: one in step 2, one in step 4 and two in step 5.
 1. `positives`: the logits of the pairs, which are the references of their rows and columns. They come from the diagonal
-   tiles of a product, m·B·D multiplications for tiles of B rows.
+   tiles alone, m·B·D multiplications for tiles of B rows.
 2. `softmax_sums`: the first product. Row sums Σ_j exp(z_ij - reference_x_i), column sums Σ_i exp(z_ij - reference_y_j).
 3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, with a running maximum.
 4. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch

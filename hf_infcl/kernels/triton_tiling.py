@@ -25,7 +25,7 @@ class Tiling:
     tile: int  # rows and columns of a tile
     step: int  # numbers of a row of features that are multiplied at a time
     warps: int
-    stages: int  # steps of which the features are in shared memory
+    stages: int  # the number of steps whose features are in shared memory at a time
     slots: int  # programs that run at the same time
 
     @functools.lru_cache  # noqa: B019 (tilings live as long as the module)

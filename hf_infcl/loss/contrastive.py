@@ -17,8 +17,9 @@ from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
 from .strategies import RingStrategy, Strategy, select_strategy
 
-# Multiplications of a product of matrices, n·m·D, up to which the host takes longer than the kernels of a loss, on one
-# process and on several, whose collectives the host starts as well: losses of 2 and of 8 ms on an H100.
+# Up to so many multiplications in one product of matrices, n·m·D, the host takes longer to launch the kernels of a loss
+# than the GPU to run them. With several processes the host also starts the collectives. Losses of this size take 2 ms
+# on one H100, and 8 ms on several.
 RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 160e9, 560e9
 
 
@@ -53,12 +54,12 @@ def contrastive_loss(
     come from the forward of the wrapped model, not from its module.
 
     On GPUs the kernels of small batches are replayed as CUDA graphs, from the third call with the same shapes on,
-    because launching them takes longer than running them. Collectives are made between the graphs. With n images of
-    this process and m texts of all, small are n·m·D up to 1.6e11 on one process (17,677 pairs of 512 dimensions) and up
-    to 5.6e11 on several (on two 23,385 each, on four 16,536 each). The two latest recordings keep their memory: in bf16
-    about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384 pairs of 512 dimensions on
-    one process, 448 MiB for as many on each of two, and 544 MiB on each of four. Without enough memory for that,
-    nothing is recorded. A ring that sends its texts around is not recorded.
+    because launching them takes longer than running them. Collectives are made between the graphs. A batch is small if
+    n images of this process and m texts of all have n·m·D <= 1.6e11 on one process (17,677 pairs of 512 dimensions) and
+    <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings keep their
+    memory: in bf16 about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384 pairs of
+    512 dimensions on one process, 448 MiB for as many on each of two, and 544 MiB on each of four. Without enough
+    memory for that, nothing is recorded. A ring that sends its texts around is not recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and
@@ -78,8 +79,8 @@ def contrastive_loss(
         pair_ids: [n] int64. Pairs with equal ids show the same image or caption and are not each other's negatives:
             their cell drops out of both denominators (softmax) or out of the sum (sigmoid).
         image_ids: [n] int64, text_ids: [m] int64: equal ids belong together. Both or neither, and not with pair_ids.
-            Of k captions per image, text_ids = image_ids[the image of each caption]; of labelled images, both are
-            labels.
+            For several captions per image text_ids is image_ids[image of each caption]; for labelled images both are
+            the labels.
         negative_texts: [h, D], texts that belong to no image, such as captions that were made wrong on purpose: further
             negatives of all images, without a loss of their own (NegCLIP, arXiv 2210.01936). h may be 0, and may differ
             between the processes.
@@ -154,7 +155,7 @@ def _scalar(value: Tensor | float, dtype: torch.dtype, device: torch.device) -> 
     if isinstance(value, Tensor):
         value = value.to(device, dtype)
         return value if value.ndim == 0 else value.reshape(())  # a view would be one more node of the autograd graph
-    value = value if torch.compiler.is_compiling() else float(value)  # of numpy's numbers and 0-dim arrays
+    value = value if torch.compiler.is_compiling() else float(value)  # it may be a number or 0-dim array of numpy
     return torch.full((), value, dtype=dtype, device=device)  # CUDA graphs allow it, unlike a copy from the host
 
 

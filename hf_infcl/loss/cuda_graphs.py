@@ -22,7 +22,7 @@ from torch import Tensor
 Tensors = tuple[Tensor | None, ...]
 Collective = Callable[..., Any]
 
-PATIENCE = 2  # calls before one is recorded: evaluations come in many sizes, a training in one
+PATIENCE = 2  # calls before one is recorded: an evaluation has many sizes, which would all be recorded; a training one
 KEPT = 2  # recordings at a time, each with the memory of its computation
 
 _logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class _Recording:
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
         # Compiles kernels for the alignment of these tensors, which is impossible while recording. Nothing is
-        # exchanged, since other processes may record at another time, so that the results mean nothing.
+        # exchanged, since other processes may record at another time, and the results are not used.
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
         capture = _Capture()
@@ -108,9 +108,9 @@ class _Recording:
         self._graphs, self._collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
-        for own, given in zip(self._inputs, tensors, strict=True):
-            if own is not None and given is not None:
-                own.copy_(given)
+        for recorded, given in zip(self._inputs, tensors, strict=True):
+            if recorded is not None and given is not None:
+                recorded.copy_(given)
 
 
 class _Capture:
@@ -130,7 +130,7 @@ class _Capture:
     def __enter__(self) -> None:
         graph = torch.cuda.CUDAGraph()
         pool = self.graphs[0].pool() if self.graphs else None
-        # Other threads may go on.
+        # With "thread_local" other threads may use the GPU during the recording.
         capture = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
         capture.__enter__()
         self._open = capture

@@ -54,7 +54,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     texts, positive_y, ids_y = y.rows
     (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
     if batch.negatives is not None:
-        # Any reference does for columns whose statistics nobody reads; near ones are faster.
+        # The statistics of these columns are not read, so any reference will do; one near the others is faster.
         near = positive.mean().expand(len(batch.negatives))
         x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
         negatives = strategy.columns(negatives)
@@ -75,10 +75,12 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         return Terms(loss, divisor, zero, zero)
     lse_x, lse_y = positive + cross_entropies[0], positive_y + softplus(odds_y)
     # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
-    own_x, own_y = -torch.sigmoid(odds)
+    coefficient_of_x, coefficient_of_y = -torch.sigmoid(odds)
 
     def sides(of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]:
-        coefficient = own_x + own_y if of_images and of_texts else own_x if of_images else own_y
+        coefficient = coefficient_of_x if of_images else coefficient_of_y
+        if of_images and of_texts:
+            coefficient = coefficient_of_x + coefficient_of_y
         lse = lse_x if of_images else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if of_texts else torch.full_like(lse_y, torch.inf)
         coefficient_y = coefficient if strategy.transposes else None

@@ -60,9 +60,9 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
         y, ids_y = torch.cat((y, batch.negatives)), F.pad(ids_y, (0, len(batch.negatives)), value=-1)
         counts_y = tuple(m + h for m, h in zip(counts_y, batch.counts.negative_texts, strict=True))
 
-    def anchors(features: Tensor, order: Order, own: Tensor, others: Tensor, counts: tuple[int, ...]) -> _Anchors:
+    def anchors(features: Tensor, order: Order, same: Tensor, others: Tensor, counts: tuple[int, ...]) -> _Anchors:
         positives = _occurrences(order.ids, others).to(batch.scale.dtype)
-        with_positive = _occurrences(own, others).count_nonzero().to(batch.scale.dtype)
+        with_positive = _occurrences(same, others).count_nonzero().to(batch.scale.dtype)
         return _Anchors(order.sort(features), order.ids, positives, with_positive, counts)
 
     order_x, order_y = Order(ids_x), Order(ids_y)

@@ -6,14 +6,14 @@ process and B = W·b:
 
 | strategy | logits of a process | communication | memory beside tiles |
 |---|---|---|---|
-| ring (Inf-CL, arXiv 2410.17243) | W blocks of b×b, one after another | texts and their gradients, around | O(b·D) |
+| ring (Inf-CL, arXiv 2410.17243) | W blocks of b×b, one after another | texts and gradients, around the ring | O(b·D) |
 | disco (DisCo-CLIP, arXiv 2304.08480) | one block of b×B | texts gathered, their gradients reduced | O(B·D) |
 | local (OpenCLIP's local loss) | b×B for images, B×b for texts | both gathered, both gradients reduced | O(B·D) |
 | gather (CLIP) | all B×B | both gathered, no gradients | O(B·D) |
 
 `select_strategy` computes a ring of small texts as disco. The words block, diagonal and log-odds are explained in
-`hf_infcl.kernels`. What a block computes is the caller's: see `hf_infcl.loss.pairs` and
-`hf_infcl.loss.several_positives`.
+`hf_infcl.kernels`. The losses in `hf_infcl.loss.pairs` and `hf_infcl.loss.several_positives` pass the function that
+computes a block.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Gradients(NamedTuple):
 
 
 class Sides(Protocol):
-    """The images and texts for the gradients of the softmax loss, or of only one half of its cross entropies."""
+    """The images and texts for the gradients of all cross entropies, or only of those of the images or the texts."""
 
     def __call__(self, of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]: ...
 
@@ -78,7 +78,7 @@ class Sides(Protocol):
 class Strategy(ABC):
     """Computes statistics and gradients together with the other processes, which have to make the same calls.
 
-    Columns have the form in which `columns` returns them, and so do statistics of columns.
+    Where a method takes or returns columns y or their statistics, these are the columns that `columns` returns.
 
     Attributes:
         transposes: whether the texts are the rows of blocks as well.
@@ -90,14 +90,15 @@ class Strategy(ABC):
         self.processes, self.backend = processes, backend
 
     def columns(self, side: Side) -> Side:
-        """This process's rows as the columns of blocks: themselves, or the rows of all processes.
+        """The columns of blocks, made from those of this process: they alone, or the columns of all processes.
 
-        Columns of all processes are exchanged once, and each process computes all that follows for all of them.
+        The columns of all processes are exchanged once. What the loss computes for each column, such as its
+        log-sum-exp, every process then computes for all of them, which takes no further exchange.
         """
         return side
 
     def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """[b, ...]: those that belong to this process, of a value for each column."""
+        """[b, ...]: the values of this process's columns, taken from ``of_columns``, which has one for each column."""
         return of_columns
 
     @abstractmethod
@@ -107,8 +108,8 @@ class Strategy(ABC):
         """The statistics of this process's rows x against the columns of all processes, and of the columns y.
 
         Args:
-            combine: how the statistics of blocks combine, one by one.
-            want_y: whether those of the columns are wanted; else there are none.
+            combine: for each statistic the function that combines its values from two blocks.
+            want_y: whether the statistics of the columns are wanted; if not, the second tuple is empty.
         """
 
     @abstractmethod
@@ -180,7 +181,7 @@ class DiscoStrategy(Strategy):
     """DisCo-CLIP: all texts in one block. The gradients of images are complete at once; those of texts are reduced.
 
     The paper all-reduces the gradients of all embeddings; a reduce-scatter gives each process the rows of its own
-    texts, all that it needs, at half the traffic. Products of matrices are those of the ring.
+    texts, which is all that it needs, at half the traffic. It takes as many products of matrices as the ring.
     """
 
     def columns(self, side: Side) -> Side:
@@ -196,7 +197,7 @@ class DiscoStrategy(Strategy):
         of_x, of_y = block(x.rows, y.rows, self.start(y))
         if self.processes.world_size == 1 or not want_y:
             return of_x, of_y if want_y else ()
-        # Everybody's parts for all columns take less time than a reduction and the exchange of what it gives.
+        # To gather the parts of all processes takes less time than to reduce them and to gather the results.
         parts = self.processes.gather_all(*of_y)  # [world_size, B] each
         return of_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
 

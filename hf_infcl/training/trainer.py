@@ -82,14 +82,14 @@ class InfCLTrainer(GuardedTrainer):
 
     The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
     the gradient of every parameter, logit_scale and logit_bias included, equals that of one process that holds the
-    whole batch. See `hf_infcl.contrastive_loss` for the loss, and `hf_infcl.training.grad_cache` for how a window of
-    micro-batches needs the activations of one.
+    whole batch. See `hf_infcl.contrastive_loss` for the loss, and `hf_infcl.training.grad_cache` for the two passes by
+    which a window of micro-batches needs the activation memory of one.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.training.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
-            An IterableDataset needs ``max_steps``, an `ImageTextStream` that or ``samples_per_epoch``.
+            An IterableDataset needs ``max_steps``, an `ImageTextStream` needs ``max_steps`` or ``samples_per_epoch``.
         eval_dataset: `ImageTextDataset` (global contrastive loss and retrieval), `ZeroShotDataset` (classification), or
             a dict of them.
         data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
@@ -140,8 +140,8 @@ class InfCLTrainer(GuardedTrainer):
                 "InfCLTrainer computes the loss itself and would never call compute_loss_func. Leave it out."
             )
         optimizer, _ = kwargs.get("optimizers") or (None, None)
-        ruled = args.logit_scale_learning_rate is not None or args.learning_rate_batch_size is not None
-        if ruled and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
+        sets_rates = args.logit_scale_learning_rate is not None or args.learning_rate_batch_size is not None
+        if sets_rates and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
             raise ValueError(
                 "logit_scale_learning_rate and learning_rate_batch_size are for the optimizer that the trainer makes, "
                 "and one was passed. Give that one its learning rates, and leave these options out."
@@ -155,7 +155,7 @@ class InfCLTrainer(GuardedTrainer):
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
             prepare_model(self.model, args, self.accelerator)
-        # First, so that the user's callbacks see the clamped logit_scale.
+        # It comes first, so that the user's callbacks see the clamped logit_scale.
         self.callback_handler.callbacks.insert(0, _LoopEvents(self))
         self._begin_training()
 
@@ -202,7 +202,7 @@ class InfCLTrainer(GuardedTrainer):
         return [name for name in super().get_decay_parameter_names(model) if name not in flat]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Trainer's, with the learning rates of ``logit_scale_learning_rate`` and ``learning_rate_batch_size``."""
+        """Trainer's optimizer, with the rates of ``logit_scale_learning_rate`` and ``learning_rate_batch_size``."""
         given = self.optimizer is not None
         optimizer = super().create_optimizer(*args, **kwargs)
         if not given:
@@ -220,8 +220,8 @@ class InfCLTrainer(GuardedTrainer):
         ``inputs`` only says that the next one is due: the data is the window's.
 
         Returns:
-            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values. In
-            place of the loss of a window that is skipped, that of the last one that was trained.
+            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values. If
+            the window is skipped, the loss of the last window that was trained.
         """
         model.train()
         for frozen in self.dual_encoder.frozen_parts():
