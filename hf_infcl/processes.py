@@ -87,13 +87,25 @@ class Processes:
         return gathered
 
     def gather_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`gather` of each of several tensors."""
+        """`gather` of each of several tensors. Those of one shape and size of elements travel together."""
         if self.world_size == 1:
             return tuple(tensor[None] for tensor in tensors)
-        gathered = tuple(tensor.new_empty(self.world_size, *tensor.shape) for tensor in tensors)
-        parts = tuple(tensor.contiguous()[None] for tensor in tensors)
+        alike: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            alike.setdefault((tensor.shape, tensor.element_size()), []).append(place)
+        groups = [[tensors[place] for place in places] for places in alike.values()]
+        parts = [_stacked(group) for group in groups]
+        gathered = [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
         self.perform(functools.partial(_all_gather, gathered, parts))
-        return gathered
+        results = list(tensors)
+        for places, stacked in zip(alike.values(), gathered, strict=True):
+            if len(places) == 1:
+                results[places[0]] = stacked
+                continue
+            separate = stacked.view(self.world_size, len(places), *stacked.shape[1:]).unbind(1)
+            for place, of_all in zip(places, separate, strict=True):
+                results[place] = of_all.view(tensors[place].dtype)
+        return tuple(results)
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:
         """[b, ...]: the elementwise sum over the processes of the b rows that belong to this rank.
@@ -174,6 +186,13 @@ class Arriving:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """The bits of tensors of one shape in the dtype of the first, contiguous: without a copy of a single tensor."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous()[None]
+    return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
 
 
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

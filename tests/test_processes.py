@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def rank_collectives(rank: int, world_size: int) -> None:
     both = processes.gather_all(mine, torch.tensor([rank]))
     assert torch.equal(both[0], tensors)
     assert both[1].tolist() == [[r] for r in range(world_size)]
+    made: list[Any] = []
+    with processes.redirected(lambda collective: made.append(collective) or collective(group=None)):
+        numbers = torch.tensor([rank, -1], dtype=torch.int32)
+        features, floats, ids = processes.gather_all(mine, numbers / 2, numbers)
+    assert torch.equal(features, tensors)
+    assert ids.tolist() == [[r, -1] for r in range(world_size)]
+    assert floats.tolist() == [[r / 2, -0.5] for r in range(world_size)]
+    tensors_sent = [len(collective.args[0]) for collective in made]
+    assert tensors_sent == [2] * (world_size > 1), "vectors of four bytes did not travel together"
     assert torch.equal(mine, before), "the caller's tensor was written to"
     assert processes.gather_text(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
     assert processes.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
