@@ -66,3 +66,20 @@ def test_python_can_be_parsed(block):
 def test_every_link_within_the_repository_leads_somewhere(guide):
     links = re.findall(r"\]\((?!https?://|#)([^)#]+)", guide.read_text(encoding="utf-8"))
     assert [link for link in links if not (guide.parent / link).exists()] == []
+
+
+def test_every_message_in_the_table_of_errors_is_said_by_the_package():
+    texts = []
+    for path in (ROOT / "hf_infcl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+    table = (ROOT / "scripts/README.md").read_text(encoding="utf-8").partition("goes wrong")[2]
+    messages = re.findall(r"^\| (?:the loss is )?`([^`]+)`", table, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        if message not in ("CUDA out of memory", "nan"):  # of torch
+            for part in re.split(r" *\.\.\.,? *|\bN ", message):
+                assert any(part in text for text in texts), message
