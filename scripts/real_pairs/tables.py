@@ -295,16 +295,18 @@ def panels(count: int, height: float = 4.0) -> tuple[Figure, Sequence[Axes]]:
 
 
 def draw_global_batch(rows: list[Row], path: Path) -> None:
-    """Quality against the batch at the same number of samples, and at the same number of optimizer steps.
+    """Quality against the batch at the same number of optimizer steps, and at the same number of samples.
 
     The marker of a single run is hollow.
     """
-    ours = {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over the batch"}
-    plain = {"color": VERMILION, "marker": "s", "ls": "--", "label": "Trainer: losses over 256 pairs each"}
+    ours = {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over all pairs of a step"}
+    plain = {"color": VERMILION, "marker": "s", "ls": "none", "label": "Trainer: a loss over each 256 of them"}
+    same_samples = configurations(rows, "1_global_batch")
+    samples = next(iter(same_samples.values())).ended[0]["samples"]
     figure, axes = panels(2)
     for axis, found, title in (
-        (axes[0], configurations(rows, "1_global_batch"), "the same number of samples"),
-        (axes[1], at_fixed_steps(rows), "the same number of optimizer steps"),
+        (axes[0], at_fixed_steps(rows), f"the same number of steps: {FIXED_STEPS}"),
+        (axes[1], same_samples, f"the same number of samples: {int(samples):,}"),
     ):
         for method, style in (("InfCLTrainer", ours), ("Trainer", plain)):
             several = [c for setting, c in found.items() if setting.method == method]
@@ -320,12 +322,9 @@ def draw_global_batch(rows: list[Row], path: Path) -> None:
         axis.set_xscale("log", base=2)
         batches = sorted({c.batch for c in found.values()})
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axis.set(title=title, xlabel="pairs of a step", ylim=(0, None))
-    samples = next(iter(configurations(rows, "1_global_batch").values())).ended[0]["samples"]
-    axes[0].set_xlabel(f"pairs of a step, {int(samples):,} samples in all")
-    axes[1].set_xlabel(f"pairs of a step, {FIXED_STEPS} steps")
+        axis.set(title=title, xlabel="pairs in a step", ylim=(0, None))
     axes[0].set_ylabel("recall@1, known concepts in another style, %")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path)
 
 
