@@ -292,7 +292,7 @@ class TestBadSamples:
         counts = [item["skipped"] for item in dataset]
         assert counts[0] == 0
         assert all(row_of(item) == 0 for item in dataset)
-        assert max(counts) > 1, "nine rows of ten are bad: some replacement was bad too"
+        assert max(counts) > 1, "nine of ten rows are bad, so some replacement was also bad"
 
     def test_skip_keeps_the_pair_ids_asked_for(self, broken):
         for item in ImageTextDataset(broken, on_bad_sample="skip", pair_id_column="caption"):

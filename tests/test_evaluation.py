@@ -171,7 +171,7 @@ def test_half_precision_is_scored_in_fp32(dtype):
 
 
 def ceilings_by_trying(ids: np.ndarray, text_image: np.ndarray, num_images: int, k: int) -> tuple[float, float]:
-    """Of all that a model may answer to each query: the best. Equal captions tie, in the order of their indices."""
+    """The best recalls among all possible answers of a model. Equal captions tie, in the order of their indices."""
     found_images = 0
     for caption in set(ids):
         wanted = [text_image[j] for j in range(len(ids)) if ids[j] == caption]

@@ -22,7 +22,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str | None, Counts]:
-    """Of a CLIP with two layers of ViT-B/16's and its text tower's width, by the frozen tower."""
+    """The counts of a CLIP with two layers of the widths of ViT-B/16 and its text tower, by the frozen tower."""
     layers = {"num_hidden_layers": 2}
     config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers)
     return {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}

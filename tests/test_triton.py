@@ -457,7 +457,7 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
         names |= {f"hopper_kernels.{name}" for name in on_hopper}
     assert {name for name, *_ in compiled} == names
-    # Of compute capability 8.x the least, which 8.6 and 8.9 have.
+    # The least of compute capability 8.x, that of 8.6 and 8.9.
     available = {"cuda 80": 99 << 10, "cuda 90": 227 << 10, "hip gfx942": 64 << 10}[target]
     for name, shared, narrow_loads in compiled:
         assert int(shared) <= available, name

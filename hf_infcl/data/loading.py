@@ -36,7 +36,7 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
             ) from error
         except ValueError as error:  # no such split or configuration; metadata whose columns change their type
             raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {error}") from error
-        except datasets.exceptions.DatasetGenerationError as error:  # whose own message gives no reason
+        except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
             cause = error if error.__cause__ is None else error.__cause__
             raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {cause}") from error
 

@@ -173,7 +173,7 @@ class ImageTextDataset(ImageDataset):
         return item
 
     def content_fingerprint(self) -> str:
-        """A fingerprint of the captions and pair ids of up to 64 rows, by which other data of this length shows."""
+        """A fingerprint of the captions and pair ids of up to 64 rows. Other data of this length has another one."""
         rows = range(0, len(self), math.ceil(len(self) / 64))
         return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
 

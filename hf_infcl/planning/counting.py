@@ -132,7 +132,7 @@ def build(config: PretrainedConfig, device: torch.device, freeze: str | None, ch
 
 
 def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "meta") -> dict[str, Tensor]:
-    """Images and captions of so many pairs, black and of the token 0."""
+    """The inputs of a micro-batch: black images, and captions that consist of the token 0."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
         raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")

@@ -12,8 +12,8 @@ from transformers import EvalPrediction, TrainerCallback, TrainerControl, Traine
 
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # that are shown for each image, all different
-SEARCHED = 50  # captions with the highest cosines among which they are sought
-SIDE, WIDTH, LINE = 96, 900, 28  # pixels: of an image, of the whole picture, from line to line
+SEARCHED = 50  # captions with the highest cosines, among which those that differ are found
+SIDE, WIDTH, LINE = 96, 900, 28  # in pixels: an image, the width of the picture, the distance of two lines
 
 
 class PicturesCallback(TrainerCallback):

@@ -44,7 +44,7 @@ class CheckpointingTrainer(HubTrainer):
         self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
         self._saved_step = -1
         self._is_between_steps = False  # in an evaluation
-        self._last_checkpoint: str | None = None  # which `_roll_back` has not used yet
+        self._last_checkpoint: str | None = None  # None also after `_roll_back` has gone back to it
         self._first_step = 0  # the first step of the last `train`; transformers before 5.18 does not keep it
         self._preemption = Preemption()
         self._phases = Phases()
@@ -106,7 +106,7 @@ class CheckpointingTrainer(HubTrainer):
                 raise OtherRankFailedError(message) from error
 
     def _enter(self, phase: str) -> None:
-        """Tells the other processes what this one does, in case that it ends or hangs."""
+        """Records the phase of this process, which the others name if this one ends or hangs."""
         self._phases.enter(f"{phase} after step {self.state.global_step}")
 
     def _check_same_run(self, checkpoint: str) -> None:
@@ -171,7 +171,7 @@ class CheckpointingTrainer(HubTrainer):
         return self.state.global_step - self._first_step
 
     def _agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """As `Processes.agree`, between two steps of the training: ends it if a signal has asked any process to end."""
+        """As `Processes.agree`, between two steps; ends the training if a signal has asked any process to do so."""
         agreed = Processes().agree([self._preemption.signal, *numbers])
         if signals := {int(number) for number, *_ in agreed if number}:
             self._end_early(max(signals))

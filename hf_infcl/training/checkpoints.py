@@ -137,7 +137,7 @@ class Checkpoint:
         self.partial = self.partial_dir / name
 
     def begin(self, record: RunRecord) -> None:
-        """Makes the folder to write into, with the record; removes what earlier saves left of other folders."""
+        """Makes the folder to write into, with the record, and removes folders that earlier saves left incomplete."""
         for prefix in (_PARTIAL, _REMOVED):
             for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
                 logger.warning(f"{left} was left by a save that did not end. It is removed.")
@@ -388,7 +388,10 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
 
 
 def _another_folder(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
-    """A sentence if no process that ``marks`` its folder has the same one as this process; else empty; collective."""
+    """A sentence if this process's output_dir is not that of any process with ``marks``; otherwise empty; collective.
+
+    The processes with ``marks`` put a new file into their folders, and every process looks for these files in its own.
+    """
     # The name of the mark is new, so that no file system can have cached whether it is there.
     with NamedTemporaryFile(prefix="_", dir=output_dir) if marks else nullcontext() as mark:
         names = processes.gather_text("" if mark is None else Path(mark.name).name)

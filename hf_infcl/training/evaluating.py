@@ -141,7 +141,7 @@ class EvaluatingTrainer(Trainer):
         return None, predictions, labels
 
     def _agree_to_go_on(self) -> None:
-        """Raises after a batch, on all processes, if one has failed, here or while it loaded its data; collective."""
+        """Called after each batch; raises on all processes if one has failed in it or while loading it; collective."""
         Processes().agree([])
 
     def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:

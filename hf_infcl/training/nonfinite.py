@@ -35,7 +35,7 @@ class WindowGuard:
         most: the most windows that are skipped in a row because their numbers are not finite.
         divergence_factor: a loss has exploded if it is more than this many times the mean of the `WINDOWS_COMPARED`
             windows before; None for no such limit.
-        skipped_windows: those that were skipped before a resume.
+        skipped_windows: the number of windows that were skipped before a resume.
 
     Attributes:
         skipping: whether the present window is skipped.
@@ -111,7 +111,7 @@ class WindowGuard:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
 
         Args:
-            scale: by which the scaler multiplies the loss of the next window.
+            scale: the factor by which the scaler multiplies the loss of the next window.
 
         Raises:
             ValueError: the gradient overflows although it is not scaled up.

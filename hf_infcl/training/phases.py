@@ -1,4 +1,4 @@
-"""The phases that the processes of a training are in, by which those are described that end or hang.
+"""Records the phase of each process of a training, so that an error about a lost process can name its last phase.
 
 A collective of gloo fails when a process has ended. One of NCCL waits, in a kernel that no signal interrupts, and the
 launcher kills the waiting processes, which by themselves could not say for whom they waited. Therefore a thread of each
@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 
 
 class Phases:
-    """The phases of the work of all processes of the default group.
+    """Records the phase of each process of the default group, and describes the processes that end or hang.
 
     Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
 
@@ -41,7 +41,7 @@ class Phases:
         self._rank, self._world_size = processes.rank, processes.world_size
         self._left = threading.Event()
         self._told: set[str] = set()
-        self._reachable = processes.world_size > 1  # the store
+        self._reachable = processes.world_size > 1  # whether the store answers
         self._store: Any = None
         if processes.world_size > 1:
             self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
@@ -78,7 +78,7 @@ class Phases:
     def describe_lost(self, seconds: float = 3.0) -> str:
         """A sentence about the processes that do not answer, for a message after a collective has failed.
 
-        Every process that is left has to call it: those that do not within so many seconds count as lost.
+        Every process that is left has to call it. A process that does not call it in time counts as lost.
         """
         unreachable = "The process that keeps the group's store does not answer, which is rank 0 or the launcher."
         if not self._reachable:
@@ -103,11 +103,11 @@ class Phases:
         return str(self._read(f"phase/{rank}") or "the start")
 
     def _read(self, key: str) -> str | None:
-        """The value of a key of the store; None if it is not there, for which `get` would wait."""
+        """The value of a key of the store, or None if the store has no such key (`get` would wait for it)."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _watch(self) -> None:
-        """Ends this process if it does not notice by itself that another one of this machine was lost."""
+        """Ends this process if another one of this machine was lost and this one does not notice it by itself."""
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
         unknown = [rank for rank in range(first, first + local_size) if rank != self._rank]

@@ -93,7 +93,7 @@ def features(batch: int, dim: int, dtype: torch.dtype, device: Any, seed: int = 
 
 
 def seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """Of one step on this process, all processes starting together."""
+    """The duration of one step on this process; all processes start together."""
     if dist.is_initialized():
         dist.barrier()
     if device.type == "cpu":
@@ -202,9 +202,9 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
 
 
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> list[Row]:
-    """Of the device measured last, the last of the ``wanted`` rows that agree in ``keys``.
+    """The newest of the ``wanted`` rows for each combination of ``keys``, on the device that was measured last.
 
-    So a repeated measurement replaces an older one.
+    A repeated measurement therefore replaces an older one.
     """
     if not table.exists():
         return []

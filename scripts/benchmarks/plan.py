@@ -44,12 +44,12 @@ WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 # The commits of all rows that were there when the rates were chosen.
 KNOWN = WITH_EARLIER_GRAPH | {"4ac4a5d", "59872f4", "829e9b3", "8461ae9", "ad4ccdb", "56956b3", "9c0c178", "600f583"}
 KNOWN |= {"3a8623b"}
-# On several GPUs these did not replay all losses that are replayed as CUDA graphs now, so that theirs are left out. The
-# time of the host in a ring comes from the rows "hf_infcl ring" of commit 926160b, 4,096 pairs on each of four GPUs.
+# At these commits some losses of several GPUs were not yet replayed as CUDA graphs; their rows are left out. The host's
+# time in a ring comes from the rows "hf_infcl ring" of commit 926160b, 4,096 pairs on each of four GPUs.
 WITHOUT_REPLAY = KNOWN | {"926160b", "7692cf4"}
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes for each pair of a ViT-B/16's forward without a graph
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
-SMALLEST = 8192  # pairs; smaller losses are all host time
+SMALLEST = 8192  # pairs; the time of smaller losses is that of the host alone
 
 
 class Compared(NamedTuple):
@@ -130,7 +130,7 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
 
 
 def _newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> Iterator[Row]:
-    """The newest rows of each device, of those that were known when the rates were chosen and of the others."""
+    """The newest known rows of each device, and its newest rows that came after the rates had been chosen."""
     for device in ("H200", "H100"):
         for known in (True, False):
 

@@ -217,7 +217,7 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
 
 
 def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> None:
-    """Of the ring, for the first of each option."""
+    """Draws the timeline of the ring, with the first value of each option."""
     objective, dim, b = args.objectives[0], args.dims[0], args.per_gpu_batch_sizes[0]
     step = Step(implementations(objective, dtype.itemsize)[RING], b, dim, dtype, device)
     events = timeline.record(step, device)
@@ -246,7 +246,7 @@ def plot(table: Path) -> None:
     for axis in axes.flat[len(settings) :]:
         axis.axis("off")
     for axis, ((w, objective, dtype, dim, b), group) in zip(axes.flat, settings.items(), strict=False):
-        # Of the yardstick that is shown: a row may be of another run.
+        # The shares refer to the yardstick that is shown, although a row may come from another run.
         alone = next((float(row["ms"]) for row in group if row["implementation"] == ALONE), float("nan"))
         notes = {
             row["implementation"]: f"{float(row['ms']):.4g} ms, {alone / float(row['ms']):.1%}"

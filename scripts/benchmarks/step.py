@@ -248,7 +248,7 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 def plot(table: Path) -> None:
     """The rate of images of each trainer relative to the plain one, and memory against the global batch.
 
-    Each in the setting of which there are the most rows.
+    Each is drawn for the setting that has the most rows.
     """
     keys = (
         "world_size",

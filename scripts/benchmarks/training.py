@@ -226,7 +226,7 @@ class Phases(transformers.TrainerCallback):
         self._steps += 1
 
     def milliseconds(self) -> dict[str, float]:
-        """Of each phase, per step."""
+        """The mean duration of each phase in one step."""
         return {name: 1000 * seconds / (self._steps - self._skip) for name, seconds in self._seconds.items()}
 
 
