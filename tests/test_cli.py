@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from transformers import TrainingArguments
 
 import hf_infcl
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, cli
 from hf_infcl.cli import train
 from hf_infcl.cli.options import (
     ColumnOptions,
@@ -568,6 +568,14 @@ def test_help_begins_with_what_is_our_own(capsys):
                 assert places[name] > of_theirs, name
             else:
                 assert of_ours < places[name] < of_theirs, name
+
+
+def test_the_command_alone_lists_its_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        infcl()
+    assert end.value.code == 2
+    printed = capsys.readouterr().out
+    assert all(f"  {name} " in printed for name in cli.COMMANDS)
 
 
 def test_version_says_what_a_bug_report_needs(capsys):
