@@ -19,6 +19,11 @@ GUIDES = [
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
     *(ROOT / "hf_infcl" / room / "README.md" for room in ("data", "loss", "training")),
 ]
+PAGES = [
+    *GUIDES,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "scripts/benchmarks/results/PLAN.md")),
+    *(ROOT / folder / "README.md" for folder in ("tests", "scripts/benchmarks", "scripts/real_pairs")),
+]
 OPTIONS = {
     "train": (ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
     "evaluate": (ModelOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
@@ -62,10 +67,23 @@ def test_python_can_be_parsed(block):
     ast.parse(block)
 
 
-@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: str(guide.relative_to(ROOT)))
-def test_every_link_within_the_repository_leads_somewhere(guide):
-    links = re.findall(r"\]\((?!https?://|#)([^)#]+)", guide.read_text(encoding="utf-8"))
-    assert [link for link in links if not (guide.parent / link).exists()] == []
+def text_of(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_within_the_repository_leads_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", text_of(page)):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
 def test_every_message_in_the_table_of_errors_is_said_by_the_package():

@@ -13,8 +13,9 @@ from torch import Tensor
 from .. import kernels
 from ..processes import Processes
 from .batch import Counts, Wanted
-from .strategies import OBJECTIVES, STRATEGIES
+from .strategies import STRATEGIES
 
+OBJECTIVES = ("softmax", "sigmoid")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -282,7 +282,6 @@ class GatherStrategy(Strategy):
         return Gradients(scalars, grad_x, grad_y)
 
 
-OBJECTIVES = ("softmax", "sigmoid")
 STRATEGIES: dict[str, type[Strategy]] = {
     "ring": RingStrategy,
     "disco": DiscoStrategy,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_infcl import contrastive_loss, reference
 from hf_infcl.kernels import torch_backend
-from hf_infcl.loss.strategies import OBJECTIVES, STRATEGIES
+from hf_infcl.loss import OBJECTIVES, STRATEGIES
 
 from .numerics import features
 
