@@ -14,7 +14,7 @@ from typing import Any
 
 
 def summary(packages: list[dict[str, Any]]) -> tuple[str, int]:
-    """What pip-audit has found, in words, and the exit code."""
+    """A sentence about the findings of pip-audit, and the exit code."""
     audited = [package for package in packages if "vulns" in package]
     if not audited:
         return f"WARNING: no advisory could be reached, so none of {len(packages)} packages was audited.", 0

@@ -387,7 +387,7 @@ print(sorted(answer["label"] for answer in ask(sys.argv[1], candidate_labels=["o
 )
 def test_what_was_not_said_is_chosen_for_few_large_steps(words, expected):
     namespace, given = parser().read(["--model", "m", "--dataset", "d", *words.split()])
-    vars(namespace).update(train.rhythm(namespace, given))
+    vars(namespace).update(train.intervals(namespace, given))
     assert {name: getattr(namespace, name) for name in expected} == expected
 
 

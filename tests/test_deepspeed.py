@@ -19,7 +19,7 @@ from hf_infcl import InfCLTrainer
 
 pytest.importorskip("deepspeed")
 
-# What the accelerator has no part in; everything else is left to TrainingArguments.
+# These values come from TrainingArguments.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 CELLS = [
     ("softmax", "plain", 1),

@@ -33,7 +33,7 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
         logits = scale * images @ texts.t() + (0 if bias is None else bias)
         torch.testing.assert_close(logits, model(**batch).logits_per_image, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(images.norm(dim=1), torch.ones(5))
-        # What evaluation uses is the same, tower by tower.
+        # Evaluation encodes with each tower alone, to the same embeddings.
         torch.testing.assert_close(encoder.encode_images(batch), images, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(encoder.encode_texts(batch), texts, rtol=1e-4, atol=1e-5)
     assert encoder.objective == ("sigmoid" if kind.startswith("siglip") else "softmax")

@@ -135,7 +135,7 @@ def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
 
 
 def peak_gib(folder: str, micro_batches: int, **options: Any) -> float:
-    """What three steps of a model with large activations take at most, the model and its optimizer included."""
+    """The peak memory of three steps of a model with large activations, its weights and optimizer included."""
     torch.manual_seed(0)
     layers = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = transformers.CLIPConfig(

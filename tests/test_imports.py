@@ -24,7 +24,8 @@ def rooms(*names: str) -> tuple[str, ...]:
     return tuple(f"hf_infcl.{name}" for name in names)
 
 
-# What a room, or a module of it, must not import, nor reach through an attribute of torch. The longest name counts.
+# The modules that a room, or a module of it, must neither import nor reach through an attribute of torch. The longest
+# name counts.
 MUST_NOT_KNOW = {
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),

@@ -43,7 +43,7 @@ class Rows(Dataset):
 
 
 class Window(NamedTuple):
-    """What one process saw before an optimizer step."""
+    """The weights, gradients and micro-batches of one process before an optimizer step."""
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]

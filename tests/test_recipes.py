@@ -26,7 +26,7 @@ RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 
 def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a small machine needs changed in a recipe, and two steps instead of all."""
+    """The options that let a recipe run on a small machine, for two steps."""
     _, _, model, _, pairs, _, out, *_ = small
     changed = {"model": model, "output_dir": out, "max_steps": 2, "report_to": "none", "use_cpu": True}
     changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}

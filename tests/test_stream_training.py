@@ -56,7 +56,7 @@ def train(folder, output, steps, name, resume=None, **options):
 
 
 def windows_of(*files):
-    """By step, the pairs of all processes; of a step that was trained again, the last."""
+    """The pairs of all processes in each step. A step that was trained again counts the last time."""
     steps = {}
     for file in files:
         own = dict(map(json.loads, Path(file).read_text(encoding="utf-8").splitlines()))

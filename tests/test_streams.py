@@ -105,7 +105,7 @@ def test_every_sample_comes_once_per_pass_and_no_two_readers_share_one(make, mon
 
 
 def read_in_pass(make, monkeypatch, lane, passes):
-    """What one lane gives in one pass."""
+    """The samples of one lane in one pass."""
     batches = make().batches(1, numbers, num_workers=4)
     monkeypatch.setattr(streams, "get_worker_info", lambda: types.SimpleNamespace(id=lane, num_workers=4))
     found = []
@@ -700,7 +700,7 @@ def test_shards_of_a_web_server_whose_connections_break(folder, make, monkeypatc
 
 
 def test_repositories_of_the_hub(folder, make, monkeypatch, tmp_path):
-    """By id, with the split that the repository has, and by path; `huggingface_hub` and `datasets` against a double."""
+    """Repositories by id and split, and by path; `huggingface_hub` and `datasets` talk to a double."""
     expected = Run(monkeypatch, make).take(50)
     (tmp_path / "data").mkdir()
     folder.rename(tmp_path / "data" / "train")

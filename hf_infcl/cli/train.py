@@ -60,7 +60,7 @@ def train(words: Sequence[str]) -> None:
         *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments),
     )
     namespace, given = parser.read(words)
-    chosen = rhythm(namespace, given)
+    chosen = intervals(namespace, given)
     vars(namespace).update(chosen)
     try:
         check_best_metric(namespace)
@@ -182,7 +182,7 @@ def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, flo
     return metrics if complete else {}
 
 
-def rhythm(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
     Trainer's defaults of 500 steps are made for many small steps, but a run of large batches may have 50 in all. Such a

@@ -99,7 +99,7 @@ def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
     """
     if x.dtype != torch.float32:
         return _aligned(x), _aligned(y), 1
-    # Not get_float32_matmul_precision(), which raises where this has been set by its present name.
+    # get_float32_matmul_precision() would raise where this setting has been made by its present name.
     parts = 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
     order_x, order_y = zip(*PAIRS[parts], strict=True)
     return split(x, parts, order_x), split(y, parts, order_y), parts

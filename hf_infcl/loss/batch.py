@@ -32,7 +32,7 @@ class Batch:
 
 
 class Wanted(NamedTuple):
-    """Which gradients are wanted."""
+    """Whether the gradient of each input is wanted."""
 
     x: bool
     y: bool

@@ -83,9 +83,9 @@ class TrainingRecord:
         strategy: how the processes shared a batch.
         per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
         pair_id_column: pairs of equal value in this column were not each other's negatives.
-        equal_ids: "exclude", or "positive" where they, and all captions of an image, were positives.
-        captions_per_image: the most captions that were drawn per epoch of an image.
-        negative_caption_column: where the captions came from that were negatives of all images.
+        equal_ids: "exclude", or "positive" if pairs of equal value, and all captions of an image, were positives.
+        captions_per_image: the most captions of an image that were drawn in an epoch.
+        negative_caption_column: the column of the captions that were negatives of all images.
         frozen: the tower that did not train, "image" or "text".
         steps: the optimizer steps.
         settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
@@ -95,7 +95,7 @@ class TrainingRecord:
         skipped: how many times a bad sample was replaced or left out.
         versions: the versions of the packages, by name.
         evaluations: every dataset that was measured.
-        measured_during_training: whether the same sets were looked at during the training.
+        measured_during_training: whether the same sets were evaluated during the training.
         best: whether the weights are those of the best evaluation instead of the last step's.
     """
 

@@ -1,4 +1,4 @@
-"""Which rows make up a global batch, the loader of a stream for evaluations, and the check of a training batch."""
+"""Draws the rows of each global batch, loads streams for evaluations, and checks the batches of a training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes, inputs, timing, rows of a CSV, and the style of plots."""
+"""Helpers of several benchmarks: processes, inputs, timing, rows of a CSV, and the style of plots."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def quantiles(values: Iterable[float]) -> Row:
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
-    """What a step allocates at most beyond what is there before, on the process with the most; None on a CPU.
+    """The peak of the memory that a step allocates, on the process with the highest peak; None on a CPU.
 
     NCCL's own buffers are not torch's and do not show.
     """

@@ -99,7 +99,7 @@ class Timed:
 
 
 class Transformed(Dataset[torch.Tensor]):
-    """What OpenCLIP's loader does with a JPEG: PIL decodes it, a transform of the picture makes the tensor."""
+    """JPEGs as OpenCLIP's loader prepares them: PIL decodes the file, and a transform makes the tensor."""
 
     def __init__(self, files: Sequence[bytes], transform: Callable[[Image.Image], torch.Tensor]) -> None:
         self._files, self._transform = files, transform

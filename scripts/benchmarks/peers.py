@@ -1,4 +1,4 @@
-"""What others compute: losses to measure this package's beside, from libraries or as one writes them in plain torch.
+"""Losses that this package's is compared with, from other libraries or as one writes them in plain torch.
 
 All take image_embeds, text_embeds [b, D], logit_scale and logit_bias, and give a loss. The logits of those in plain
 torch are in the features' dtype; under autocast cross_entropy would make them fp32 and double their memory.
@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def vanilla(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str) -> Tensor:
-    """What one writes first; the logits in the features' dtype."""
+    """The loss in its shortest form, with logits in the features' dtype."""
     logits = scale.to(x.dtype) * x @ y.t()
     if objective == "sigmoid":
         return F.softplus(
@@ -34,7 +34,7 @@ def vanilla(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str
 
 
 def checkpointed(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str, rows: int = 4096) -> Tensor:
-    """What a careful user writes: chunks of rows, recomputed in the backward."""
+    """The loss with less memory: chunks of rows, which are computed again in the backward."""
 
     def direction(a: Tensor, b: Tensor, start: int) -> Tensor:
         logits = scale.to(a.dtype) * a @ b.t()

@@ -15,7 +15,7 @@ from . import common
 
 
 class Event(NamedTuple):
-    """What ran on a stream; microseconds."""
+    """A kernel or a copy on a stream; times in microseconds."""
 
     stream: int
     name: str
@@ -34,7 +34,7 @@ MARK = "the step of the timeline"
 
 
 def kind(name: str) -> str:
-    """Which of `COLORS` a kernel is, by its name."""
+    """The key of `COLORS` for a kernel of this name."""
     lower = name.lower()
     if "nccl" in lower:
         return "transfer around the ring" if "sendrecv" in lower else "other collective"
@@ -42,7 +42,7 @@ def kind(name: str) -> str:
 
 
 def record(step: Callable[[], Any], device: torch.device) -> list[Event]:
-    """What ran on this process's GPU during one step, after others to settle; all processes take part."""
+    """The events on this process's GPU during one step, after two steps to warm up; collective."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -64,7 +64,7 @@ def record(step: Callable[[], Any], device: torch.device) -> list[Event]:
                     torch.cuda.synchronize()
                 profile.step()
         recorded = json.loads(trace.read_text())["traceEvents"]
-    # What came before, such as the barrier's kernel waiting for the other processes, is not the step's.
+    # Earlier events, such as the barrier's kernel that waits for the other processes, do not belong to the step.
     begin = next(event["ts"] for event in recorded if event["name"] == MARK and event["cat"] == "user_annotation")
     return [
         Event(event["args"]["stream"], event["name"], event["ts"], event["dur"])

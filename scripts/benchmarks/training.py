@@ -1,6 +1,6 @@
-"""What the benchmark of a training step trains: a CLIP from a config, batches from a pool, trainers that take them.
+"""The parts of the benchmark of a training step: a CLIP from a config, batches from a pool, and the trainers.
 
-And what it measures there: the time of each step, its peak memory, and the time of the phases of a step.
+It also measures the time of each step and of its phases, and the peak memory.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def colours(image: Image.Image) -> np.ndarray:
 
 
 class Looks(NamedTuple):
-    """What near-duplicates agree in."""
+    """The features of an image in which near-duplicates agree."""
 
     outline: np.ndarray
     colours: np.ndarray

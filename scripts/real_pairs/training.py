@@ -35,7 +35,7 @@ EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
 
 @dataclass(frozen=True)
 class Run:
-    """What determines one training.
+    """The settings that determine one training.
 
     Attributes:
         experiment: the name of the YAML file.
@@ -206,7 +206,7 @@ def example_captions(count: int) -> list[int]:
 
 
 def score(row: Row) -> float:
-    """What learning rates are chosen by: the mean of all recalls of the validation set."""
+    """The mean of all recalls of the validation set, by which learning rates are chosen."""
     recalls = [value for name, value in row.items() if name.startswith("validation_")]
     return sum(recalls) / len(recalls)
 

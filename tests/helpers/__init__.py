@@ -1,1 +1,1 @@
-"""What several test files share. Nothing here is a test, and no test file imports another."""
+"""Helpers of several test files. Nothing here is a test, and no test file imports another."""

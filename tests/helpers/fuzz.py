@@ -25,7 +25,7 @@ KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros", "or
 LAYOUTS = ("contiguous", "transposed", "columns of a wider tensor", "every other row", "unaligned", "one row expanded")
 EMBEDDINGS, SCALARS = ("image_embeds", "text_embeds", "negative_texts"), ("logit_scale", "logit_bias")
 PAIR_IDS = (None, None, "few", "all equal", "all different")
-# Which texts belong to which images: with None text i to image i, else as image_ids and text_ids say.
+# How texts belong to images: None means text i to image i, the others mean image_ids and text_ids.
 BELONGING = (None, None, None, "an image each", "captions", "labels", "some", "one")
 TILES = ("TILE_ELEMENTS", "TILE_ELEMENTS_GPU")
 NUMBERS = ("small", "equal in their lower 32 bits", "extreme")

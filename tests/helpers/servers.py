@@ -38,7 +38,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json({"error": "none"}, 404, {"X-Error-Code": "RepoNotFound" if unknown else "EntryNotFound"})
 
     def do_POST(self) -> None:
-        """Which of some paths there are."""
+        """Answers which of the asked paths exist."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._json(
             [self._entry(self.folder / path) for path in asked.get("paths", []) if (self.folder / path).exists()]
