@@ -4,6 +4,7 @@ python tests/soak.py loss                          10,000 random cases of the lo
 python tests/soak.py loss --world_sizes 1 2 3 4    as many for each number of processes (one per GPU, if any)
 python tests/soak.py train --steps 5000            5,000 steps, in which memory, files and threads must not grow
 python tests/soak.py text                          10,000 cases for files, command lines and model cards each
+python tests/soak.py kills                         40 runs of two processes, killed at random moments and resumed
 
 ``--minutes`` ends the cases or steps earlier; a row says how many there were. The exit code is 1 after any failure.
 """
@@ -31,6 +32,7 @@ from typing import Any
 
 import torch
 from helpers.fuzz import Findings, rank_cases
+from helpers.kills import count_kills
 from helpers.processes import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -211,18 +213,38 @@ def fuzz_text(options: argparse.Namespace) -> int:
     return wrong
 
 
+# ---- Kills ----
+
+
+def kill(options: argparse.Namespace) -> int:
+    """Runs trainings that are killed at random moments; returns how many did not end with the right weights."""
+    begin = time.monotonic()
+    counts = count_kills(options.runs, options.first_seed, 60 * options.minutes)
+    write_row(
+        options.results,
+        check="kills",
+        processes=2,
+        count=counts.kills,
+        seconds=round(time.monotonic() - begin),
+        failures=len(counts.wrong),
+        detail="; ".join([f"{counts.runs} runs; {counts.in_saves} kills within a save", *counts.wrong]),
+    )
+    return len(counts.wrong)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("loss", "train", "text"))
+    parser.add_argument("check", choices=("loss", "train", "text", "kills"))
     parser.add_argument("--cases", type=int, default=10_000, help="random cases of the loss, for each world size")
     parser.add_argument("--first_seed", type=int, default=0, help="the seed of the first case")
     parser.add_argument("--world_sizes", type=int, nargs="+", default=[1], help="numbers of processes of a case")
     parser.add_argument("--workers", type=int, default=8 if ON_GPU else 2, help="cases of one process at a time")
     parser.add_argument("--steps", type=int, default=1000 if ON_GPU else 5000, help="optimizer steps of the training")
+    parser.add_argument("--runs", type=int, default=40, help="trainings that are killed and resumed")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="the longest duration of each row")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the CSV that the rows are appended to")
     options = parser.parse_args()
-    wrong = {"loss": fuzz_loss, "train": train, "text": fuzz_text}[options.check](options)
+    wrong = {"loss": fuzz_loss, "train": train, "text": fuzz_text, "kills": kill}[options.check](options)
     sys.exit(1 if wrong else 0)
 
 

@@ -1,0 +1,127 @@
+"""Trainings of two processes that are killed at random moments, and resumed until they reach their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from . import models
+from .processes import context
+from .trainers import parameters, trainer_for
+
+# A checkpoint after every step, so that about every second kill comes within a save; dropout, so that the weights show
+# a random state that was lost.
+OPTIONS = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2}
+OPTIONS |= {"eval_strategy": "steps", "eval_steps": 3}
+KILLS_OF_A_RUN = 4  # at most
+HANG = 120  # seconds
+
+
+class Counts(NamedTuple):
+    runs: int
+    kills: int
+    in_saves: int  # kills that have left a half-written checkpoint
+    wrong: list[str]
+
+
+class _End(NamedTuple):
+    weights: np.ndarray | None  # None if the run was killed
+    seconds: float
+
+
+def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> Counts:
+    """Kills one of two processes, or both, at random moments of each run; the others resume it.
+
+    Args:
+        runs: trainings from the start to the end, each killed up to `KILLS_OF_A_RUN` times.
+        seed: of the moments.
+        seconds: after which no further run begins.
+    """
+    rng, begin = random.Random(seed), time.monotonic()
+    kills = in_saves = done = 0
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first", "whole"):  # the first also starts the server of processes
+            whole = _train(Path(folder, name))
+        while done < runs and time.monotonic() - begin < seconds:
+            done += 1
+            place = Path(folder, str(done))
+            for attempt in range(KILLS_OF_A_RUN + 1):
+                before = _half_written(place)
+                victims = rng.choice(([0], [1], [0, 1])) if attempt < KILLS_OF_A_RUN else []
+                # The first seconds are those in which the processes form their group.
+                moment = rng.uniform(0.3 * whole.seconds, whole.seconds)
+                try:
+                    end = _train(place, victims, moment)
+                except TimeoutError:
+                    wrong.append(f"run {done} hangs after {kills} kills")
+                    break
+                if end.weights is not None:
+                    if not np.array_equal(end.weights, whole.weights):
+                        wrong.append(f"the weights of run {done} are others")
+                    break
+                kills += 1
+                in_saves += bool(_half_written(place) - before)
+            else:
+                wrong.append(f"run {done} does not end")
+    return Counts(done, kills, in_saves, wrong)
+
+
+def _half_written(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.glob("_partial-*")}
+
+
+def _train(folder: Path, victims: Sequence[int] = (), moment: float = 0.0) -> _End:
+    """Trains until the end, or until some ranks are killed after so many seconds."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parent, child = context().Pipe()
+    processes = [
+        context().Process(target=_rank, args=(rank, store.port, str(folder), child if rank == 0 else None))
+        for rank in range(2)
+    ]
+    begin, weights = time.monotonic(), None
+    for process in processes:
+        process.start()
+    child.close()
+    try:
+        if victims and not parent.poll(moment):
+            for rank in victims:
+                processes[rank].kill()
+        if not parent.poll(HANG):
+            raise TimeoutError
+        with contextlib.suppress(EOFError, ConnectionResetError):  # it was killed, or has failed
+            weights = parent.recv()
+        for process in processes:
+            process.join(HANG)
+            if process.is_alive():
+                raise TimeoutError
+        return _End(weights, time.monotonic() - begin)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, port: int, folder: str, pipe: Any) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        os.environ[name] = str(value)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=HANG / 2))
+    data, shown = models.Pairs(40), models.Pairs(9)
+    run = trainer_for(folder, models.clip(dropout=0.3), data, eval_dataset=shown, **OPTIONS)
+    run.train(resume_from_checkpoint="auto")
+    if pipe is not None:
+        pipe.send(parameters(run).numpy())  # a tensor would be gone with this process
+    os._exit(0)
