@@ -270,7 +270,7 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
     os.chdir(Path(folder, str(rank)))
     try:
         os.environ["LOCAL_RANK"] = "0"
-        with pytest.raises(ValueError, match=r"On rank 1: output_dir .* is another folder than that in which"):
+        with pytest.raises(ValueError, match=r"On rank 1: output_dir .* is not the folder in which"):
             trained("apart")
         if rank == 0:
             Path("of-another-trainer").mkdir()

@@ -379,7 +379,7 @@ def _module(backend: str, x: Tensor, y: Tensor) -> Backend:
 def _register(signature: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Defines an operator.
 
-    Not by `torch.library.custom_op`, which takes 0.1 ms a call: longer than the kernels of a small batch.
+    `torch.library.custom_op` is not used, because it takes 0.1 ms a call, longer than the kernels of a small batch.
     """
     name = signature[: signature.index("(")]
     torch.library.define(f"hf_infcl::{name}", signature[len(name) :])

@@ -14,12 +14,12 @@ tiles alternate between them until the second run ends, and then the rest of the
 count the tiles of all the program's pairs: box k of tile i has the number step = i · STEPS + k, lies in stage
 step % STAGES, and is the (step // STAGES)-th to lie there.
 
-Barriers, of which each phase takes one arrival:
+Barriers; a phase of each ends with one arrival:
 
-- full[stage]: both boxes have arrived. The arrival is the producer's expect; the phase ends with the bytes.
+- full[stage]: both boxes have arrived. The arrival is the producer's expect; this phase also waits for the bytes.
 - empty[stage]: the product that read them has ended. The arrival comes from the warpgroup whose boxes they were.
-- turns[0], turns[1]: the first, the second warpgroup may issue its products. One arrival for each of its tiles, from
-  the other warpgroup or, in the rest of a first run, from the first itself.
+- turns[0] and turns[1]: the first or the second warpgroup may issue its products. One arrival for each of its tiles,
+  from the other warpgroup or, in the rest of a first run, from the first itself.
 
 Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
 all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has

@@ -82,8 +82,8 @@ def _sigmoid_cells(
 ):  # fmt: skip
     """The coefficients [BM, BN] of a part of a tile, and four [BM / 16, 8, 4] results of the cells of each thread.
 
-    These are p and r, for which the sum of their losses is log(1 + p) + r, the sum of their coefficients, and the sum
-    of their coefficients times cosines.
+    The first two, p and r, give the sum of the cells' losses, log(1 + p) + r. The third is the sum of their
+    coefficients, and the fourth that of their coefficients times cosines.
     """
     z = acc * s + b
     rows = row + tl.arange(0, BM)
@@ -102,7 +102,7 @@ def _sigmoid_cells(
                 positive = equal
         z = tl.where(positive, -(acc * s + b), z)
         z = tl.where((rows < m)[:, None] & (columns < n)[None, :], z, float("-inf"))
-        u = tl.exp2(tl.abs(z) * -1.0)  # 0 - x, which Triton makes of -x, would take an instruction
+        u = tl.exp2(tl.abs(z) * -1.0)  # -x would be compiled to 0 - x, one more instruction
         c, product = _quotients(tl.where(z > 0, 1.0, u), u, BM, BN, GAIN)
         c = tl.where(positive, -c, c)
         linear = thread_sums(tl.maximum(z, 0.0), BM, BN) / LOG2E

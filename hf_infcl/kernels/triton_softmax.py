@@ -124,7 +124,7 @@ def softmax_sums(
     end = tl.minimum(first + run, tiles)
     column = block * BN
     columns = column + tl.arange(0, BN)
-    in_y = tl.minimum(columns, n - 1)  # beyond the end the last column again, which changes no minimum or maximum
+    in_y = tl.minimum(columns, n - 1)  # columns beyond the end repeat the last one, which changes no minimum or maximum
     of_y = tl.load(reference_y + in_y)  # [BN]
     masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
     start, ordinary, count = first, end - first, end - first

@@ -167,7 +167,7 @@ class _Autocast(TorchFunctionMode):
         self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
 
     def forget(self) -> int:
-        """Ends a forward: its copies of weights stay in its graph alone. Returns their bytes."""
+        """Drops the copies of weights at the end of a forward; its graph may keep them. Returns their bytes."""
         size = sum(copy.nbytes for copy in self._copies.values())
         self._copies.clear()
         return size

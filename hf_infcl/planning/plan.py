@@ -184,7 +184,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
 
 
 def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float:
-    """Each operation is limited by its arithmetic or its traffic; all together perhaps by the host."""
+    """The time of operations. Arithmetic or traffic limits each of them, and the host may limit them all together."""
     scale = choice.micro_batch / ROWS
     traffic = COMPILED_TRAFFIC if choice.compiled else 1.0
     device = sum(

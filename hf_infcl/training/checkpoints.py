@@ -151,7 +151,7 @@ class Checkpoint:
             _flush(path)
 
     def complete(self) -> None:
-        """Adds the manifest and gives the checkpoint its name; one of the same name is replaced."""
+        """Adds the manifest and gives the checkpoint its name, in place of an older one of this name."""
         files = {
             str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
         }
@@ -400,6 +400,6 @@ def _another_folder(output_dir: str | Path, processes: Processes, *, marks: bool
     return (
         ""
         if found
-        else f"output_dir {output_dir} is another folder than that in which checkpoints are completed. Choose one that "
-        "all machines share, or let each complete its own with save_on_each_node=True."
+        else f"output_dir {output_dir} is not the folder in which checkpoints are completed. Choose a folder that "
+        "all machines share, or let each machine complete its own checkpoints with save_on_each_node=True."
     )

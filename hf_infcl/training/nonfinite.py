@@ -155,7 +155,7 @@ class GuardedTrainer(LoadingTrainer):
         self._global_loss = math.nan
 
     def _last_logged(self, name: str) -> float:
-        """The last value of a figure in the log, which a resume goes on with; 0 without one."""
+        """The last value of a figure in the log, from which a resumed run continues; 0 if there is none."""
         return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0)
 
     def _check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor]) -> None:
@@ -239,7 +239,7 @@ class GuardedTrainer(LoadingTrainer):
         elif not self.is_deepspeed_enabled:
             # accelerate's optimizer takes no step between two synchronisations of the gradient.
             self.accelerator.gradient_state._set_sync_gradients(not self._guard.skipping)
-            optimizer._is_overflow = self._guard.skipping  # by which Trainer leaves the schedule as it is
+            optimizer._is_overflow = self._guard.skipping  # Trainer then leaves the schedule as it is
 
     def _after_optimizer_step(self) -> None:
         optimizer: Any = self.optimizer

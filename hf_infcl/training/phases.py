@@ -1,8 +1,8 @@
 """Records the phase of each process of a training, so that an error about a lost process can name its last phase.
 
-A collective of gloo fails when a process has ended. One of NCCL waits, in a kernel that no signal interrupts, and the
-launcher kills the waiting processes, which by themselves could not say for whom they waited. Therefore a thread of each
-process watches the others of its machine.
+A collective of gloo fails when a process has ended. A collective of NCCL waits for it, in a kernel that no signal
+interrupts, until the launcher kills the waiting processes; they cannot say which process they waited for. Therefore a
+thread of each process watches the others of its machine.
 """
 
 from __future__ import annotations

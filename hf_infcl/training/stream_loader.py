@@ -65,7 +65,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         """The micro-batches of one process in an epoch, of full windows only."""
-        if self._windows is None:  # the error by which Trainer knows data without a length
+        if self._windows is None:  # Trainer recognises data without a length by this error
             raise TypeError("A stream without samples_per_epoch has no length.")
         return self._windows * self._args.gradient_accumulation_steps
 

@@ -52,8 +52,8 @@ class _Training:
     def collect_after_compiling(self) -> None:
         """Frees activations in the first window of a compiled model.
 
-        Compiling leaves reference cycles that hold the activations of a micro-batch, beside which the window would hold
-        those of another one. It is called after the first forward, after the first backward and after the last.
+        Compiling leaves reference cycles that hold the activations of a micro-batch, so that the window would hold
+        those of two micro-batches. It is called after the first forward, after the first backward and after the last.
         """
         if self.compiled and self.windows == 0:
             gc.collect()
@@ -326,7 +326,7 @@ class InfCLTrainer(GuardedTrainer):
     def _texts_and_ids(self, texts: Tensor, images: int) -> tuple[Tensor, dict[str, Any]]:
         """The texts of the window's images, and the ids and negative texts for `contrastive_loss`.
 
-        Negative texts are passed without being any as well, because another process may have some.
+        Negative texts are passed even if this process has none, because another process may have some.
         """
         device = texts.device
         negatives = texts[:0]

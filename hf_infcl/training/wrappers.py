@@ -43,8 +43,8 @@ def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
 
     FSDP2 and DeepSpeed do not support a scalar parameter, so the temperature becomes a vector of one element;
     `stock_shapes` undoes this in saved states. accelerate shards the modules in ``_no_split_modules`` and also the
-    input embeddings, so that the modules of embeddings are taken off that list, or they would be sharded twice. For
-    CLIP, which does not implement ``get_input_embeddings``, it returns None.
+    module that ``get_input_embeddings`` returns. Modules of embeddings are therefore taken off that list, because they
+    would be sharded twice. CLIP does not implement ``get_input_embeddings`` and gets one that returns None.
 
     Raises:
         ValueError: under FSDP2 only the temperature trains.
