@@ -399,10 +399,10 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
     whole.train()
     trainer(tmp_path / "start", callbacks=[StopAt(2)], **options).train()
     found = []
-    for number in range(KILLS):
+    moments = [(2 * number + 1) * calls[1] // (2 * KILLS) for number in range(KILLS - 1)]
+    for number, moment in enumerate([*moments, calls[1] - 100]):  # the last while the checkpoint before is removed
         folder = tmp_path / f"killed-{number}"
         shutil.copytree(tmp_path / "start", folder)
-        moment = (2 * number + 1) * calls[1] // (2 * KILLS)
         process = multiprocessing.get_context("fork").Process(target=killed_while_saving, args=(folder, moment))
         process.start()
         process.join()

@@ -11,6 +11,7 @@ import signal
 import sys
 import types
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -584,8 +585,8 @@ def test_version_says_what_a_bug_report_needs(capsys):
     assert not end.value.code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"hf_infcl {hf_infcl.__version__}"
-    for line in (f"torch {torch.__version__}", f"transformers {transformers.__version__}"):
-        assert line in lines
+    for package in ("torch", "transformers"):
+        assert f"{package} {metadata.version(package)}" in lines
 
 
 # ---- Mistakes in data and models ----

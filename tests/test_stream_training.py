@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -186,8 +187,8 @@ def serve(rank, port, folder, output):
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    # The start method of this process is the default of its workers.
-    options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork", "save_steps": 1}
+    multiprocessing.set_start_method("fork", force=True)  # of the workers; else it is that of this process
+    options = {"dataloader_num_workers": 2, "save_steps": 1}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
     made.accelerator.end_training()

@@ -75,15 +75,15 @@ class StreamLoader(DataLoader[Any]):
     def __next__(self) -> Any:
         if self._lasting is None:
             args = self._args
+            # Not in transformers before 5.15.
+            context = getattr(args, "dataloader_multiprocessing_context", None)
             self._lasting = iter(
                 DataLoader(
                     self._batches,
                     batch_size=None,
                     num_workers=args.dataloader_num_workers,
                     pin_memory=args.dataloader_pin_memory,
-                    multiprocessing_context=args.dataloader_multiprocessing_context
-                    if args.dataloader_num_workers
-                    else None,
+                    multiprocessing_context=context if args.dataloader_num_workers else None,
                     prefetch_factor=args.dataloader_prefetch_factor,
                     # torch draws the workers' seed from it. If dropout used the same one, resumes would change it.
                     generator=torch.Generator(),

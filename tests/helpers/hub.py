@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import transformers
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_api
 
 
 class Hub:
@@ -93,7 +93,9 @@ def talk_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it remembers the endpoint
+    # Both remember the endpoint: the client of huggingface_hub's functions, and that of transformers from 5.10 on.
+    monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
 
 
 class _Handler(BaseHTTPRequestHandler):
