@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_no_module_knows_what_it_must_not(module):
             if forbidden != "hf_infcl" and reaches(module, forbidden):
                 continue  # its own room
             assert not reaches(name, forbidden), f"{module} must not know {forbidden}, but uses {name}"
+
+
+def test_a_room_imports_only_those_above_it_in_the_table_of_contributing():
+    table = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8").partition("| where | what |")[0]
+    order = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
+    every = {module: path for module, path in modules().items() if module not in ("hf_infcl", "hf_infcl.__main__")}
+    place = {module: order.index(module.split(".")[1]) for module in every}
+    assert len(order) == len(set(place.values()))
+    for module, path in every.items():
+        for name in names_used(module, path):
+            if imported := owner(name, every):
+                assert place[imported] <= place[module], f"{module} imports {imported}"
 
 
 def test_no_import_comes_back_to_itself():

@@ -42,7 +42,7 @@ FIXED_STEPS = 576
 
 
 class Setting(NamedTuple):
-    """What tells the configurations of an experiment apart; the defaults are those of rows without these columns."""
+    """A configuration of an experiment; the defaults stand for columns that a row does not have."""
 
     method: str
     batch: float
