@@ -138,7 +138,8 @@ def test_no_module_knows_what_it_must_not(module):
 
 
 def test_a_room_imports_only_those_above_it_in_the_table_of_contributing():
-    table = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8").partition("| where | what |")[0]
+    contributing = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = contributing.partition("| where | what |")[0]
     order = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
     every = {module: path for module, path in modules().items() if module not in ("hf_infcl", "hf_infcl.__main__")}
     place = {module: order.index(module.split(".")[1]) for module in every}
