@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import types
@@ -616,6 +617,15 @@ def test_version_says_what_a_bug_report_needs(capsys):
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):
     words = words.replace("DEMO", str(demo)).split()
     assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "processor_config.json"])
+def test_a_damaged_model_is_one_line(demo, tmp_path, capsys, name):
+    shutil.copytree(demo / "clip-init", tmp_path / "model")
+    (tmp_path / "model" / name).write_text("[]")
+    words = ["--dataset", demo / "digits", "--use_cpu", "--output_dir", tmp_path / "out"]
+    line = mistake(capsys, "train", "--model", tmp_path / "model", *words)
+    assert f"'{tmp_path / 'model'}' holds no model that can be loaded, with its config and its processor: " in line
 
 
 def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys, monkeypatch):

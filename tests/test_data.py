@@ -85,6 +85,13 @@ class TestLoadPairs:
         ):
             load_pairs(str(folder), split="train")
 
+    @pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+    def test_a_damaged_folder_of_save_to_disk_is_named(self, tmp_path, name):
+        captioned(["a", "b"]).save_to_disk(tmp_path / "saved")
+        (tmp_path / "saved" / name).write_text("[]")
+        with pytest.raises(ValueError, match=r"saved', a folder of save_to_disk, cannot be loaded: \w+: "):
+            load_pairs(str(tmp_path / "saved"), split="train")
+
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")

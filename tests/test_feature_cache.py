@@ -88,6 +88,24 @@ def test_an_interrupted_run_goes_on_with_the_next_shard(tmp_path):
     assert shards[0].read_bytes() == kept
 
 
+@pytest.mark.parametrize("damage", ["changed", "cut", "without its checksum"])
+def test_a_damaged_shard_is_computed_again(tmp_path, damage, caplog):
+    Run(tmp_path).trainer.get_train_dataloader()
+    shard = next((tmp_path / "features").glob("*/000001-*.arrow"))
+    content = shard.read_bytes()
+    if damage == "changed":
+        shard.write_bytes(content[:-300] + bytes(300))
+    elif damage == "cut":
+        shard.write_bytes(content[:300])
+    else:
+        shard.with_suffix(".json").unlink()
+    again = Run(tmp_path)
+    again.trainer.get_train_dataloader()
+    assert sum(again.seen) == 8
+    assert shard.read_bytes() == content
+    assert "000001-of-000003.arrow is damaged, or has no checksum. It is computed again." in caplog.text
+
+
 @pytest.mark.parametrize("changed", ["weights", "processor", "rows", "order", "decoding"])
 def test_whatever_the_features_depend_on_gives_others(tmp_path, changed):
     Run(tmp_path).trainer.get_train_dataloader()

@@ -32,7 +32,7 @@ def load_config(checkpoint: str) -> PretrainedConfig:
 def _explained(checkpoint: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
         raise ValueError(_explanation(checkpoint, error)) from error
 
 
@@ -42,8 +42,9 @@ def _explanation(checkpoint: str, error: BaseException) -> str:
     while cause is not None:
         causes.append(type(cause))
         cause = cause.__cause__ or cause.__context__
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
     if Path(checkpoint).exists():
-        return f"{checkpoint!r} holds no model that can be loaded, with its config and its processor: {error}"
+        return f"{checkpoint!r} holds no model that can be loaded, with its config and its processor: {reason}"
     tried = f"There is no folder {checkpoint!r}"
     if HFValidationError in causes:
         return f"{tried}, and it is no id of a model on the Hub either, such as openai/clip-vit-base-patch32."
@@ -57,4 +58,4 @@ def _explanation(checkpoint: str, error: BaseException) -> str:
             f"{tried}, and the Hub has no model of this name that you may read. Check the name. If the model is "
             "private, log in with `hf auth login`."
         )
-    return f"The model {checkpoint!r} cannot be loaded: {error}"
+    return f"The model {checkpoint!r} cannot be loaded: {reason}"

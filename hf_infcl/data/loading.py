@@ -40,7 +40,12 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
             cause = error if error.__cause__ is None else error.__cause__
             raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {cause}") from error
 
-    loaded = datasets.load_from_disk(source)
+    try:
+        loaded = datasets.load_from_disk(source)
+    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
+        raise ValueError(
+            f"{source!r}, a folder of save_to_disk, cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(loaded, datasets.Dataset):
         # A dataset saved by itself may not know what split it was.
         loaded = datasets.DatasetDict({str(loaded.split or split): loaded})

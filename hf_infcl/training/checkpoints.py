@@ -156,7 +156,7 @@ class Checkpoint:
             str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
         }
         with ThreadPoolExecutor() as pool:
-            described = dict(zip(files, pool.map(_describe, files.values()), strict=True))
+            described = dict(zip(files, pool.map(describe, files.values()), strict=True))
         manifest = self.partial / MANIFEST_NAME
         manifest.write_text(json.dumps({"written": time.time_ns(), "files": described}, indent=2), encoding="utf-8")
         _flush(manifest)
@@ -182,7 +182,8 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _describe(path: Path) -> dict[str, int]:
+def describe(path: Path) -> dict[str, int]:
+    """The size and the checksum of a file."""
     checksum, size = 0, 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -210,7 +211,7 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
                 return f"{path} has {size} bytes, and had {described['bytes']} when it was written."
         if checksums:
             with ThreadPoolExecutor() as pool:
-                found = pool.map(_describe, (Path(checkpoint, name) for name in files))
+                found = pool.map(describe, (Path(checkpoint, name) for name in files))
             for (name, described), now in zip(files.items(), found, strict=True):
                 if now != described:
                     return f"{Path(checkpoint, name)} has changed since it was written: its checksum differs."

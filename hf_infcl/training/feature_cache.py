@@ -7,6 +7,7 @@ images, the rows and their order, and the dtype of the computation. If any of th
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ImageTextDataset
 from ..processes import Processes, failures_announced
-from .checkpoints import check_writable
+from .checkpoints import check_writable, describe
 
 if TYPE_CHECKING:
     import datasets
@@ -65,7 +66,7 @@ def cache_images(
     """Computes the image features that the folder does not hold yet. Collective: every process calls it.
 
     The processes divide the shards among themselves. A shard gets its name once it is complete, so that a run after an
-    interruption computes only the shards that are missing.
+    interruption computes only the shards that are missing. One that differs from its checksum is computed again.
 
     Args:
         pairs: the training set.
@@ -89,7 +90,7 @@ def cache_images(
     with failures_announced():
         check_writable(place, "cache_features")
         for number in range(processes.rank, count, processes.world_size):
-            if not shards[number].exists():
+            if not _is_whole(shards[number]):
                 rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
                 logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
                 loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
@@ -145,8 +146,23 @@ class _Images(Dataset[dict[str, Any]]):
         return {"image": self._pairs.image(self._rows[index])}
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a shard is there as it was written."""
+    try:
+        whole: bool = json.loads(_checksum_of(path).read_text(encoding="utf-8")) == describe(path)
+    except (OSError, ValueError):
+        whole = False
+    if not whole and path.exists():
+        logger.warning(f"{path} is damaged, or has no checksum. It is computed again.")
+    return whole
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_suffix(".json")
+
+
 def _write(path: Path, batches: list[Tensor]) -> None:
-    """Writes a shard whole or not at all."""
+    """Writes a shard whole or not at all, and its checksum before."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
@@ -157,4 +173,5 @@ def _write(path: Path, batches: list[Tensor]) -> None:
         for row in rows:
             writer.write({"features": row.tobytes()})
         writer.finalize()
+    _checksum_of(path).write_text(json.dumps(describe(partial)), encoding="utf-8")
     os.replace(partial, path)
