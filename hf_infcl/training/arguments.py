@@ -218,7 +218,7 @@ class InfCLTrainingArguments(TrainingArguments):
             )
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
-            raise ValueError(f"retain_graphs must be a number from 0 or 'auto', got {self.retain_graphs!r}.")
+            raise ValueError(f"retain_graphs must be 'auto' or an integer from 0 on, got {self.retain_graphs!r}.")
         for name, least in (
             ("per_device_train_batch_size", 1),
             ("per_device_eval_batch_size", 1),
@@ -231,12 +231,12 @@ class InfCLTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
         for name in ("learning_rate", "weight_decay", "adam_epsilon"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
-                raise ValueError(f"{name} must be a number from 0, got {value}.")
+                raise ValueError(f"{name} must be finite and at least 0, got {value}.")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
-            raise ValueError(f"max_grad_norm must be a number from 0, which clips nothing, got {self.max_grad_norm}.")
+            raise ValueError(f"max_grad_norm must be at least 0, where 0 clips nothing, got {self.max_grad_norm}.")
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(
                 "num_train_epochs or max_steps must be more than 0, or nothing is trained, got "

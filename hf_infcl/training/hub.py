@@ -30,9 +30,9 @@ class HubTrainer(Trainer):
     args: InfCLTrainingArguments
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # For each folder of the repository that holds a checkpoint: which one belongs there, and its upload.
+        # For each folder of the repository that holds a checkpoint: the checkpoint that belongs there, and its upload.
         self._pushed: dict[str, tuple[Path, Future[Any] | None]] = {}
-        self._uploads: dict[Future[Any], Path] = {}  # of checkpoints, those that have ended included
+        self._uploads: dict[Future[Any], Path] = {}  # the uploads of checkpoints, also those that have ended
         super().__init__(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class HubTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Pushes the model, and with two of the strategies the checkpoint, in the background."""
+        """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints."""
         if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
             return
         missing = self._not_on_hub()

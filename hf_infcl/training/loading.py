@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class _Source:
-    """The parts of the training loader that are needed while it is read; None for those that it does not have."""
+    """The parts of the training loader that are needed while it is read; a part that it does not have is None."""
 
     sampler: WindowSampler | None = None
     stream: IterableDataset | None = None
@@ -88,7 +88,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
     # ---- State, by its lifetime: a training, a pass over the data, a window ----
 
     def _begin_training(self) -> None:
-        # None until the data reports it. The count of the run before a resume is added on the main process.
+        # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if self._resumed is None else self._resumed.skipped_samples
         if self._skipped is not None and not self.is_world_process_zero():
             self._skipped = 0
