@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import DistributedType
+from accelerate.utils import compare_versions
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
-from packaging import version
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
+from hf_infcl.training import wrappers
 from hf_infcl.training.checkpoints import MANIFEST_NAME
 from hf_infcl.training.wrappers import check_wrapper
 
 pytestmark = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.10"),
-    reason="--fsdp is FSDP version 1 before transformers 5.10",
+    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", wrappers.FSDP_SINCE),
+    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
 )
 
 # Without dropout: FSDP's own forwards come without the batch's name.
@@ -112,9 +112,12 @@ def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backe
     fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
 
 
-def test_version_1_is_refused():
+def test_version_1_and_an_accelerate_that_is_too_old_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="FSDP version 2, not 1"):
         check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False))
+    monkeypatch.setattr(wrappers, "FSDP_SINCE", "99.0")
+    with pytest.raises(ValueError, match=r"needs accelerate 99\.0 or newer under FSDP, but 1\."):
+        check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
 
 
 def rank_temperature(rank: int, world_size: int, folder: str) -> None:

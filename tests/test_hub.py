@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.utils import compare_versions
 from helpers import models
 from helpers.hub import Hub, hub_for_this_process, talk_to
 from helpers.trainers import StopAt, parameters, trainer_for
 from huggingface_hub.errors import HfHubHTTPError
-from packaging import version
 from transformers import TrainerCallback
+
+from hf_infcl.training.wrappers import FSDP_SINCE
 
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
@@ -91,8 +93,10 @@ def rank_push(rank: int, world_size: int, folder: str, endpoint: str, options: d
 def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, tmp_path, options):
     if "deepspeed" in options:
         pytest.importorskip("deepspeed")
-    if "fsdp" in options and version.parse(transformers.__version__) < version.parse("5.10"):
-        pytest.skip("--fsdp is FSDP version 1 before transformers 5.10")
+    if "fsdp" in options and (
+        compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE)
+    ):
+        pytest.skip("--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate")
     processes = fresh_ranks if options else ranks
     trained, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, options)
     for number, tree in enumerate(hub.commits["me/mine", "main"][1:]):

@@ -18,9 +18,12 @@ import torch
 import transformers
 import yaml
 from accelerate.state import AcceleratorState
+from accelerate.utils import compare_versions
 from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, run
 from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
+
+from hf_infcl.training.wrappers import FSDP_SINCE
 
 RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
@@ -109,6 +112,8 @@ def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
     """DDP's is that of test_cli.py."""
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
+    if name == "fsdp2" and compare_versions("accelerate", "<", FSDP_SINCE):
+        pytest.skip(f"FSDP needs accelerate {FSDP_SINCE}")
     recipe = CONFIGS / "recipes/finetune_clip.yaml"
     changed = changes(small, tmp_path, yaml.safe_load(recipe.read_text()))
     changed |= {"use_cpu": False, "bf16": False, "gradient_accumulation_steps": 1, "logging_steps": 1}

@@ -10,13 +10,16 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import accelerate
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import DistributedType, compare_versions, is_compiled_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.nn.parallel import DistributedDataParallel
 
 from .dual_encoder import DualEncoder
+
+FSDP_SINCE = "1.14"  # with older releases of accelerate plain tensors meet sharded ones in the backward of FSDP2
 
 # ---- Before the model is wrapped ----
 
@@ -28,6 +31,11 @@ def check_wrapper(accelerator: Accelerator) -> None:
             "InfCLTrainer's gradients have been verified under FSDP version 2, not 1. Version 2 is the default of "
             "--fsdp from transformers 5.10 on. Before that, use accelerate launch --config_file "
             "scripts/configs/fsdp2.yaml instead of --fsdp."
+        )
+    if accelerator.distributed_type == DistributedType.FSDP and compare_versions("accelerate", "<", FSDP_SINCE):
+        raise ValueError(
+            f"InfCLTrainer needs accelerate {FSDP_SINCE} or newer under FSDP, but {accelerate.__version__} is "
+            "installed. Upgrade it, or train with DDP."
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         stage = accelerator.state.deepspeed_plugin.zero_stage
