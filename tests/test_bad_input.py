@@ -75,6 +75,7 @@ GOOD_IMAGES = {
     "animated WebP": encoded(
         red(), "WEBP", lossless=True, save_all=True, append_images=[Image.new("RGB", (4, 4), GREEN)]
     ),
+    "broken EXIF data": encoded(red(), exif=b"Exif\0\0junk"),
     "a column": encoded(red(size=(1, 20_000))),
     "a row": encoded(red(size=(20_000, 1))),
 }

@@ -125,7 +125,8 @@ def decode_rgb(value: bytes | Mapping[str, Any], min_side: int | None = None) ->
         return pixels
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers, whose range is not known")
-    ImageOps.exif_transpose(image, in_place=True)
+    if _orientation(image) != 1:
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     elif "transparency" in image.info:  # a palette: PIL warns unless it goes by way of RGBA
@@ -137,12 +138,21 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> np.ndarray | None:
     """The pixels of a JPEG in the size of ``image``, which PIL has opened but not decoded; None if PIL has to do it."""
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
-    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+    if _orientation(image) != 1:
         return None
     try:
         return simplejpeg.decode_jpeg(encoded, "RGB", min_height=image.height, min_width=image.width)
     except ValueError:
         return None  # PIL overlooks some faults, and says more about the others
+
+
+def _orientation(image: Image.Image) -> int:
+    """The orientation in the EXIF data: 1 is upright, also where the data is broken, which the pixels need not be."""
+    try:
+        orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # PIL raises SyntaxError, struct.error and more
+        return 1
+    return orientation
 
 
 def _read(value: Mapping[str, Any]) -> bytes:
