@@ -17,11 +17,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-if not torch.cuda.is_available():
+# Counting GPUs does not start CUDA, after which it would see the GPUs that were visible then.
+if not (count := torch.cuda.device_count()):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
     # Each worker's first GPU is another one: a single one would not hold the memory of all tests at once.
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     first = int(worker.removeprefix("gw")) % len(gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
