@@ -72,7 +72,7 @@ def contrastive_loss(
         objective: ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020) or ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1).
         strategy: how the processes share the work; the loss and gradients are the same. ``"ring"`` (Inf-CL) sends texts
             around and needs O(b·D) memory per process beside a constant. If all texts and their gradients take at most
-            512 MiB, it gathers them like ``"disco"``, with fewer launches. ``"disco"`` (DisCo-CLIP), ``"local"``
+            256 MiB, it gathers them like ``"disco"``, with fewer launches. ``"disco"`` (DisCo-CLIP), ``"local"``
             (OpenCLIP's local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D) memory; see
             `hf_infcl.loss.strategies`.
         backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on the GPUs that it supports, else torch.

@@ -30,7 +30,7 @@ from ..kernels.torch_backend import accumulate_dtype
 from ..processes import Processes
 from .ring import Ring, RingReduction, padded
 
-GATHERED_BYTES = 512 << 20  # a ring gathers its texts up to this size, a constant, so that its memory stays O(b·D)
+GATHERED_BYTES = 256 << 20  # a ring gathers its texts up to this size, a constant, so that its memory stays O(b·D)
 
 Rows = tuple[Any, ...]  # features [b, D], and vectors [b] or None that the kernels take beside them
 Statistics = tuple[Tensor, ...]  # [b] each
