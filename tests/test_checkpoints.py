@@ -355,15 +355,16 @@ def test_a_rank_that_cannot_write_costs_all_this_checkpoint(ranks, tmp_path):
 # ---- Killed ----
 
 
-def count_calls(work: Callable[[], None], kill_at: int | None = None) -> int:
-    """Counts the functions of the interpreter that ``work`` calls; kills this process at call ``kill_at`` if given."""
-    calls = 0
+def count_calls(work: Callable[[], None], kill_at: int | None = None, kill_at_rename: int | None = None) -> int:
+    """Counts the functions of the interpreter that ``work`` calls; kills this process before a call or a rename."""
+    calls = renames = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
+        nonlocal calls, renames
         if event == "c_call":
             calls += 1
-            if calls == kill_at:
+            renames += argument is os.rename
+            if calls == kill_at or renames == kill_at_rename:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(count)
@@ -374,11 +375,11 @@ def count_calls(work: Callable[[], None], kill_at: int | None = None) -> int:
     return calls
 
 
-def killed_while_saving(folder: Path, kill_at: int) -> None:
+def killed_while_saving(folder: Path, *moment: int | None) -> None:
     """Goes on from step 2, and is killed while the checkpoint after step 4 is written."""
     run = trainer(folder, seed=5, save_total_limit=1)
     save = run._save_checkpoint
-    run._save_checkpoint = lambda *args: count_calls(lambda: save(*args), kill_at)
+    run._save_checkpoint = lambda *args: count_calls(lambda: save(*args), *moment)
     run.train(resume_from_checkpoint="auto")
 
 
@@ -399,16 +400,17 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
     whole.train()
     trainer(tmp_path / "start", callbacks=[StopAt(2)], **options).train()
     found = []
-    moments = [(2 * number + 1) * calls[1] // (2 * KILLS) for number in range(KILLS - 1)]
-    for number, moment in enumerate([*moments, calls[1] - 100]):  # the last while the checkpoint before is removed
+    moments = [((2 * number + 1) * calls[1] // (2 * KILLS), None) for number in range(KILLS - 1)]
+    # The first rename completes the checkpoint; at the second the one before is to be removed.
+    for number, moment in enumerate([*moments, (None, 2)]):
         folder = tmp_path / f"killed-{number}"
         shutil.copytree(tmp_path / "start", folder)
-        process = multiprocessing.get_context("fork").Process(target=killed_while_saving, args=(folder, moment))
+        process = multiprocessing.get_context("fork").Process(target=killed_while_saving, args=(folder, *moment))
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
         newest = choose(str(folder), "auto")
-        assert newest is not None, f"killed at call {moment} of {calls[1]}"
+        assert newest is not None, f"killed at {moment}, of {calls[1]} calls"
         found.append(Path(newest).name)
         resumed = trainer(folder, seed=6, **options)
         resumed.train(resume_from_checkpoint="auto")
