@@ -72,11 +72,7 @@ def train(words: Sequence[str]) -> None:
             raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Give both or none.")
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
-            names = ", ".join(path.name for path in earlier)
-            raise ValueError(
-                f"{args.output_dir} holds an earlier run ({names}). Go on with it by --resume_from_checkpoint auto, "
-                "choose another --output_dir, or delete it by --overwrite_output_dir."
-            )
+            raise _holds_earlier_run(args.output_dir, earlier)
         train_dataset = training_set(data, columns, args)
         eval_datasets = evaluation_datasets(columns, evaluation) | guard_datasets(columns, data)
         if "zero_shot" in eval_datasets:
@@ -116,13 +112,7 @@ def train(words: Sequence[str]) -> None:
     card = CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None))
     trainer.add_callback(card)
     if trainer.is_world_process_zero():
-        if chosen:
-            print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
-        steps = args.gradient_accumulation_steps
-        print(
-            f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
-            f"{steps} accumulation step{'s' * (steps > 1)} × {args.world_size} process{'es' * (args.world_size > 1)}."
-        )
+        tell_choices(args, chosen)
     if data.overwrite_output_dir:
         with mistakes_in_one_line(parser.prog, of_libraries=True), locked(args.output_dir, shared=False):
             for path in earlier if trainer.is_world_process_zero() else ():
@@ -139,18 +129,8 @@ def train(words: Sequence[str]) -> None:
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
         leave(trainer)
         return
-    if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
-        trainer.log_metrics("train", trained.metrics)
-        trainer.save_metrics("train", trained.metrics)
-    trainer.save_model(_internal_call=True)  # without a push, which has to include the results
-    if eval_datasets:
-        measured = {} if args.load_best_model_at_end else measured_last(trainer.state, eval_datasets)
-        if not measured:
-            with mistakes_in_one_line(parser.prog, of_libraries=False):
-                measured = trainer.evaluate()
-        trainer.log_metrics("eval", measured)
-        trainer.save_metrics("eval", measured)
-    trainer.save_state()
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        save_results(trainer, trained.metrics, eval_datasets)
     merge = lora.lora_merge and lora.lora_rank is not None
     if merge and trainer.is_world_process_zero():
         merge_adapters(Path(args.output_dir), model_options.model)
@@ -161,14 +141,44 @@ def train(words: Sequence[str]) -> None:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
-        if importlib.util.find_spec("matplotlib") is None:
-            print(
-                "The curves were not drawn, because matplotlib is not installed. After `pip install matplotlib`, "
-                f"`infcl card {args.output_dir}` draws them."
-            )
-        pushed = f" and on the Hub as {trainer.hub_model_id}" if args.push_to_hub else ""
-        print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
+        tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
     leave(trainer)
+
+
+def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any]) -> None:
+    """Prints the options that `intervals` has chosen, and how the global batch is made up."""
+    if chosen:
+        print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
+    steps = args.gradient_accumulation_steps
+    print(
+        f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
+        f"{steps} accumulation step{'s' * (steps > 1)} × {args.world_size} process{'es' * (args.world_size > 1)}."
+    )
+
+
+def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
+    """Prints where the results are."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            "The curves were not drawn, because matplotlib is not installed. After `pip install matplotlib`, "
+            f"`infcl card {args.output_dir}` draws them."
+        )
+    pushed = f" and on the Hub as {hub_model_id}" if hub_model_id else ""
+    print(f"The model, its card (README.md) and its results (*.json) are in {args.output_dir}{pushed}.")
+
+
+def save_results(trainer: InfCLTrainer, metrics: dict[str, float], eval_datasets: Mapping[str, Any]) -> None:
+    """Writes the model, the metrics of the training and of the evaluation after it, and the trainer's state."""
+    if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    trainer.save_model(_internal_call=True)  # without a push, which has to include the results
+    if eval_datasets:
+        measured = {} if trainer.args.load_best_model_at_end else measured_last(trainer.state, eval_datasets)
+        measured = measured or trainer.evaluate()
+        trainer.log_metrics("eval", measured)
+        trainer.save_metrics("eval", measured)
+    trainer.save_state()
 
 
 def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
@@ -245,6 +255,13 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
     if resume and not any((folder / name).exists() for name in LAST_RESULTS):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
+
+
+def _holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
+    return ValueError(
+        f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Go on with it by "
+        "--resume_from_checkpoint auto, choose another --output_dir, or delete it by --overwrite_output_dir."
+    )
 
 
 def has_results(trainer: InfCLTrainer) -> bool:
