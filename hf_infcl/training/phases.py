@@ -47,11 +47,12 @@ class Phases:
             self._store = dist.PrefixStore("infcl", dist.distributed_c10d._get_default_store())
 
     def __enter__(self) -> Phases:
+        """Begins the training; collective."""
         if self._reachable:
             this = psutil.Process()
-            self._store.set(f"process/{self._rank}", f"{this.pid} {this.create_time()}")
+            stated = Processes().gather_text(f"{this.pid} {this.create_time()}")
             self.enter("the start")
-            threading.Thread(target=self._watch, daemon=True).start()
+            threading.Thread(target=self._watch, args=(self._of_this_machine(stated),), daemon=True).start()
         return self
 
     def __exit__(
@@ -106,20 +107,19 @@ class Phases:
         """The value of a key of the store, or None if the store has no such key (`get` would wait for it)."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _watch(self) -> None:
-        """Ends this process if another one of this machine was lost and this one does not notice it by itself."""
+    def _of_this_machine(self, stated: list[str]) -> dict[int, psutil.Process]:
+        """The other processes that the same launcher has started here, by rank, of those that all have stated."""
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
-        unknown = [rank for rank in range(first, first + local_size) if rank != self._rank]
-        known: dict[int, psutil.Process] = {}
+        here = range(max(first, 0), min(first + local_size, self._world_size))
+        found = {rank: _process(stated[rank]) for rank in here if rank != self._rank}
+        return {rank: process for rank, process in found.items() if process is not None}
+
+    def _watch(self, others: dict[int, psutil.Process]) -> None:
+        """Ends this process if it does not notice by itself that another one was lost."""
         try:
             while not self._left.wait(POLL):
-                for rank in list(unknown):
-                    if stated := self._read(f"process/{rank}"):
-                        unknown.remove(rank)
-                        if (found := _process(stated)) is not None:
-                            known[rank] = found
-                ended = [rank for rank, process in known.items() if _has_ended(process)]
+                ended = [rank for rank, process in others.items() if _has_ended(process)]
                 if lost := [rank for rank in ended if self._phase(rank) != _END]:
                     # It may be ending for the same reason, or about to be told the reason by the lost process.
                     if self._left.wait(POLL):
