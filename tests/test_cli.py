@@ -203,6 +203,9 @@ def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_comm
     before = left_in(out)
     infcl(*command)
     assert left_in(out) == before
+    (out / "trainer_state.json").write_text("{")  # as a kill leaves it while it is written
+    infcl(*command)
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
 
 
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):

@@ -267,7 +267,10 @@ def _holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
 def has_results(trainer: InfCLTrainer) -> bool:
     """Whether the results in output_dir are those of the present step, on all processes alike."""
     path = Path(str(trainer.args.output_dir), TRAINER_STATE_NAME)
-    written = path.is_file() and TrainerState.load_from_json(str(path)).global_step == trainer.state.global_step
+    try:
+        written = TrainerState.load_from_json(str(path)).global_step == trainer.state.global_step
+    except (OSError, ValueError, TypeError):  # it is missing, or a run was killed while it wrote the file
+        written = False
     return bool(Processes().agree([written])[0][0])
 
 

@@ -220,7 +220,7 @@ def _not_embeddings(name: str, value: Any) -> str:
 
 
 def _not_finite(name: str, value: Any) -> str:
-    """Why a scalar is not a finite number, as a sentence; empty if it is. None, for no bias, is the caller's."""
+    """Why a scalar is not a finite number, as a sentence; empty if it is one."""
     if torch.compiler.is_compiling():  # a compiled graph cannot read a value
         return ""
     try:

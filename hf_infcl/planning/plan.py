@@ -16,8 +16,8 @@ REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses a
 # Seconds of the host, which calls collectives between the graphs on several GPUs: once before the first product, and
 # once more while the products run, which hide it if they take longer.
 REPLAY_AMONG_GPUS = 0.7e-3
-# In a ring the host launches every kernel. It takes the first time for each product of a block; the device waits for it
-# during the second time, once for each of the 4 or 3 products.
+# Seconds of a loss that is not replayed. The host takes the first time to launch a product of one block, while the
+# device computes earlier ones; the longer of both counts. The second time is added for each of the 4 or 3 products.
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
 
 

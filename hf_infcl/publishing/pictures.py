@@ -11,9 +11,9 @@ from PIL import Image, ImageDraw, ImageFont
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
 PICTURES_FILE = "pictures.png"
-CAPTIONS = 3  # that are shown for each image, all different
-SEARCHED = 50  # captions with the highest cosines, among which those that differ are found
-SIDE, WIDTH, LINE = 96, 900, 28  # in pixels: an image, the width of the picture, the distance of two lines
+CAPTIONS = 3  # different captions shown for each image
+SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
+SIDE, WIDTH, LINE = 96, 900, 28  # pixels: the longer side of an image, the width of the picture, the height of a line
 
 
 class PicturesCallback(TrainerCallback):

@@ -108,7 +108,11 @@ class Phases:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _of_this_machine(self, stated: list[str]) -> dict[int, psutil.Process]:
-        """The other processes that the same launcher has started here, by rank, of those that all have stated."""
+        """The other processes that the same launcher has started on this machine, by rank.
+
+        Args:
+            stated: number and time of creation of the process of each rank.
+        """
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
         here = range(max(first, 0), min(first + local_size, self._world_size))

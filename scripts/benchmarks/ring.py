@@ -232,8 +232,11 @@ def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.d
 
 def plot(table: Path) -> None:
     """Time per implementation, a panel for each setting at the most GPUs measured."""
-    pairs_only = lambda row: row["ms"] and "captions" not in row["implementation"]  # noqa: E731
-    rows = common.newest(table, (*SETTING, "implementation"), pairs_only)
+
+    def is_drawn(row: Row) -> bool:
+        return bool(row["ms"]) and "captions" not in row["implementation"]
+
+    rows = common.newest(table, (*SETTING, "implementation"), is_drawn)
     most = max((int(row["world_size"]) for row in rows), default=0)
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:

@@ -148,8 +148,8 @@ class InMemory(Dataset):
     a tenth of its side.
 
     Args:
-        data: of `prepare`, on a device.
-        seed: of what is drawn.
+        data: the result of `prepare`, on a device.
+        seed: the seed of the captions, scales and moves that are drawn.
         pair_ids: whether batches tell which pairs have one name.
         captions_per_image: the number of different captions that are drawn; an image with fewer gives them all.
         negatives: whether one of the hard negative captions is drawn for each image that has any.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 NUMBERS = "one two three four five six seven eight nine ten eleven twelve"
-# Words of one group exclude each other: what one of them is said of, none of the others is true of. The pattern is what
-# has to stand around the word, where the word alone could mean something else ("light bulb", "an orange", "close-up").
+# Words of one group exclude each other: where one of them is true, the others are false. The pattern requires a context
+# for words that could mean something else by themselves ("light bulb", "an orange", "close-up").
 GROUPS: dict[str, list[tuple[str, str]]] = {
     "attribute": [
         ("light medium-light medium medium-dark dark", r"{}(?= skin tone)"),

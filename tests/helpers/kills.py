@@ -45,8 +45,8 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> Counts:
 
     Args:
         runs: trainings from the start to the end, each killed up to `KILLS_OF_A_RUN` times.
-        seed: of the moments.
-        seconds: after which no further run begins.
+        seed: the seed of the victims and the moments.
+        seconds: no further run begins after so many seconds.
     """
     rng, begin = random.Random(seed), time.monotonic()
     kills = in_saves = done = 0
