@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import math
+import os
 import struct
 import sys
 import zlib
@@ -26,6 +27,7 @@ from PIL import Image
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
+from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.pairs import as_pair_id
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
@@ -104,6 +106,14 @@ def test_an_unusual_image_is_used(kind):
     assert tuple(item["image"][0, 0]) == RED
     batch = ContrastiveCollator(clip_processor(), uint8=True)([item])
     assert batch["pixel_values"].shape == (1, 3, 16, 16)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_named_pipe_or_device_in_place_of_an_image_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(OSError, match=f"{path} is no regular file"):
+            decode_rgb({"bytes": None, "path": path})
 
 
 def test_a_strip_is_not_resized_as_a_whole(monkeypatch):

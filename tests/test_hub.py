@@ -194,3 +194,10 @@ def test_a_run_goes_on_from_the_hub_s_last_checkpoint(hub, tmp_path):
     gone = trainer_for(tmp_path / "gone", **SAVING, hub_model_id="me/gone")
     with pytest.raises(ValueError, match=r"last-checkpoint of me/gone could not be downloaded: .*404"):
         gone.train(resume_from_checkpoint="last-checkpoint")
+
+
+def test_a_repository_that_cannot_be_created_is_told_before_the_first_step(tmp_path, monkeypatch):
+    talk_to("http://127.0.0.1:9", monkeypatch)  # where nobody listens
+    with pytest.raises(OSError, match=r"me/mine of the Hub could not be .*: ConnectError.*`hf auth login`") as error:
+        trainer_for(tmp_path, **PUSHING)
+    assert TOKEN not in str(error.value)

@@ -173,6 +173,19 @@ def test_no_more_windows_in_a_row_are_skipped_than_allowed(tmp_path, most):
     assert trainer._training.windows == 2
 
 
+def test_a_resume_remembers_the_losses_and_the_windows_skipped_in_a_row(tmp_path):
+    # The bad windows are 2 and 3, and the checkpoint lies between them.
+    options = {**OPTIONS, "skip_nonfinite": 1, "save_strategy": "steps", "save_steps": 2}
+    first = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options, callbacks=[StopAt(2)])
+    first.train()
+    resumed = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options)
+    with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. 1 windows before it were skipped\."):
+        resumed.train(resume_from_checkpoint=True)
+    assert len(resumed._guard.losses) == 1
+    assert resumed._guard.losses == first._guard.losses
+    assert resumed._guard.last_loss == first._guard.last_loss
+
+
 def scaled(trainer: Any, scale: float) -> Any:
     """Lets the trainer scale its loss as in fp16, which accelerate does on GPUs only."""
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)

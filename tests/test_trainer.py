@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -457,3 +458,17 @@ def test_a_collator_of_other_things_is_told(tmp_path, changes, message):
 
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, data_collator=collate).train()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_scheduler_kwargs": {"cycles": 2}}, "lr_scheduler_type='linear' with lr_scheduler_kwargs={'cycles': 2}"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type='cosine_with_min_lr' with lr_scheduler_kwarg"),
+        ({"optim": "rmsprop", "optim_args": "alpha"}, "optim='rmsprop' with optim_args='alpha'"),
+        ({"optim": "rmsprop", "optim_args": "alpha=much"}, "optim='rmsprop' with optim_args='alpha=much'"),
+    ],
+)
+def test_wrong_options_of_schedule_or_optimizer_are_named(tmp_path, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer_for(tmp_path, max_steps=1, **options).train()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,7 +165,15 @@ def _read(value: Mapping[str, Any]) -> bytes:
 
         with xopen(value["path"], "rb") as file:
             return file.read()
-    return Path(value["path"]).read_bytes()
+    # A named pipe would be waited for, and a device may have no end.
+    with open(value["path"], "rb", opener=_open_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{value['path']} is no regular file")
+        return file.read()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # which Windows lacks
 
 
 def is_value(feature: Any, *dtypes: str) -> bool:

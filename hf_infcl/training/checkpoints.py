@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
@@ -75,6 +75,8 @@ class RunRecord:
         only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
         stream: what each process has consumed of an `ImageTextStream`; None for other data.
         skipped_windows: windows that were not trained, because their numbers were not finite or their loss exploded.
+        skipped_in_a_row: those of them that were skipped just before the checkpoint, because of numbers not finite.
+        losses: the losses of the last windows that were trained, with which `WindowGuard` compares the next ones.
     """
 
     run: Run
@@ -85,6 +87,8 @@ class RunRecord:
     only_model: bool = False
     stream: list[dict[str, Any]] | None = None
     skipped_windows: int = 0
+    skipped_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)

@@ -36,13 +36,27 @@ class HubTrainer(Trainer):
         super().__init__(*args, **kwargs)
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Creates the repository, and the branch ``hub_revision`` if it is given, unless they exist."""
-        super().init_hf_repo(token, *args, **kwargs)
+        """Creates the repository, and the branch ``hub_revision`` if it is given, unless they exist.
+
+        Trainer calls it when it is built, so that the reason is told before the first step.
+
+        Raises:
+            OSError: on the main process: the Hub cannot be reached, or it refuses the token or the name.
+        """
         branch = self.args.hub_revision
-        if self.is_world_process_zero() and branch is not None and not branch.startswith("refs/"):
-            HfApi().create_branch(
-                str(self.hub_model_id), branch=branch, token=token or self.args.hub_token, exist_ok=True
-            )
+        try:
+            super().init_hf_repo(token, *args, **kwargs)
+            if self.is_world_process_zero() and branch is not None and not branch.startswith("refs/"):
+                HfApi().create_branch(
+                    str(self.hub_model_id), branch=branch, token=token or self.args.hub_token, exist_ok=True
+                )
+        except Exception as error:  # of the Hub's client or of its HTTP library
+            name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            raise OSError(
+                f"The repository {name} of the Hub could not be created or found: {cause(error)}. Check the network "
+                "and the token (hub_token, or that of `hf auth login`), or train without push_to_hub and push later by "
+                f"`hf upload {name} {self.args.output_dir} .`."
+            ) from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
         """Pushes the model as Trainer does, after the checkpoints whose push has failed."""

@@ -35,22 +35,24 @@ class WindowGuard:
         most: the most windows that are skipped in a row because their numbers are not finite.
         divergence_factor: a loss has exploded if it is more than this many times the mean of the `WINDOWS_COMPARED`
             windows before; None for no such limit.
-        skipped_windows: the number of windows that were skipped before a resume.
+        resumed: the record of the checkpoint that the training resumes from, if any.
 
     Attributes:
         skipping: whether the present window is skipped.
         skipped_windows: how many were skipped since the run began, those with an overflow in fp16 included.
+        in_a_row: how many were skipped just before the present window, because of numbers that are not finite.
+        losses: those of the last `WINDOWS_COMPARED` windows that were trained.
         last_loss: the loss of the last window that was trained.
     """
 
-    def __init__(self, most: int, divergence_factor: float | None, skipped_windows: int = 0) -> None:
+    def __init__(self, most: int, divergence_factor: float | None, resumed: RunRecord | None = None) -> None:
         self._most, self._factor = most, divergence_factor
-        self._in_a_row = 0
-        self._losses: deque[float] = deque(maxlen=WINDOWS_COMPARED)
+        self.in_a_row = 0 if resumed is None else resumed.skipped_in_a_row
+        self.losses: deque[float] = deque(() if resumed is None else resumed.losses, maxlen=WINDOWS_COMPARED)
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self.skipping = False
-        self.skipped_windows = skipped_windows
-        self.last_loss = 0.0
+        self.skipped_windows = 0 if resumed is None else resumed.skipped_windows
+        self.last_loss = self.losses[-1] if self.losses else 0.0
 
     def begin_window(self, buffers: Iterable[Tensor]) -> None:
         """Begins a window. ``buffers`` are tensors that its forwards may change, such as statistics of batch norms."""
@@ -60,8 +62,8 @@ class WindowGuard:
 
     def end_window(self, loss: float) -> None:
         """Ends a window that was trained."""
-        self._in_a_row = 0
-        self._losses.append(loss)
+        self.in_a_row = 0
+        self.losses.append(loss)
         self.last_loss = loss
 
     def refuse(self, problem: str) -> None:
@@ -73,14 +75,14 @@ class WindowGuard:
         Raises:
             ValueError: no more windows may be skipped.
         """
-        if self._in_a_row >= self._most:
-            before = f" {self._in_a_row} windows before it were skipped." if self._in_a_row else ""
+        if self.in_a_row >= self._most:
+            before = f" {self.in_a_row} windows before it were skipped." if self.in_a_row else ""
             raise ValueError(
                 f"{problem}{before} The weights are those after the last step. Look at the data of this batch, lower "
                 "the learning rate, use bf16 instead of fp16, or skip such windows with skip_nonfinite."
             )
-        self._in_a_row += 1
-        logger.warning(f"{problem} The window is skipped ({self._in_a_row} in a row; skip_nonfinite is {self._most}).")
+        self.in_a_row += 1
+        logger.warning(f"{problem} The window is skipped ({self.in_a_row} in a row; skip_nonfinite is {self._most}).")
         self.skip()
 
     def skip(self) -> None:
@@ -93,9 +95,9 @@ class WindowGuard:
 
     def divergence(self, loss: float) -> str:
         """A sentence about the loss of the present window if it has exploded; otherwise empty."""
-        if self._factor is None or len(self._losses) < WINDOWS_COMPARED:
+        if self._factor is None or len(self.losses) < WINDOWS_COMPARED:
             return ""
-        mean = math.fsum(self._losses) / len(self._losses)
+        mean = math.fsum(self.losses) / len(self.losses)
         if loss <= self._factor * mean:
             return ""
         return (
@@ -105,7 +107,7 @@ class WindowGuard:
 
     def forget_losses(self) -> None:
         """Compares later windows with each other only, since the weights are others now."""
-        self._losses.clear()
+        self.losses.clear()
 
     def skipped_by_scaler(self, scale: float) -> None:
         """Counts a window whose gradient overflowed in fp16, so that the scaler of the loss has skipped its step.
@@ -142,11 +144,16 @@ class GuardedTrainer(LoadingTrainer):
 
     def _begin_training(self) -> None:
         super()._begin_training()
-        skipped = 0 if self._resumed is None else self._resumed.skipped_windows
-        self._guard = WindowGuard(self.args.skip_nonfinite, self.args.divergence_factor, skipped)
+        self._guard = WindowGuard(self.args.skip_nonfinite, self.args.divergence_factor, self._resumed)
 
     def _record(self) -> RunRecord:
-        return replace(super()._record(), skipped_windows=self._guard.skipped_windows)
+        guard = self._guard
+        return replace(
+            super()._record(),
+            skipped_windows=guard.skipped_windows,
+            skipped_in_a_row=guard.in_a_row,
+            losses=list(guard.losses),
+        )
 
     def _begin_window(self, batches: list[Any]) -> None:
         super()._begin_window(batches)

@@ -26,6 +26,7 @@ from ..processes import Processes
 from .arguments import InfCLTrainingArguments
 from .dual_encoder import DualEncoder
 from .grad_cache import CachedWindow, Features, GraphBudget
+from .hub import cause
 from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
 from .preparation import prepare_model, set_learning_rates
@@ -204,10 +205,27 @@ class InfCLTrainer(GuardedTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Trainer's optimizer, with the rates of ``logit_scale_learning_rate`` and ``learning_rate_batch_size``."""
         given = self.optimizer is not None
-        optimizer = super().create_optimizer(*args, **kwargs)
+        try:
+            optimizer = super().create_optimizer(*args, **kwargs)
+        except (TypeError, ValueError, KeyError) as error:
+            name = getattr(self.args.optim, "value", self.args.optim)
+            raise ValueError(
+                f"optim={name!r} with optim_args={self.args.optim_args!r} makes no optimizer: {cause(error)}."
+            ) from error
         if not given:
             set_learning_rates(optimizer, self.dual_encoder.temperature_parameters, self.args)
         return optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
+        """Trainer's schedule of the learning rate."""
+        try:
+            return super().create_scheduler(*args, **kwargs)
+        except (TypeError, ValueError, KeyError) as error:
+            name = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+            raise ValueError(
+                f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={self.args.lr_scheduler_kwargs!r} makes no "
+                f"schedule: {cause(error)}."
+            ) from error
 
     # ---- Training ----
 
