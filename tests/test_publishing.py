@@ -366,5 +366,8 @@ def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path,
     with Image.open(tmp_path / PICTURES_FILE) as picture:
         assert picture.size[1] > 2 * 96
         assert len(picture.getcolors(1 << 20)) > 300, "both images are in it"
+    (tmp_path / PICTURES_FILE).unlink()
+    (tmp_path / PICTURES_FILE).mkdir()
+    assert "eval_pairs_loss" in trainer.evaluate(), "a picture that cannot be written does not end a training"
     model_card(record(), pictures=PICTURES_FILE).save(tmp_path / "README.md")
     assert f"]({PICTURES_FILE})" in (tmp_path / "README.md").read_text()

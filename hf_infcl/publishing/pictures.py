@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from transformers.utils import logging
 
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # different captions shown for each image
 SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
 SIDE, WIDTH, LINE = 96, 900, 28  # pixels: the longer side of an image, the width of the picture, the height of a line
+
+logger = logging.get_logger(__name__)
 
 
 class PicturesCallback(TrainerCallback):
@@ -67,8 +70,12 @@ class PicturesCallback(TrainerCallback):
         images = [self._dataset[row]["image"] for row in self._rows]
         picture = draw(images, self._best_captions(measured))
         path = Path(args.output_dir, PICTURES_FILE)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+        except OSError as error:
+            logger.error(f"The picture of step {state.global_step} could not be written to {path}: {error}")
+            return
         if "wandb" in args.report_to:
             import wandb
 

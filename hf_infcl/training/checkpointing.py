@@ -248,10 +248,9 @@ class CheckpointingTrainer(HubTrainer):
                     raise
                 failure = f"{type(error).__name__}: {error}"
             if failures := [text for text in Processes().gather_text(failure) if text]:
-                free = shutil.disk_usage(str(self.args.output_dir)).free
                 logger.error(
-                    f"{checkpoint.folder} could not be written, and the training goes on without it "
-                    f"({free / 2**20:,.0f} MiB are free there). {' '.join(failures)}"
+                    f"{checkpoint.folder} could not be written, and the training goes on without it"
+                    f"{_free_space(str(self.args.output_dir))}. {' '.join(failures)}"
                 )
                 self.state.best_model_checkpoint = best_before
                 if self.args.should_save:
@@ -308,3 +307,11 @@ class CheckpointingTrainer(HubTrainer):
         if self._saves_shards and self.args.hub_strategy != HubStrategy.END:
             self.save_model(_internal_call=True)  # the checkpoint has no whole model that could be pushed
         super()._push_from_checkpoint(checkpoint_folder)
+
+
+def _free_space(folder: str) -> str:
+    """The free space of a folder in parentheses; empty where it cannot be read, as on a rank without that folder."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
+    except OSError:
+        return ""
