@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -41,6 +42,7 @@ from hf_infcl.cli.options import (
     ModelOptions,
     Parser,
 )
+from hf_infcl.publishing import CardCallback
 from hf_infcl.training.checkpoints import locked
 
 OPTIONS = ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, InfCLTrainingArguments
@@ -206,6 +208,36 @@ def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_comm
     (out / "trainer_state.json").write_text("{")  # as a kill leaves it while it is written
     infcl(*command)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_results_that_a_full_disk_has_refused_are_written_by_the_same_command(small, tmp_path, monkeypatch, capsys):
+    command = [*small, "--max_steps", 1, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
+    out = tmp_path / "out"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def starved(*args: Any) -> None:
+        (out / "all_results.json").write_text("")  # as a full disk leaves it
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InfCLTrainer, "save_metrics", starved)
+        line = mistake(capsys, *command)
+    assert f"The results could not be written into {out}" in line
+    assert os.strerror(errno.ENOSPC) in line
+    assert "Free space there, and give the same command with --resume_from_checkpoint auto" in line
+    written = CardCallback.write
+    with monkeypatch.context() as patch:  # the card is written once more after all other results
+
+        def write(card: CardCallback, args: Any, state: Any) -> None:
+            if (out / "trainer_state.json").exists():
+                raise full
+            written(card, args, state)
+
+        patch.setattr(CardCallback, "write", write)
+        assert "The results could not be written" in mistake(capsys, *command)
+    infcl(*command)
+    assert json.loads((out / "all_results.json").read_text())["eval_pairs_loss"] > 0
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 1
 
 
 def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, tmp_path, capsys):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
 import importlib.util
 import math
+import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -129,14 +133,14 @@ def train(words: Sequence[str]) -> None:
             print(f"The model, its card and its results in {args.output_dir} stay as they are.")
         leave(trainer)
         return
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
-        save_results(trainer, trained.metrics, eval_datasets)
     merge = lora.lora_merge and lora.lora_rank is not None
-    if merge and trainer.is_world_process_zero():
-        merge_adapters(Path(args.output_dir), model_options.model)
-        CardCallback(describe).write(args, trainer.state)
-    else:
-        card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
+    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
+        save_results(trainer, trained.metrics, eval_datasets)
+        if merge and trainer.is_world_process_zero():
+            merge_adapters(Path(args.output_dir), model_options.model)
+            CardCallback(describe).write(args, trainer.state)
+        else:
+            card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
@@ -179,6 +183,28 @@ def save_results(trainer: InfCLTrainer, metrics: dict[str, float], eval_datasets
         trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured)
     trainer.save_state()
+
+
+@contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Removes the results that are written in part if the disk is full, and says what to do.
+
+    Raises:
+        ValueError: the disk is full, or the user's share of it.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # A SafetensorError has no number, only the text of the operating system.
+        if not any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
+            raise
+        for path in (*folder.glob("*_results.json"), folder / TRAINER_STATE_NAME):
+            path.unlink(missing_ok=True)
+        raise ValueError(
+            f"The results could not be written into {folder} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are "
+            f"free there): {error}. Free space there, and give the same command with --resume_from_checkpoint auto, "
+            "which goes on from the last checkpoint and writes the results."
+        ) from error
 
 
 def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
