@@ -348,6 +348,8 @@ def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path,
         model, arguments(tmp_path), eval_dataset={"pairs": dataset, "others": dataset}, processing_class=processor
     )
     callback, drawn = PicturesCallback(trainer, dataset, 2), []
+    with pytest.raises(ValueError, match="takes the place of compute_metrics"):
+        PicturesCallback(trainer, dataset, 2)
     best_captions = callback._best_captions
     monkeypatch.setattr(callback, "_best_captions", lambda measured: drawn.append(best_captions(measured)) or drawn[-1])
     trainer.evaluate()

@@ -31,9 +31,14 @@ class PicturesCallback(TrainerCallback):
         dataset: the `ImageTextDataset` with all captions that the trainer evaluates.
         count: the number of images, evenly spread over the data set.
         key: the name of the data set in the trainer's ``eval_dataset``.
+
+    Raises:
+        ValueError: the trainer has ``compute_metrics`` already.
     """
 
     def __init__(self, trainer: Any, dataset: Any, count: int, key: str = "pairs") -> None:
+        if trainer.compute_metrics is not None:
+            raise ValueError("PicturesCallback takes the place of compute_metrics. Leave one of the two out.")
         self._trainer, self._dataset, self._key = trainer, dataset, key
         count = min(count, len(dataset))
         self._rows = [number * len(dataset) // count for number in range(count)]
