@@ -299,13 +299,21 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
         texts: the texts of this process, in the form in which they travel.
         count: the number of texts on all processes.
     """
-    # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
-    feature_bytes = 16 if texts.dtype == torch.float32 else texts.element_size()
-    statistics = 4 * processes.world_size  # a number from each process
-    gathered = count * (texts.shape[1] * (feature_bytes + 4) + statistics)  # and gradients in fp32
+    gathered = gathered_bytes(count, texts.shape[1], texts.element_size(), processes.world_size)
     if name == "ring" and processes.world_size > 1 and gathered <= GATHERED_BYTES:
         name = "disco"
     return STRATEGIES[name](processes, backend)
+
+
+def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
+    """The bytes of all texts on a process that has gathered them, with what is computed for them.
+
+    Args:
+        itemsize: bytes of one value of the features.
+    """
+    # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
+    of_value = 16 if itemsize == 4 else itemsize
+    return texts * (dim * (of_value + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
 
 
 _REDUCED: dict[Combine, Callable[[Tensor, int], Tensor]] = {torch.add: torch.sum, torch.logaddexp: torch.logsumexp}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..loss.contrastive import is_small
-from ..loss.strategies import GATHERED_BYTES
+from ..loss.strategies import GATHERED_BYTES, gathered_bytes
 from .counting import ROWS, Counts, Operation
 
 GIB = 1 << 30
@@ -160,7 +160,7 @@ def loss_bytes(dim: int, choice: Choice) -> float:
 
 def is_gathered(dim: int, choice: Choice) -> bool:
     """Whether the texts of all GPUs and their gradients are few enough to be gathered instead of sent around."""
-    return 6 * choice.global_batch * dim <= GATHERED_BYTES
+    return gathered_bytes(choice.global_batch, dim, 2, choice.gpus) <= GATHERED_BYTES
 
 
 def is_replayed(dim: int, choice: Choice) -> bool:
