@@ -143,11 +143,13 @@ def test_the_guide_s_callback_writes_the_card_of_a_training_from_python(tmp_path
     guide = Path(__file__).parents[1] / "model_cards" / "README.md"
     (block,) = re.findall(r"```python\n(.*?)```", guide.read_text(encoding="utf-8"), flags=re.DOTALL)
     trainer = trainer_for(tmp_path / "mine", max_steps=1)
-    exec(block, {"trainer": trainer, "checkpoint": "someone/clip"})
+    given = {"trainer": trainer, "checkpoint": "someone/clip", "train_dataset": trainer.train_dataset, "pairs": "12345"}
+    exec(block, given)
     trainer.train()
     text = (tmp_path / "mine" / "README.md").read_text()
     assert "**8 pairs** = 4 per device × 2 accumulation steps × 1 process |" in text
     assert "`someone/pairs` (split train, licence cc-by-4.0)" in text
+    assert "| negatives | all other pairs of the batch but those of equal `caption` |" in text
 
 
 @pytest.mark.parametrize(
