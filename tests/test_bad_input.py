@@ -261,17 +261,17 @@ def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
         trainer.train()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+# Root can write to folders that are merely read-only. In /proc nobody can.
+PROC = pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+
+
+@PROC
 def test_a_folder_for_features_that_cannot_be_written_is_refused(tmp_path):
     data = ImageTextDataset(DATA)
     args = arguments(tmp_path, cache_features="/proc/self", freeze="image")
     trainer = InfCLTrainer(models.clip(), args, train_dataset=data, processing_class=clip_processor())
     with pytest.raises(ValueError, match=r"Nothing can be written to cache_features /proc/self/\w+: "):
         trainer.train()
-
-
-# Root can write to folders that are merely read-only. In /proc nobody can.
-PROC = pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
 
 
 @pytest.mark.parametrize(

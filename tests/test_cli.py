@@ -176,12 +176,17 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
     assert (out / "all_results.json").exists()
 
 
-def test_a_run_that_ends_before_its_first_checkpoint_starts_again_by_the_same_command(small, tmp_path, monkeypatch):
-    command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
+def end_in(method: str, command: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the command, which ends when the trainer calls this method."""
     with monkeypatch.context() as patch:
-        patch.setattr(InfCLTrainer, "_save_checkpoint", lambda *_: sys.exit(9))
+        patch.setattr(InfCLTrainer, method, lambda *_: sys.exit(9))
         with pytest.raises(SystemExit):
             infcl(*command)
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_starts_again_by_the_same_command(small, tmp_path, monkeypatch):
+    command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
+    end_in("_save_checkpoint", command, monkeypatch)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"README.md", "curves.png", "training_record.json"}
     infcl(*command)
     assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 2
@@ -189,10 +194,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_starts_again_by_the_same_co
 
 def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_command(small, tmp_path, monkeypatch):
     command = [*small, "--max_steps", 2, "--eval_dataset", tmp_path / "pairs", "--resume_from_checkpoint", "auto"]
-    with monkeypatch.context() as patch:
-        patch.setattr(InfCLTrainer, "save_metrics", lambda *_: sys.exit(9))
-        with pytest.raises(SystemExit):
-            infcl(*command)
+    end_in("save_metrics", command, monkeypatch)
     out = tmp_path / "out"
     assert not (out / "model.safetensors").exists()
     infcl(*command)

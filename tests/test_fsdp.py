@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import DistributedType
 from accelerate.utils import compare_versions
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
@@ -20,12 +18,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.training import wrappers
 from hf_infcl.training.checkpoints import MANIFEST_NAME
-from hf_infcl.training.wrappers import check_wrapper
+from hf_infcl.training.wrappers import FSDP_SINCE
 
 pytestmark = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", wrappers.FSDP_SINCE),
+    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
     reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
 )
 
@@ -110,14 +107,6 @@ def rank_evaluated(rank: int, world_size: int, folder: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backend, name):
     fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
-
-
-def test_version_1_and_an_accelerate_that_is_too_old_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="FSDP version 2, not 1"):
-        check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False))
-    monkeypatch.setattr(wrappers, "FSDP_SINCE", "99.0")
-    with pytest.raises(ValueError, match=r"needs accelerate 99\.0 or newer under FSDP, but 1\."):
-        check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))
 
 
 def rank_temperature(rank: int, world_size: int, folder: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import DistributedType
 from accelerate.state import AcceleratorState
 from helpers import models
 from helpers.evaluation import Captioned, collate_captions
@@ -28,6 +30,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.processes import Processes
+from hf_infcl.training import wrappers
 from hf_infcl.training.dual_encoder import DualEncoder
 
 # ---- Training ----
@@ -472,3 +475,11 @@ def test_a_collator_of_other_things_is_told(tmp_path, changes, message):
 def test_wrong_options_of_schedule_or_optimizer_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_for(tmp_path, max_steps=1, **options).train()
+
+
+def test_fsdp_version_1_and_an_accelerate_that_is_too_old_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="FSDP version 2, not 1"):
+        wrappers.check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False))
+    monkeypatch.setattr(wrappers, "FSDP_SINCE", "99.0")
+    with pytest.raises(ValueError, match=r"needs accelerate 99\.0 or newer under FSDP, but 1\."):
+        wrappers.check_wrapper(SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True))

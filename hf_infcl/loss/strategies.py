@@ -306,7 +306,7 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
 
 
 def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
-    """The bytes of all texts on a process that has gathered them, with what is computed for them.
+    """The bytes that a process needs to gather the texts [texts, dim] of all, with their gradients and statistics.
 
     Args:
         itemsize: bytes of one value of the features.
