@@ -206,6 +206,7 @@ class Queue:
             if row["finished"] != "True":
                 continue
             run = _run_of(row)
+            self._seconds[_kind(run)] = float(row["seconds"]) / run.samples
             for plan, scores in zip(self._plans, self._scores, strict=True):
                 if bool(row["way"]) != bool(plan.ways):
                     continue
