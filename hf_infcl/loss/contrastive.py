@@ -196,8 +196,8 @@ class _Loss(torch.autograd.Function):
         product_factor, grad_scale, grad_bias = (ctx.processes.sum(grad) * factors).unbind()
         return (
             *(
-                _scaled(of_rows, product_factor, ctx.dtype) if want else None
-                for of_rows, want in zip(products, want_products, strict=True)
+                _scaled(product, product_factor, ctx.dtype) if want else None
+                for product, want in zip(products, want_products, strict=True)
             ),
             grad_scale if want_scale else None,
             grad_bias if want_bias else None,

@@ -31,10 +31,10 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
 
     def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
         (images, positive_x, ids_x), (texts, positive_y, ids_y) = x, y
-        of_x, of_y = kernels.softmax_statistics(
+        odds_x, odds_y = kernels.softmax_statistics(
             *(images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal), backend=strategy.backend
         )
-        return (of_x,), (of_y,)
+        return (odds_x,), (odds_y,)
 
     def gradients(
         x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
@@ -62,7 +62,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
             lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
         )
         odds_x = torch.logaddexp(odds_x, odds)
-    odds = torch.stack((odds_x, strategy.own(odds_y, pairs)))
+    odds = torch.stack((odds_x, strategy.of_this_process(odds_y, pairs)))
     # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
     # at the default of 20 that would cost fp64 six of its digits.
     softplus = functools.partial(F.softplus, threshold=40)
@@ -77,24 +77,24 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
     coefficient_of_x, coefficient_of_y = -torch.sigmoid(odds)
 
-    def sides(of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]:
-        coefficient = coefficient_of_x if of_images else coefficient_of_y
-        if of_images and of_texts:
+    def sides(losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]:
+        coefficient = coefficient_of_x if losses_x else coefficient_of_y
+        if losses_x and losses_y:
             coefficient = coefficient_of_x + coefficient_of_y
-        lse = lse_x if of_images else torch.full_like(lse_x, torch.inf)
-        text_lse = lse_y if of_texts else torch.full_like(lse_y, torch.inf)
+        lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
+        text_lse = lse_y if losses_y else torch.full_like(lse_y, torch.inf)
         coefficient_y = coefficient if strategy.transposes else None
         return Side((batch.x, lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
-    of_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
+    from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
-        return Terms(loss, divisor, of_pairs.scalars[0], zero, of_pairs.x, of_pairs.y)
+        return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)
     x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((features, no_loss, None, None), others)
-    of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
-    (grad_scale,), grad_x = _sum(of_pairs, of_negatives)
-    return Terms(loss, divisor, grad_scale, zero, grad_x, of_pairs.y, of_negatives.y)
+    from_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
+    (grad_scale,), grad_x = _sum(from_pairs, from_negatives)
+    return Terms(loss, divisor, grad_scale, zero, grad_x, from_pairs.y, from_negatives.y)
 
 
 def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
@@ -113,14 +113,14 @@ def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         )
 
     x, y = Side((batch.x, batch.ids_x), pairs), strategy.columns(Side((batch.y, batch.ids_x), pairs))
-    of_pairs = strategy.gradients(gradients, x, y, wanted.x, wanted.y)
-    (loss, grad_bias, grad_scale), grad_x, grad_y = of_pairs
+    from_pairs = strategy.gradients(gradients, x, y, wanted.x, wanted.y)
+    (loss, grad_bias, grad_scale), grad_x, grad_y = from_pairs
     grad_negatives = None
     if batch.negatives is not None:
         x, negatives = Side((batch.x, None), pairs), strategy.columns(Side((batch.negatives, None), others))
-        of_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
-        (loss, grad_bias, grad_scale), grad_x = _sum(of_pairs, of_negatives)
-        grad_negatives = of_negatives.y
+        from_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
+        (loss, grad_bias, grad_scale), grad_x = _sum(from_pairs, from_negatives)
+        grad_negatives = from_negatives.y
     return Terms(loss, float(sum(pairs)), grad_scale, grad_bias, grad_x, grad_y, grad_negatives)
 
 

@@ -115,25 +115,26 @@ def _softmax(
     reference_x, reference_y = _reference(x, y, scale, backend), _reference(y, x, scale, backend)
     y, reference_y = y.as_columns(strategy, reference_y)
     combine = (torch.logaddexp, torch.logaddexp, torch.add)  # of N, P and Z
-    of_x, of_y = strategy.statistics(statistics, combine, x.side(reference_x), y.side(reference_y))
+    stats_x, stats_y = strategy.statistics(statistics, combine, x.side(reference_x), y.side(reference_y))
     fewest = torch.minimum(x.with_positive, y.with_positive)
     weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
-    losses_x, relative_x, share_x = _cross_entropies(of_x, x.positives, weight_x)
-    losses_y, relative_y, share_y = _cross_entropies(of_y, y.positives, weight_y)
-    loss = weight_x * losses_x.sum() + weight_y * strategy.own(losses_y, y.counts).sum()
+    losses_x, relative_x, share_x = _cross_entropies(stats_x, x.positives, weight_x)
+    losses_y, relative_y, share_y = _cross_entropies(stats_y, y.positives, weight_y)
+    loss = weight_x * losses_x.sum() + weight_y * strategy.of_this_process(losses_y, y.counts).sum()
     divisor = 2 * fewest
     if not want:
         return Terms(loss, divisor)
 
-    def sides(of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]:
-        """Anchors without a loss of their own have an infinite log-sum-exp."""
+    def side(anchors: _Anchors, reference: Tensor, relative: Tensor, share: Tensor, losses: bool) -> Side:
+        """Anchors whose losses do not count have an infinite log-sum-exp and no share."""
+        if not losses:
+            relative, share = torch.full_like(relative, torch.inf), torch.zeros_like(share)
+        return anchors.side(reference, relative, share)
+
+    def sides(losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]:
         return (
-            x.side(reference_x, relative_x, share_x)
-            if of_images
-            else x.side(reference_x, torch.full_like(relative_x, torch.inf), torch.zeros_like(share_x)),
-            y.side(reference_y, relative_y, share_y)
-            if of_texts
-            else y.side(reference_y, torch.full_like(relative_y, torch.inf), torch.zeros_like(share_y)),
+            side(x, reference_x, relative_x, share_x, losses_x),
+            side(y, reference_y, relative_y, share_y, losses_y),
         )
 
     (grad_scale,), grad_x, grad_y = strategy.softmax_gradients(gradients, sides, want_x, want_y)

@@ -70,9 +70,9 @@ class Gradients(NamedTuple):
 
 
 class Sides(Protocol):
-    """The images and texts for the gradients of all cross entropies, or only of those of the images or the texts."""
+    """The sides for the gradients of the cross entropies of x (``losses_x``), of y (``losses_y``), or of both."""
 
-    def __call__(self, of_images: bool = True, of_texts: bool = True) -> tuple[Side, Side]: ...
+    def __call__(self, losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]: ...
 
 
 class Strategy(ABC):
@@ -97,9 +97,9 @@ class Strategy(ABC):
         """
         return side
 
-    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """[b, ...]: the values of this process's columns, taken from ``of_columns``, which has one for each column."""
-        return of_columns
+    def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """[b, ...]: those of the values, one for each of `columns`, that belong to this process's columns."""
+        return values
 
     @abstractmethod
     def statistics(
@@ -117,7 +117,7 @@ class Strategy(ABC):
         """The gradients of this process's rows x against the columns of all processes, and of its columns y."""
 
     def softmax_gradients(self, block: GradientsBlock, sides: Sides, want_x: bool, want_y: bool) -> Gradients:
-        """The gradients of the images' and the texts' cross entropies."""
+        """The gradients of the cross entropies of x and of y."""
         return self.gradients(block, *sides(), want_x, want_y)
 
     def gather(self, side: Side) -> Rows:
@@ -126,9 +126,10 @@ class Strategy(ABC):
         gathered = iter(self.processes.gather_all(*(padded(t, max(counts)) for t in side.rows if t is not None)))
         return tuple(None if t is None else _joined(next(gathered), counts) for t in side.rows)
 
-    def start(self, side: Side) -> int:
+    def place(self, counts: tuple[int, ...]) -> slice:
         """Where this process's rows lie among those of all processes."""
-        return sum(side.counts[: self.processes.rank])
+        start = sum(counts[: self.processes.rank])
+        return slice(start, start + counts[self.processes.rank])
 
 
 class RingStrategy(Strategy):
@@ -155,14 +156,14 @@ class RingStrategy(Strategy):
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        of_x: Statistics = ()
-        of_y = [RingReduction(self._ring, c, max(y.counts)) for c in combine] if want_y else []
+        stats_x: Statistics = ()
+        reductions = [RingReduction(self._ring, c, max(y.counts)) for c in combine] if want_y else []
         for diagonal, columns in self._blocks(y):
-            rows, of_columns = block(x.rows, columns, diagonal)
-            of_x = tuple(c(a, b) for c, a, b in zip(combine, of_x, rows, strict=True)) if of_x else rows
-            for reduction, part in zip(of_y, of_columns, strict=False):
+            parts_x, parts_y = block(x.rows, columns, diagonal)
+            stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
+            for reduction, part in zip(reductions, parts_y, strict=False):
                 reduction.add(part)
-        return of_x, tuple(reduction.result()[: len(y)] for reduction in of_y)
+        return stats_x, tuple(reduction.result()[: len(y)] for reduction in reductions)
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         scalars = []
@@ -187,23 +188,22 @@ class DiscoStrategy(Strategy):
     def columns(self, side: Side) -> Side:
         return Side(self.gather(side), side.counts)
 
-    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
-        start = sum(counts[: self.processes.rank])
-        return of_columns[start : start + counts[self.processes.rank]]
+    def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+        return values[self.place(counts)]
 
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        of_x, of_y = block(x.rows, y.rows, self.start(y))
+        stats_x, stats_y = block(x.rows, y.rows, self.place(y.counts).start)
         if self.processes.world_size == 1 or not want_y:
-            return of_x, of_y if want_y else ()
+            return stats_x, stats_y if want_y else ()
         # To gather the parts of all processes takes less time than to reduce them and to gather the results.
-        parts = self.processes.gather_all(*of_y)  # [world_size, B] each
-        return of_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
+        parts = self.processes.gather_all(*stats_y)  # [world_size, B] each
+        return stats_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         grad_x, part = (_accumulator(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
-        scalars = block(x.rows, y.rows, self.start(y), grad_x, part)
+        scalars = block(x.rows, y.rows, self.place(y.counts).start, grad_x, part)
         return Gradients(scalars, grad_x, None if part is None else self._scatter(part, y.counts))
 
     def _scatter(self, part: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -225,8 +225,8 @@ class LocalStrategy(DiscoStrategy):
     def columns(self, side: Side) -> Side:
         return side
 
-    def own(self, of_columns: Tensor, counts: tuple[int, ...]) -> Tensor:
-        return of_columns
+    def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+        return values
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         return super().gradients(block, x, super().columns(y), want_x, want_y)
@@ -234,20 +234,20 @@ class LocalStrategy(DiscoStrategy):
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        def of_rows(rows: Side, columns: Side) -> Statistics:
-            return block(rows.rows, self.gather(columns), self.start(rows))[0]
+        def row_statistics(rows: Side, columns: Side) -> Statistics:
+            return block(rows.rows, self.gather(columns), self.place(rows.counts).start)[0]
 
-        return of_rows(x, y), of_rows(y, x) if want_y else ()
+        return row_statistics(x, y), row_statistics(y, x) if want_y else ()
 
     def softmax_gradients(self, block: GradientsBlock, sides: Sides, want_x: bool, want_y: bool) -> Gradients:
-        x, y = sides(of_texts=False)
-        of_images = self.gradients(block, x, y, want_x, want_y)
-        x, y = sides(of_images=False)
-        of_texts = self.gradients(block, y, x, want_y, want_x)
+        x, y = sides(losses_y=False)
+        from_x = self.gradients(block, x, y, want_x, want_y)
+        x, y = sides(losses_x=False)
+        from_y = self.gradients(block, y, x, want_y, want_x)  # whose x and y have changed places
         return Gradients(
-            tuple(a + b for a, b in zip(of_images.scalars, of_texts.scalars, strict=True)),
-            of_images.x + of_texts.y if of_images.x is not None and of_texts.y is not None else None,
-            of_images.y + of_texts.x if of_images.y is not None and of_texts.x is not None else None,
+            tuple(a + b for a, b in zip(from_x.scalars, from_y.scalars, strict=True)),
+            from_x.x + from_y.y if from_x.x is not None and from_y.y is not None else None,
+            from_x.y + from_y.x if from_x.y is not None and from_y.x is not None else None,
         )
 
 
@@ -262,23 +262,20 @@ class GatherStrategy(Strategy):
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        of_x, of_y = block(self.gather(x), self.gather(y), 0)
-        return self._own(of_x, x), self._own(of_y, y) if want_y else ()
-
-    def _own(self, statistics: Statistics, side: Side) -> Statistics:
-        start = self.start(side)
-        return tuple(t[start : start + len(side)] for t in statistics)
+        stats_x, stats_y = block(self.gather(x), self.gather(y), 0)
+        place_x, place_y = self.place(x.counts), self.place(y.counts)
+        return tuple(t[place_x] for t in stats_x), tuple(t[place_y] for t in stats_y) if want_y else ()
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
-        def of_rows(rows: Side, columns: Side, want: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        def row_gradients(rows: Side, columns: Side, want: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
             grad = _accumulator(rows.rows[0]) if want else None
-            return block(rows.rows, self.gather(columns), self.start(rows), grad, None), grad
+            return block(rows.rows, self.gather(columns), self.place(rows.counts).start, grad, None), grad
 
         grad_x = grad_y = None
         if want_y:  # the scalars of the images' rows and those of the texts' rows both add up to the whole
-            scalars, grad_y = of_rows(y, x, want=True)
+            scalars, grad_y = row_gradients(y, x, want=True)
         if want_x or not want_y:
-            scalars, grad_x = of_rows(x, y, want_x)
+            scalars, grad_x = row_gradients(x, y, want_x)
         return Gradients(scalars, grad_x, grad_y)
 
 
@@ -312,8 +309,8 @@ def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
         itemsize: bytes of one value of the features.
     """
     # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
-    of_value = 16 if itemsize == 4 else itemsize
-    return texts * (dim * (of_value + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
+    feature_bytes = 16 if itemsize == 4 else itemsize
+    return texts * (dim * (feature_bytes + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
 
 
 _REDUCED: dict[Combine, Callable[[Tensor, int], Tensor]] = {torch.add: torch.sum, torch.logaddexp: torch.logsumexp}
