@@ -228,4 +228,5 @@ def is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because another process has ended or does not answer within the timeout."""
     if isinstance(error, OtherRankFailedError) or not dist.is_available():
         return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    # Gloo raises a plain RuntimeError, whose message names the file of its transport that has noticed it.
+    return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from helpers import models
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
+from hf_infcl.training import checkpoints
 from hf_infcl.training.checkpoints import (
     LOCK_NAME,
     MANIFEST_NAME,
@@ -306,6 +309,17 @@ def rank_of_a_disk(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
 def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(ranks, tmp_path):
     ranks.run(rank_of_a_disk, 2, str(tmp_path))
+
+
+def rank_without_marks(rank: int, world_size: int, folder: str) -> None:
+    error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    refused = pytest.raises(ValueError, match=f"^No file can be made in output_dir {folder}: .*Choose another")
+    with mock.patch.object(checkpoints, "NamedTemporaryFile", side_effect=error), refused, locked(folder):
+        pass
+
+
+def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(ranks, tmp_path):
+    ranks.run(rank_without_marks, 2, str(tmp_path), timeout=20)
 
 
 # ---- A disk that is full ----

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_infcl.processes import MOST_NUMBERS, Processes, announce_failure
+from hf_infcl.processes import MOST_NUMBERS, Processes, announce_failure, is_lost_connection
 
 
 def rank_collectives(rank: int, world_size: int) -> None:
@@ -90,6 +90,12 @@ def rank_failure(rank: int, world_size: int, announced: bool) -> None:
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_failure_stops_every_process_with_its_reason(ranks, announced):
     ranks.run(rank_failure, 3, announced)
+
+
+def test_errors_of_other_origin_are_not_taken_for_lost_connections():
+    """`test_lost_processes.py` has the errors that are."""
+    assert not is_lost_connection(RuntimeError("the file gloomy.png is damaged"))
+    assert is_lost_connection(RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:5] Connection closed by peer"))
 
 
 def test_one_process_has_nobody_to_announce_a_failure_to(caplog):

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryFile
@@ -386,25 +386,31 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
             problem = str(error)
         refuse(problem)
         if shared:
-            refuse(_another_folder(output_dir, processes, marks=locks))
+            refuse(_not_shared(output_dir, processes, marks=locks))
         yield
     finally:
         lock.release()
 
 
-def _another_folder(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
+def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
     """A sentence if this process's output_dir is not that of any process with ``marks``; otherwise empty; collective.
 
     The processes with ``marks`` put a new file into their folders, and every process looks for these files in its own.
     """
-    # The name of the mark is new, so that no file system can have cached whether it is there.
-    with NamedTemporaryFile(prefix="_", dir=output_dir) if marks else nullcontext() as mark:
-        names = processes.gather_text("" if mark is None else Path(mark.name).name)
+    mark = problem = ""
+    with ExitStack() as files:
+        if marks:
+            try:
+                # The name of the mark is new, so that no file system can have cached whether it is there.
+                mark = Path(files.enter_context(NamedTemporaryFile(prefix="_", dir=output_dir)).name).name
+            except OSError as error:
+                problem = f"No file can be made in output_dir {output_dir}: {error}. Choose another output_dir."
+        names = processes.gather_text(mark)
         found = any(Path(output_dir, name).exists() for name in names if name)
-        processes.gather_text("")  # the marks stay until all processes have looked for them
+        processes.agree([])  # the marks stay until all processes have looked for them
     return (
-        ""
-        if found
+        problem
+        if found or problem
         else f"output_dir {output_dir} is not the folder in which checkpoints are completed. Choose a folder that "
         "all machines share, or let each machine complete its own checkpoints with save_on_each_node=True."
     )
