@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,8 @@ def test_the_best_rate_is_looked_for_beyond_the_grid_while_the_best_so_far_gets_
     assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(4e-3, 0), (2e-3, 1), (2e-3, 2)]
     assert wanted({1e-3: 0.5, 2e-3: 0.1}) == [(5e-4, 0), (1e-3, 1), (1e-3, 2)]
     assert wanted({1e-3: 0.1, 2e-3: 0.5, 4e-3: 0.3}) == [(2e-3, 1), (2e-3, 2)]
+    plan = experiments.Plan(run, (1e-3,), (0, 1, 2))
+    assert wanted({1e-3: 0.1, 2e-3: 0.5}) == [(1e-3, 1), (1e-3, 2)], "a single rate is not tuned"
 
 
 def test_what_ended_earlier_is_not_run_again(module, tmp_path):
@@ -195,29 +198,30 @@ def test_what_ended_earlier_is_not_run_again(module, tmp_path):
     plans = [experiments.Plan(run, (1e-3, 2e-3), (0, 1))]
     worker = experiments.Worker(None, None, 0)
     table = tmp_path / "results.csv"
-    queue = experiments.Queue(plans, table, math.inf)
+    queue = experiments.Queue(plans, table, math.inf, {})
     for value in (0.5, 0.1):
         worker.plan, worker.run = queue.next_for(worker, [worker])
         measured = {f"validation_image_recall@{k}": value for k in (1, 5, 10)}
-        queue.finished(worker, [{**vars(worker.run), "way": "", "finished": True, **measured}], "")
+        queue.finished(worker, [{**vars(worker.run), "way": "", "finished": True, "seconds": 1.0, **measured}], "")
 
-    again = experiments.Queue(plans, table, math.inf)
+    again = experiments.Queue(plans, table, math.inf, {})
     assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, learning_rate=5e-4), "the best was the least"
     assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1), "the best so far"
     assert again.next_for(worker, [worker]) is None
     assert len(table.read_text().splitlines()) == 3
 
     larger = [experiments.Plan(dataclasses.replace(run, micro_batch=4), (1e-3, 2e-3), (0, 1))]
-    same = experiments.Queue(larger, table, math.inf).next_for(worker, [worker])[1]
+    same = experiments.Queue(larger, table, math.inf, {}).next_for(worker, [worker])[1]
     assert same.learning_rate == 5e-4, "what InfCLTrainer learns does not depend on the micro-batch"
     header, *rows = table.read_text().splitlines()
     columns = header.split(",")
     places = [columns.index(name) for name in columns if name not in ("captions", "equal_ids", "negatives")]
     older = [",".join(line.split(",")[place] for place in places) for line in (header, *rows)]
     table.write_text("\n".join(older) + "\n")
-    assert experiments.Queue(plans, table, math.inf).next_for(worker, [worker])[1].learning_rate == 5e-4, "older rows"
+    of_older = experiments.Queue(plans, table, math.inf, {}).next_for(worker, [worker])[1]
+    assert of_older.learning_rate == 5e-4, "rows from before some columns"
     others = [experiments.Plan(dataclasses.replace(run, samples=32), (1e-3, 2e-3), (0, 1))]
-    assert experiments.Queue(others, table, math.inf).next_for(worker, [worker])[1].learning_rate == 1e-3
+    assert experiments.Queue(others, table, math.inf, {}).next_for(worker, [worker])[1].learning_rate == 1e-3
 
 
 def test_a_fine_tuning_that_ended_is_not_run_again(module, tmp_path):
@@ -226,14 +230,41 @@ def test_a_fine_tuning_that_ended_is_not_run_again(module, tmp_path):
     base = dataclasses.replace(run, samples=128, learning_rate=1e-3)
     plans = [experiments.Plan(run, (0.0,), (0, 1), ways=(("full", (1e-4, 3e-4)),), base=base)]
     worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
-    queue = experiments.Queue(plans, table, math.inf)
+    queue = experiments.Queue(plans, table, math.inf, {})
     worker.plan, worker.run = queue.next_for(worker, [worker])
     tuned = [dataclasses.replace(run, learning_rate=rate) for rate in (1e-4, 3e-4)]
     rows = [{**vars(one), "way": way} for one, way in zip([base, *tuned], ["base", "full", "full"], strict=True)]
-    queue.finished(worker, [{**row, "finished": True, "validation_image_recall@1": 0.5} for row in rows], "")
-    again = experiments.Queue(plans, table, math.inf)
+    measured = {"finished": True, "seconds": 1.0, "validation_image_recall@1": 0.5}
+    queue.finished(worker, [{**row, **measured} for row in rows], "")
+    again = experiments.Queue(plans, table, math.inf, {})
     assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1)
     assert again.next_for(worker, [worker]) is None
+
+
+def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(module, tmp_path):
+    training, experiments = module("training"), module("experiments")
+    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
+    plan, more = experiments.Plan(run, (1e-3,), (0, 1)), experiments.Plan(dataclasses.replace(run, samples=32), (1e-3,))
+    ways = (("full", (1e-4,)), ("LoRA", (1e-4,)))
+    tuning = experiments.Plan(dataclasses.replace(run, samples=8), ways=ways, base=run)
+    worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
+    machine = {"device": "this", "torch_compile": True}
+    queue = experiments.Queue([plan], table, math.inf, machine)
+    worker.plan, worker.run = queue.next_for(worker, [worker])
+    row = {**vars(worker.run), "finished": True, "seconds": 640.0, "validation_image_recall@1": 0.5}
+    queue.finished(worker, [{**row, **machine}], "")  # 10 seconds a sample
+
+    def begun(plan: Any, seconds: float, **other: Any) -> bool:
+        queue = experiments.Queue([plan], table, time.monotonic() + seconds, {**machine, **other})
+        found = queue.next_for(worker, [worker])
+        assert bool(queue.skipped) == (found is None)
+        return found is not None
+
+    assert [begun(plan, 700), begun(plan, 720)] == [False, True], "the second seed, with a tenth for the measuring"
+    assert [begun(more, 340), begun(more, 360)] == [False, True], "half of the samples"
+    assert [begun(tuning, 870), begun(tuning, 890)] == [False, True], "the base and both ways"
+    assert begun(plan, 1, device="another")
+    assert begun(plan, 1, torch_compile=False)
 
 
 def test_the_files_of_the_experiments_can_be_run(module):
@@ -241,8 +272,11 @@ def test_the_files_of_the_experiments_can_be_run(module):
     files = sorted((SCRIPTS / "real_pairs/experiments").glob("*.yaml"))
     plans = experiments.read_plans(files)
     assert {plan.run.experiment for plan in plans} == {path.stem for path in files}
-    costly = [plan for plan in plans if plan.run.experiment == "2_fixed_steps" and plan.run.method == "Trainer"]
-    assert [(plan.rates, plan.seeds) for plan in costly] == [((5e-4,), (0,))], "a configuration has rates of its own"
+    ours = [plan for plan in plans if (plan.run.experiment, plan.run.method) == ("1_global_batch", "InfCLTrainer")]
+    for plan in ours:
+        factor = plan.run.batch / 256
+        for by_rule in (5e-4 * factor, 5e-4 * factor**0.5):
+            assert any(math.isclose(rate, by_rule, rel_tol=0.05) for rate in plan.rates), "the rules' rates are tried"
     for plan in plans:
         for run in (plan.run, plan.base or plan.run):
             assert run.method in training.TRAINERS

@@ -72,8 +72,17 @@ class Plan:
     ways: tuple[tuple[str, tuple[float, ...]], ...] = ()
     base: Run | None = None
 
+    @property
+    def samples(self) -> int:
+        """The samples of one run; those of a fine-tuning include its base and all its ways at all their rates."""
+        tunings = sum(len(rates) for _, rates in self.ways)
+        return self.run.samples * max(1, tunings) + (self.base.samples if self.base else 0)
+
     def wanted(self, scores: dict[tuple[float, int], float]) -> list[Run]:
-        """The runs that are needed next, given the scores of those that ended by learning rate and seed."""
+        """The runs that are needed next, given the scores of those that ended by learning rate and seed.
+
+        A plan of a single rate is about that rate: others that were tried do not matter.
+        """
 
         def runs(rates: Iterable[float], seeds: Iterable[int]) -> list[Run]:
             pairs = itertools.product(rates, seeds)
@@ -82,7 +91,8 @@ class Plan:
         if self.ways:
             return runs([self.run.learning_rate], self.seeds)
         first = self.seeds[0]
-        tried = {rate: value for (rate, seed), value in scores.items() if seed == first}
+        only = self.rates if len(self.rates) == 1 else {rate for rate, _ in scores}
+        tried = {rate: value for (rate, seed), value in scores.items() if seed == first and rate in only}
         next_rates = [rate for rate in self.rates if rate not in tried]
         best = max(tried, key=lambda rate: tried[rate]) if tried else self.rates[0]
         if not next_rates and len(self.rates) > 1:
@@ -184,10 +194,12 @@ class Queue:
         plans: the plans.
         table: the CSV that the rows are added to. Runs that ended in it are not repeated.
         end: the time, as of `time.monotonic`, at which nothing runs any more.
+        machine: columns that decide about the speed; earlier rows that agree in them tell how long a run will take.
     """
 
-    def __init__(self, plans: Sequence[Plan], table: Path, end: float) -> None:
+    def __init__(self, plans: Sequence[Plan], table: Path, end: float, machine: Row) -> None:
         self._plans, self._table, self._end = plans, table, end
+        self._machine = {name: str(value) for name, value in machine.items()}
         self._scores: list[dict[tuple[float, int], float]] = [{} for _ in plans]
         self._issued: set[Run] = set()
         self._seconds: dict[tuple, float] = {}  # per sample, of the runs that ended, by what decides about the speed
@@ -206,7 +218,9 @@ class Queue:
             if row["finished"] != "True":
                 continue
             run = _run_of(row)
-            self._seconds[_kind(run)] = float(row["seconds"]) / run.samples
+            same_machine = all(row.get(name) == value for name, value in self._machine.items())
+            if same_machine and row["way"] in ("", "base"):
+                self._seconds[_kind(run)] = float(row["seconds"]) / run.samples
             for plan, scores in zip(self._plans, self._scores, strict=True):
                 if bool(row["way"]) != bool(plan.ways):
                     continue
@@ -228,7 +242,7 @@ class Queue:
             for run in plan.wanted(scores):
                 if run in self._issued:
                     continue
-                if self._estimate(run) > self.seconds_left():
+                if self._estimate(plan) > self.seconds_left():
                     self.skipped.add(run)
                     continue
                 self._issued.add(run)
@@ -238,9 +252,9 @@ class Queue:
     def seconds_left(self) -> float:
         return self._end - time.monotonic()
 
-    def _estimate(self, run: Run) -> float:
-        """Seconds that the run will take, by earlier ones of the same kind or else by the slowest one."""
-        return 1.1 * run.samples * self._seconds.get(_kind(run), max(self._seconds.values(), default=0.0))
+    def _estimate(self, plan: Plan) -> float:
+        """Seconds that a run of the plan will take, by earlier ones of the same kind or else by the slowest one."""
+        return 1.1 * plan.samples * self._seconds.get(_kind(plan.run), max(self._seconds.values(), default=0.0))
 
     def finished(self, worker: Worker, rows: list[Row], error: str) -> None:
         """Writes what a worker measured, and prints the error that ended its run, if one did."""
@@ -254,7 +268,7 @@ class Queue:
             print(f"{run} failed:\n{error}", flush=True)
             return
         took = time.monotonic() - worker.began
-        self._seconds[_kind(run)] = took / run.samples
+        self._seconds[_kind(run)] = took / plan.samples
         last = rows[-1]
         value = score(last) if any(name.startswith("validation") for name in last) else 0.0
         self._scores[self._plans.index(plan)][run.learning_rate, run.seed] = value
@@ -307,7 +321,9 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     args.output_dir.mkdir(parents=True, exist_ok=True)
     plans = read_plans(args.experiments, args.micro_batch, toy=args.toy)
-    queue = Queue(plans, args.output_dir / "results.csv", end)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    machine = {"device": environment(device)["device"], "torch_compile": args.torch_compile}
+    queue = Queue(plans, args.output_dir / "results.csv", end, machine)
     with tempfile.TemporaryDirectory() as folder:
         tensors = Path(folder, "corpus.pt")
         torch.save(prepare(args.corpus), tensors)
