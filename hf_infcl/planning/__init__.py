@@ -1,6 +1,6 @@
 """Predicts memory and time of a training from the model's config and from rates that were measured on GPUs."""
 
-from .counting import ROWS, Counts, count
+from .counting import ROWS, Counts, Operation, count
 from .measuring import measure
 from .plan import (
     GIB,
@@ -28,6 +28,7 @@ __all__ = [
     "USABLE",
     "Choice",
     "Counts",
+    "Operation",
     "best",
     "choices",
     "count",

@@ -26,10 +26,18 @@ MOST_TOKENS = 77  # the length of captions, also for text towers that take longe
 
 
 class Operation(NamedTuple):
-    """One kernel: its floating point operations, and the bytes that it reads and writes."""
+    """One kernel.
+
+    Attributes:
+        flops: its floating point operations.
+        nbytes: the bytes that it reads and writes.
+        waits: whether the host reads a value from the device before it launches the kernel, and so waits for all
+            kernels before.
+    """
 
     flops: float
     nbytes: float
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ def build(config: PretrainedConfig, device: torch.device, freeze: str | None, ch
 
 
 def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "meta") -> dict[str, Tensor]:
-    """The inputs of a micro-batch: black images, and captions that consist of the token 0."""
+    """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
         raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")
@@ -143,6 +151,7 @@ def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "
     return {
         "pixel_values": torch.zeros(rows, channels, height, width, device=device),
         "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
+        "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
     }
 
 
@@ -202,10 +211,12 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.live = self.peak = 0
+        self._waits = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:
+            self._waits = True
             return True  # the models ask whether all tokens are to be attended to
         out = function(*args, **kwargs)
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -224,8 +235,10 @@ class _Operations(TorchDispatchMode):
                 Operation(
                     float(flops(*args, **kwargs, out_val=out)) if flops else 0.0,
                     float(sum(t.nbytes for t in (*read, *written))),
+                    self._waits,
                 )
             )
+            self._waits = False
         return out
 
     def _free(self, nbytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,11 +14,10 @@ GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses are replayed as a CUDA graph
-# Seconds of the host, which calls collectives between the graphs on several GPUs: once before the first product, and
-# once more while the products run, which hide it if they take longer.
-REPLAY_AMONG_GPUS = 0.7e-3
+REPLAY_AMONG_GPUS = 1.35e-3  # on several GPUs, where the host calls collectives between the graphs
 # Seconds of a loss that is not replayed. The host takes the first time to launch a product of one block, while the
-# device computes earlier ones; the longer of both counts. The second time is added for each of the 4 or 3 products.
+# device computes earlier ones; how both overlap is measured, see `loss_seconds`. The second time is added for each of
+# the 4 or 3 products.
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
 
 
@@ -184,28 +184,39 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
 
 
 def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float:
-    """The time of operations. Arithmetic or traffic limits each of them, and the host may limit them all together."""
+    """The time of operations. Arithmetic or traffic limits each of them.
+
+    The device begins an operation when it has ended the one before and the host has launched it.
+    """
     scale = choice.micro_batch / ROWS
-    traffic = COMPILED_TRAFFIC if choice.compiled else 1.0
-    device = sum(
-        max(o.flops / gpu.flops, o.nbytes / gpu.bandwidth) if o.flops else traffic * o.nbytes / gpu.bandwidth
-        for o in operations
-    )
-    # A compiled graph launches about as many kernels as it has matrix products, twice.
-    launches = 2 * sum(1 for o in operations if o.flops) if choice.compiled else len(operations)
-    return max(scale * device, launches * gpu.launch)
+    traffic, launch = 1.0, gpu.launch
+    if choice.compiled:
+        traffic = COMPILED_TRAFFIC
+        # A compiled graph launches about as many kernels as it has matrix products, twice.
+        launch *= 2 * sum(1 for o in operations if o.flops) / max(1, len(operations))
+    host = device = 0.0
+    for o in operations:
+        if o.waits and not choice.compiled:
+            host = device
+        seconds = max(o.flops / gpu.flops, o.nbytes / gpu.bandwidth) if o.flops else traffic * o.nbytes / gpu.bandwidth
+        host += launch
+        device = max(device, host) + scale * seconds
+    return device
 
 
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
-    """The time of the loss and its gradient: that of its matrix products or, if they are short, of the host."""
+    """The time of the loss and its gradient: that of its matrix products, and of the host that launches them.
+
+    In a ring both overlap in part: the root of the sum of their squares fits where either is the longer one.
+    """
     products = PRODUCTS[objective]
     device = products * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
     if choice.gpus == 1:
         return device + REPLAY
     if is_replayed(dim, choice):
-        return max(device, REPLAY_AMONG_GPUS) + REPLAY_AMONG_GPUS
+        return device + REPLAY_AMONG_GPUS
     blocks = 1 if is_gathered(dim, choice) else choice.gpus
-    return max(device, products * blocks * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
+    return math.hypot(device, products * blocks * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
