@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import gc
 import importlib.metadata
 import multiprocessing
 import os
@@ -23,15 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from helpers.fuzz import Findings, rank_cases
+from helpers.fuzz import Case, Findings, rank_cases
 from helpers.kills import count_kills
 from helpers.processes import Ranks
 
@@ -39,8 +40,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "soak.csv"
 COLUMNS = ("date", "commit", "device", "python", "torch", "triton", "transformers", "check", "processes", "count")
 COLUMNS += ("seconds", "failures", "detail")
-CASES_AT_A_TIME = 100
+CASES_AT_A_TIME = 50
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 def write_row(results: Path, **values: Any) -> None:
@@ -107,32 +109,45 @@ def fuzz_loss(options: argparse.Namespace) -> int:
     return wrong
 
 
-def jobs(options: argparse.Namespace) -> Iterator[range]:
+def consecutive(options: argparse.Namespace) -> Iterable[Iterable[int]]:
+    """The seeds of all cases, some at a time."""
     last = options.first_seed + options.cases
     for first in range(options.first_seed, last, CASES_AT_A_TIME):
         yield range(first, min(first + CASES_AT_A_TIME, last))
+
+
+def by_kernels(options: argparse.Namespace) -> Iterable[Iterable[int]]:
+    """The seeds of all cases, some at a time, of cases for which a GPU compiles the same kernels.
+
+    All kernels come up once before any of them comes up again. So each is compiled by one worker, and is in Triton's
+    cache when the others need it.
+    """
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for seed in range(options.first_seed, options.first_seed + options.cases):
+        alike.setdefault(Case.draw(seed, 1, DEVICE).kernels(), []).append(seed)
+    for first in range(0, max(map(len, alike.values())), CASES_AT_A_TIME):
+        yield from filter(None, (seeds[first : first + CASES_AT_A_TIME] for seeds in alike.values()))
 
 
 def one_process(options: argparse.Namespace) -> Iterator[Findings]:
     """Workers compute cases of one process each: most of the time goes into compiling kernels and launching them."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, context, torch.set_num_threads, (1,)) as pool:
-        device = "cuda" if ON_GPU else "cpu"
-        tasks = [pool.submit(rank_cases, 0, 1, device, seeds) for seeds in jobs(options)]
+        tasks = [pool.submit(rank_cases, 0, 1, DEVICE, seeds) for seeds in by_kernels(options)]
         try:
-            for task in tasks:
+            for task in as_completed(tasks):
                 yield task.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Findings]:
-    """Texts of these sizes are gathered even by a ring; in every other hundred of cases they travel around it."""
+    """Texts of these sizes are gathered even by a ring; in every other call of the processes they travel around it."""
     pool = Ranks()
     try:
-        for number, seeds in enumerate(jobs(options)):
+        for number, seeds in enumerate(consecutive(options)):
             by_rank = pool.run(
-                *(rank_cases, world_size, "cuda" if ON_GPU else "cpu", seeds),
+                *(rank_cases, world_size, DEVICE, seeds),
                 backend="nccl" if ON_GPU else "gloo",
                 timeout=600,
                 always_ring=number % 2 == 1,
@@ -173,7 +188,10 @@ def train(options: argparse.Namespace) -> int:
             bf16=ON_GPU,
             max_grad_norm=1.0,
         )
+        gc.collect()
+        gc.freeze()  # to look through the objects of all imports at every measurement takes longer than the training
         trainer.train()
+        gc.unfreeze()
     growth, grown, last = seen.growth(), seen.grown(), seen.seen[-1]
     write_row(
         options.results,
