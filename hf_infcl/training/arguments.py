@@ -193,6 +193,12 @@ class InfCLTrainingArguments(TrainingArguments):
 
         A new instance calls it; `InfCLTrainer` calls it again after a hyperparameter search has changed values.
         """
+        self._check_choices()
+        self._check_numbers()
+        self._check_combinations()
+        self._check_support()
+
+    def _check_choices(self) -> None:
         for name, value, known in (
             ("objective", self.objective, (None, *OBJECTIVES)),
             ("strategy", self.strategy, STRATEGIES),
@@ -203,6 +209,13 @@ class InfCLTrainingArguments(TrainingArguments):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise ValueError(
+                "A contrastive batch must be drawn without regard to lengths: train_sampling_strategy must be 'random' "
+                f"or 'sequential', got {self.train_sampling_strategy!r}."
+            )
+
+    def _check_numbers(self) -> None:
         if self.max_logit_scale is not None and not self.max_logit_scale >= 1:
             raise ValueError(
                 f"max_logit_scale must be at least 1 (it limits the multiplier, not its logarithm), got "
@@ -237,6 +250,10 @@ class InfCLTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be at least 0 and less than 1, got {value}.")
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm must be at least 0, where 0 clips nothing, got {self.max_grad_norm}.")
+        if self.divergence_factor is not None and not self.divergence_factor > 1:
+            raise ValueError(f"divergence_factor must be more than 1, got {self.divergence_factor}.")
+
+    def _check_combinations(self) -> None:
         if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(
                 "num_train_epochs or max_steps must be more than 0, or nothing is trained, got "
@@ -250,8 +267,6 @@ class InfCLTrainingArguments(TrainingArguments):
             interval = getattr(self, steps)
             if getattr(self, strategy) == "steps" and interval is not None and not interval > 0:
                 raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
-        if self.divergence_factor is not None and not self.divergence_factor > 1:
-            raise ValueError(f"divergence_factor must be more than 1, got {self.divergence_factor}.")
         if self.on_divergence == "roll_back":
             if self.divergence_factor is None:
                 raise ValueError("on_divergence='roll_back' needs a divergence_factor, 3 for instance.")
@@ -260,12 +275,16 @@ class InfCLTrainingArguments(TrainingArguments):
                     "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than "
                     "'no', and leave save_only_model off."
                 )
+        if self.ddp_static_graph and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                "ddp_static_graph=True does not work with gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps}: DDP fails in a window's second micro-batch. Leave it off."
+            )
+
+    def _check_support(self) -> None:
+        """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
         for name, default, reason in (
-            (
-                "dataloader_drop_last",
-                False,
-                "it would drop rows of evaluations; training has full windows anyway",
-            ),
+            ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full windows anyway"),
             ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
             ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
             ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
@@ -285,16 +304,6 @@ class InfCLTrainingArguments(TrainingArguments):
                 "auto_find_batch_size would change the contrastive batch and with it the objective. Lower "
                 "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor instead: the "
                 "result is the same."
-            )
-        if self.ddp_static_graph and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "ddp_static_graph=True does not work with gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}: DDP fails in a window's second micro-batch. Leave it off."
-            )
-        if self.train_sampling_strategy not in ("random", "sequential"):
-            raise ValueError(
-                "A contrastive batch must be drawn without regard to lengths: train_sampling_strategy must be 'random' "
-                f"or 'sequential', got {self.train_sampling_strategy!r}."
             )
 
     def __getstate__(self) -> dict[str, Any]:
