@@ -76,7 +76,7 @@ def softmax_gradients(
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
 ) -> Tensor:
-    of_scale = [_nothing(x)]
+    scale_sums = [_nothing(x)]
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale
         coefficients = torch.exp(logits - lse_x[r, None])
@@ -86,9 +86,9 @@ def softmax_gradients(
         positives, rows = _positives(coefficients, r, c, diagonal)
         if positive_coefficient is not None:
             positives.copy_(positive_coefficient[rows])
-        of_scale.append(cosines.mul_(coefficients).sum())
+        scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
-    return _sum(of_scale)
+    return _sum(scale_sums)
 
 
 def sigmoid_block(
@@ -102,7 +102,7 @@ def sigmoid_block(
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, of_bias, of_scale = ([_nothing(x)] for _ in range(3))
+    loss_sums, bias_sums, scale_sums = ([_nothing(x)] for _ in range(3))
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale + bias  # -t·z of the negatives
         positives, _ = _positives(logits, r, c, diagonal)
@@ -110,26 +110,26 @@ def sigmoid_block(
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
         positives.copy_(negated)
-        loss.append(F.softplus(logits, threshold=40).sum())
+        loss_sums.append(F.softplus(logits, threshold=40).sum())
         coefficients = logits.sigmoid_()
         positives.neg_()
-        of_bias.append(coefficients.sum())
-        of_scale.append(cosines.mul_(coefficients).sum())
+        bias_sums.append(coefficients.sum())
+        scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
-    return _sum(loss), _sum(of_bias), _sum(of_scale)
+    return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
 
 
 def multi_positive_statistics(
     x: Tensor, y: Tensor, scale: Tensor, reference_x: Tensor, reference_y: Tensor, ids_x: Tensor, ids_y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    of_x, of_y = (
+    stats_x, stats_y = (
         (torch.full_like(reference, -torch.inf), torch.full_like(reference, -torch.inf), torch.zeros_like(reference))
         for reference in (reference_x, reference_y)
     )
     for r, c, cosines in _tiles(x, y):
         logits = cosines.mul_(scale)
         equal = ids_x[r, None] == ids_y[None, c]
-        sides = ((of_x, r, reference_x[r, None], 1), (of_y, c, reference_y[None, c], 0))
+        sides = ((stats_x, r, reference_x[r, None], 1), (stats_y, c, reference_y[None, c], 0))
         for (negatives, positives, distance), part, reference, dim in sides:
             relative = logits - reference
             negative = torch.logsumexp(relative.masked_fill(equal, -torch.inf), dim)
@@ -137,7 +137,7 @@ def multi_positive_statistics(
             positive = torch.logsumexp(relative.masked_fill(~equal, -torch.inf), dim)
             positives[part] = torch.logaddexp(positives[part], positive)
             distance[part] += relative.masked_fill_(~equal, 0).sum(dim)
-    return *of_x, *of_y
+    return *stats_x, *stats_y
 
 
 def multi_positive_gradients(
@@ -155,7 +155,7 @@ def multi_positive_gradients(
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
 ) -> Tensor:
-    of_scale = [_nothing(x)]
+    scale_sums = [_nothing(x)]
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale
         equal = ids_x[r, None] == ids_y[None, c]
@@ -167,9 +167,9 @@ def multi_positive_gradients(
         for reference, relative, share in sides:
             terms = torch.exp(logits - reference - relative)
             coefficients += torch.where(equal, torch.where(share < 0, share, terms - share), terms)
-        of_scale.append(cosines.mul_(coefficients).sum())
+        scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
-    return _sum(of_scale)
+    return _sum(scale_sums)
 
 
 def multi_positive_sigmoid(
@@ -182,18 +182,18 @@ def multi_positive_sigmoid(
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, of_bias, of_scale = ([_nothing(x)] for _ in range(3))
+    loss_sums, bias_sums, scale_sums = ([_nothing(x)] for _ in range(3))
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale + bias
         equal = ids_x[r, None] == ids_y[None, c]
         negated = torch.where(equal, -logits, logits)  # -t·z
-        loss.append(F.softplus(negated, threshold=40).sum())
+        loss_sums.append(F.softplus(negated, threshold=40).sum())
         coefficients = negated.sigmoid_()
         coefficients = torch.where(equal, -coefficients, coefficients)
-        of_bias.append(coefficients.sum())
-        of_scale.append(cosines.mul_(coefficients).sum())
+        bias_sums.append(coefficients.sum())
+        scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
-    return _sum(loss), _sum(of_bias), _sum(of_scale)
+    return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
 
 
 def _nothing(x: Tensor) -> Tensor:
@@ -201,9 +201,9 @@ def _nothing(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=accumulate_dtype(x), device=x.device)
 
 
-def _sum(of_tiles: list[Tensor]) -> Tensor:
+def _sum(sums_of_tiles: list[Tensor]) -> Tensor:
     """The sum of the tiles' sums; one by one, 4,096 equal ones would add up to an error of 2e-5 in fp32."""
-    return torch.stack(of_tiles).sum()
+    return torch.stack(sums_of_tiles).sum()
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

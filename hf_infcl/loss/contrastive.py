@@ -15,7 +15,7 @@ from ..processes import Arriving, Processes
 from . import cuda_graphs, pairs, several_positives
 from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
-from .strategies import RingStrategy, Strategy, select_strategy
+from .strategies import Strategy, select_strategy
 
 # Up to so many multiplications in one product of matrices, n·m·D, the host takes longer to launch the kernels of a loss
 # than the GPU to run them. With several processes the host also starts the collectives. Losses of this size take 2 ms
@@ -218,8 +218,8 @@ def _launches_dominate(strategy: Strategy, x: Tensor, counts: Counts) -> bool:
         not torch.compiler.is_compiling()
         and x.is_cuda
         and is_small(len(x), texts, x.shape[1], processes.world_size)
-        # Collectives of GPUs are only queued, in the order of the stream; a ring's transfers are not.
-        and (processes.world_size == 1 or (processes.device == x.device and not isinstance(strategy, RingStrategy)))
+        # Collectives of GPUs are only queued, in the order of the stream.
+        and (processes.world_size == 1 or (processes.device == x.device and strategy.recordable))
         and kernels.select(strategy.backend, x) is not kernels.torch_backend
     )
 

@@ -22,8 +22,8 @@ from torch import Tensor
 Tensors = tuple[Tensor | None, ...]
 Collective = Callable[..., Any]
 
-PATIENCE = 2  # calls before one is recorded: an evaluation has many sizes, which would all be recorded; a training one
-KEPT = 2  # recordings at a time, each with the memory of its computation
+PATIENCE = 2  # calls before the one that is recorded: the many sizes of an evaluation come once or twice each
+KEPT = 2  # the most recordings that are kept at a time; each holds the memory of its computation
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()  # a recording's inputs are written and then read by its replay

@@ -39,7 +39,7 @@ class Inputs:
         """The numbers of rows on all processes.
 
         Raises:
-            ValueError: on every process alike, if the inputs of any are unusable or differ between them.
+            ValueError: on every process alike, if the inputs of any process are unusable or those of two differ.
         """
         problem = self._problem()
         if processes.world_size == 1:
@@ -71,7 +71,7 @@ class Inputs:
         raise self._error_of_all(processes, problem)
 
     def _error_of_all(self, processes: Processes, problem: str) -> ValueError:
-        """The error that every process raises, with what each has passed or what is wrong with it."""
+        """The error that every process raises: it lists the inputs of each, or the reason why they are unusable."""
         texts = processes.gather_text(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return ValueError(

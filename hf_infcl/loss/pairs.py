@@ -16,7 +16,7 @@ from .strategies import Gradients, GradientsBlock, Rows, Side, Statistics, Strat
 
 def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -> Terms:
     """The `Terms` of a batch of pairs."""
-    loss = _softmax if objective == "softmax" else _sigmoid
+    loss = _LOSSES[objective]
     if batch.ids_x is None:
         return loss(strategy, batch, wanted)
     (ids_of_batch,) = strategy.gather(Side((batch.ids_x,), batch.counts.images))
@@ -122,6 +122,9 @@ def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         (loss, grad_bias, grad_scale), grad_x = _sum(from_pairs, from_negatives)
         grad_negatives = from_negatives.y
     return Terms(loss, float(sum(pairs)), grad_scale, grad_bias, grad_x, grad_y, grad_negatives)
+
+
+_LOSSES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _without_positives(block: GradientsBlock) -> GradientsBlock:

@@ -69,7 +69,7 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
     images = anchors(batch.x, order_x, ids_of_images, ids_of_texts, batch.counts.images)
     texts = anchors(y, order_y, ids_of_texts, ids_of_images, counts_y)
     want_images, want_texts = wanted.x, wanted.y or wanted.negatives
-    loss = _softmax if objective == "softmax" else _sigmoid
+    loss = _LOSSES[objective]
     if sum(texts.counts) <= sum(images.counts):
         terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
         grad_x, grad_y = terms.grad_x, terms.grad_y
@@ -190,6 +190,9 @@ def _sigmoid(
     (loss, grad_bias, grad_scale), grad_x, grad_y = strategy.gradients(gradients, x.side(), y.side(), want_x, want_y)
     divisor = 2 / (1 / x.with_positive + 1 / y.with_positive)
     return Terms(loss, divisor, grad_scale, grad_bias, grad_x, grad_y)
+
+
+_LOSSES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _reference(x: _Anchors, y: _Anchors, scale: Tensor, backend: str) -> Tensor:

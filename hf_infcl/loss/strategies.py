@@ -82,9 +82,11 @@ class Strategy(ABC):
 
     Attributes:
         transposes: whether the texts are the rows of blocks as well.
+        recordable: whether `Processes.perform` makes all collectives, so that the kernels between them can be recorded.
     """
 
     transposes = False
+    recordable = True
 
     def __init__(self, processes: Processes, backend: str) -> None:
         self.processes, self.backend = processes, backend
@@ -141,6 +143,8 @@ class RingStrategy(Strategy):
     The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
     for the gradients. The sigmoid loss takes three.
     """
+
+    recordable = False
 
     def __init__(self, processes: Processes, backend: str) -> None:
         super().__init__(processes, backend)
