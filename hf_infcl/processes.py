@@ -103,8 +103,8 @@ class Processes:
                 results[places[0]] = stacked
                 continue
             separate = stacked.view(self.world_size, len(places), *stacked.shape[1:]).unbind(1)
-            for place, of_all in zip(places, separate, strict=True):
-                results[place] = of_all.view(tensors[place].dtype)
+            for place, rows in zip(places, separate, strict=True):
+                results[place] = rows.view(tensors[place].dtype)
         return tuple(results)
 
     def scatter_sum(self, tensor: Tensor) -> Tensor:

@@ -147,8 +147,8 @@ class ContrastiveCollator:
             batch |= self.tokenize(captions + negatives)
             counts = torch.tensor([len(item["caption"]) for item in items])
             if negatives or (counts != 1).any():
-                of_captions = torch.arange(len(items)).repeat_interleave(counts)
-                batch["caption_image"] = torch.cat((of_captions, torch.full((len(negatives),), -1)))
+                caption_image = torch.arange(len(items)).repeat_interleave(counts)
+                batch["caption_image"] = torch.cat((caption_image, torch.full((len(negatives),), -1)))
         for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped"), ("label", "labels")):
             if key in items[0]:
                 batch[name] = torch.tensor([item[key] for item in items])

@@ -100,9 +100,9 @@ class ImageTextDataset(ImageDataset):
                 "An evaluation (all_captions=True) takes all captions of an image and no others. Leave "
                 "captions_per_image and negative_caption_column out."
             )
-        of_captions = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
-        super().__init__(dataset, image_column, {**of_captions, "pair_id_column": pair_id_column})
-        for option, column in of_captions.items():
+        caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
+        super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
+        for option, column in caption_columns.items():
             captions = dataset.features[column] if column else None
             if column and not (is_string(captions) or is_string(getattr(captions, "feature", None))):
                 raise ValueError(f"The {option} {column!r} must hold strings or lists of strings, not {captions}.")

@@ -175,7 +175,7 @@ class CheckpointingTrainer(HubTrainer):
         agreed = Processes().agree([self._preemption.signal, *numbers])
         if signals := {int(number) for number, *_ in agreed if number}:
             self._end_early(max(signals))
-        return [of_rank for _, *of_rank in agreed]
+        return [values for _, *values in agreed]
 
     def _end_early(self, number: int) -> NoReturn:
         """Saves a checkpoint between two steps and ends the training, on all processes alike."""

@@ -66,6 +66,7 @@ class DualEncoder:
                 "split into image and text embeddings. Use the full model (such as CLIPModel) of one of the types "
                 f"{', '.join(SOFTMAX_MODELS + SIGMOID_MODELS)}."
             )
+        # transformers tells of a split by these three attributes alone, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1 or sharded:
@@ -121,9 +122,9 @@ class DualEncoder:
 
     @torch.no_grad()
     def initialise_sigmoid(self) -> bool:
-        """Sets SigLIP's start, logit_scale 10 and logit_bias -10 (arXiv 2303.15343, section 3.3), if both are still 0.
+        """Sets logit_scale to 10 and logit_bias to -10, SigLIP's start (arXiv 2303.15343, section 3.3).
 
-        A SigLIP that was built from a config has zeros there. Returns whether anything was changed.
+        It does so only if both parameters are 0, as in a SigLIP that was built from a config. Returns whether it did.
         """
         if self.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
             return False

@@ -48,7 +48,7 @@ def gather_rows(tensors: Any) -> Any:
     numbers = processes.agree([len(tensor) for tensor in several])  # [world_size][tensors]
     gathered = []
     for index, tensor in enumerate(several):
-        rows = [int(of_rank[index]) for of_rank in numbers]
+        rows = [int(lengths[index]) for lengths in numbers]
         padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
         padded[: len(tensor)] = tensor
         blocks = processes.gather(padded)

@@ -134,8 +134,8 @@ class CachedWindow:
         for leaf, sizes in zip(leaves, self._sizes, strict=True):
             gradient = gradients.get(id(leaf))
             parts = gradient.split(sizes) if gradient is not None else [None] * len(sizes)
-            for of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
-                of_micro_batch.append(part)
+            for gradients_of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
+                gradients_of_micro_batch.append(part)
         return self.loss
 
     def finite_rows(self) -> list[Tensor]:

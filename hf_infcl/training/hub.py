@@ -22,9 +22,9 @@ logger = logging.get_logger(__name__)
 class HubTrainer(Trainer):
     """A Trainer whose pushes in the background are reported when they fail, and tried again.
 
-    Trainer itself says nothing of a push that fails while it trains, and drops a checkpoint whose turn comes while the
-    push before is still running. Here both are pushed at the next save, and at the latest by the final push, which
-    raises if it fails.
+    Trainer itself does not report a push that fails while it trains, and never pushes a checkpoint that is saved while
+    an earlier push is running. Here both are pushed at the next save, and at the latest by the final push, which raises
+    if it fails.
     """
 
     args: InfCLTrainingArguments

@@ -304,11 +304,11 @@ def describe_rows(
         set)``; empty if all rows are finite.
     """
     parts = []
-    for kind, rows, of_micro_batches in zip(_KINDS, finite, sizes, strict=True):
+    for kind, rows, sizes_of_kind in zip(_KINDS, finite, sizes, strict=True):
         bad = (~rows).nonzero().flatten().tolist()
-        places_of_rows = [(index, row) for index, size in enumerate(of_micro_batches) for row in range(size)]
+        places_of_rows = [(index, row) for index, size in enumerate(sizes_of_kind) for row in range(size)]
         places = [places_of_rows[row] for row in bad[:_MOST_NAMES]]
-        rows_known = rows_of_dataset(places) if of_micro_batches == sizes[0] else []
+        rows_known = rows_of_dataset(places) if sizes_of_kind == sizes[0] else []
         known = [f" ({row} of the training set)" for row in rows_known] or [""] * len(places)
         named = [f"micro-batch {index}, row {row}{name}" for (index, row), name in zip(places, known, strict=True)]
         if len(bad) > len(places):
@@ -323,8 +323,8 @@ def _finite(gradients: Sequence[Tensor]) -> Tensor:
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     norm: Any = nn.utils.get_total_norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     if sharded:
-        of_shards: Any = nn.utils.get_total_norm(sharded)
-        norm = norm + of_shards.full_tensor()
+        norm_of_shards: Any = nn.utils.get_total_norm(sharded)
+        norm = norm + norm_of_shards.full_tensor()
     return norm.isfinite()
 
 
@@ -340,10 +340,11 @@ def _parameters_not_finite(model: nn.Module) -> str:
 
 def _of_all_ranks(text: str) -> str:
     """The texts of all processes with their ranks, without the empty ones; equal texts once; collective."""
-    ranks: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, said in enumerate(Processes().gather_text(text)):
         if said:
-            ranks.setdefault(said, []).append(rank)
+            ranks_of.setdefault(said, []).append(rank)
     return "; ".join(
-        f"{'rank' if len(of) == 1 else 'ranks'} {', '.join(map(str, of))}: {said}" for said, of in ranks.items()
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {said}"
+        for said, ranks in ranks_of.items()
     )

@@ -50,7 +50,7 @@ def cached_backward(
             it enters autocast itself.
         loss: ``loss(*features, *parameters)`` maps the features of the whole window, each [all rows, ...], and the
             parameters to a scalar.
-        parameters: what else the loss depends on, such as logit_scale and logit_bias: parameters of ``model``.
+        parameters: the parameters of ``model`` that the loss depends on, such as logit_scale and logit_bias.
         retain_graphs: the number of micro-batches whose autograd graph is kept, which saves their second forward.
         backward: runs the backward of a scalar: ``accelerator.backward``, or that of a gradient scaler,
             ``lambda scalar: scaler.scale(scalar).backward()``.

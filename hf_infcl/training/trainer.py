@@ -355,8 +355,8 @@ class InfCLTrainer(GuardedTrainer):
             sorted_texts = texts[order.to(device)]
             negatives, texts = sorted_texts[:count], sorted_texts[count:]
             caption_image = caption_image[order[count:]]
-        of_batches = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
-        pair_ids = torch.cat(of_batches).to(device) if of_batches else None
+        ids_of_batches = [batch["pair_ids"] for batch in self._window if "pair_ids" in batch]
+        pair_ids = torch.cat(ids_of_batches).to(device) if ids_of_batches else None
         if self.equal_ids == "exclude":
             ids: dict[str, Tensor] = {} if pair_ids is None else {"pair_ids": pair_ids}
         else:
@@ -374,7 +374,7 @@ class InfCLTrainer(GuardedTrainer):
         the last step, before they were clipped (not under DeepSpeed); global_batch_size in pairs; samples_seen, the
         pairs trained so far; samples_per_second, the rate of pairs since the last log, the evaluations in between
         included; train_seconds, the duration of the training so far, the parts before an interruption included; and
-        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add theirs.
+        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add further figures.
         """
         if "loss" in logs:
             logs |= self._training.tower_gradients.logs()
@@ -416,10 +416,10 @@ def _positive_cosine(images: Tensor, texts: Tensor, caption_image: Tensor | None
     if caption_image is None:
         return torch.linalg.vecdot(images, texts).float().mean()
     captions = (caption_image >= 0).nonzero().flatten()
-    of_captions = caption_image[captions]
-    shares = 1 / torch.bincount(of_captions, minlength=len(images))[of_captions]
+    image_of_each = caption_image[captions]
+    shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
     device = images.device
-    cosines = torch.linalg.vecdot(images[of_captions.to(device)], texts[captions.to(device)]).float()
+    cosines = torch.linalg.vecdot(images[image_of_each.to(device)], texts[captions.to(device)]).float()
     return (cosines * shares.to(device)).sum() / len(images)
 
 
