@@ -19,7 +19,9 @@ def card(words: Sequence[str]) -> None:
         prog="infcl card",
         description="Write the model card of a trained model again, with the template of this version.",
     )
-    parser.add_argument("folder", type=Path, help="The --output_dir of `infcl train`, or a copy of what it published.")
+    parser.add_argument(
+        "folder", type=Path, help="The --output_dir of `infcl train`, or a copy of the repository that it pushed."
+    )
     folder = parser.parse_args(words).folder
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         record = TrainingRecord.load(folder)

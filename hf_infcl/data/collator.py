@@ -85,7 +85,7 @@ class ContrastiveCollator:
     ) -> ContrastiveCollator:
         """The collator for a model with this configuration.
 
-        Captions are truncated to what both the tokenizer and the text tower can take: some tokenizers state no limit.
+        Captions are truncated to a length that both tokenizer and text tower take: some tokenizers state no limit.
         SigLIP's captions are all padded to one length, with any processor. Otherwise an embedding would depend on the
         other captions of its micro-batch.
         """

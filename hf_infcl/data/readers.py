@@ -1,7 +1,7 @@
 """Reads the samples of tar and parquet shards, starting at any position.
 
 A position is a byte offset in a tar file and a row number in a parquet file. Reading can start at every position that a
-reader has given, and what stands before it is not read again.
+reader has given, without reading the bytes or rows before it again.
 """
 
 from __future__ import annotations

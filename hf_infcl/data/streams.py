@@ -3,7 +3,8 @@
 The number L of lanes (`hf_infcl.data.lanes`) is a multiple of processes × workers and belongs to the run. Micro-batch n
 of the run comes from lane n mod L, and is made by worker (n div R) mod W of process n mod R. So the sequence of
 micro-batches does not depend on the number of processes R and of workers W, as long as R·W divides L. Each micro-batch
-brings the cursor of its lane along: a checkpoint holds what was consumed, and not what workers have read ahead.
+brings the cursor of its lane along, so that a checkpoint holds the places of the consumed micro-batches, and not of
+those that workers have read ahead.
 """
 
 from __future__ import annotations
@@ -220,8 +221,8 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     """The micro-batches of an `ImageTextStream` for one process, without end, and the record of those consumed.
 
     Its elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
-    with each tag in order, when its batch is trained on; `state` is then what a checkpoint has to hold. Iteration
-    begins after what was consumed.
+    with each tag in order, when its batch is trained on; `state` is then this process's part of a checkpoint. Iteration
+    begins after the consumed batches.
 
     Args:
         stream: where the pairs come from.

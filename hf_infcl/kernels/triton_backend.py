@@ -3,8 +3,8 @@
 The device code, which explains the algorithm, lies in `triton_tiles`, `triton_softmax` and `triton_sigmoid`. On Hopper,
 with releases of Triton that are known to compile them, `hopper_kernels` take large blocks of bf16 or fp16 features.
 
-Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from what tensor cores need: rows
-that are not 16-byte aligned are copied, and fp32 features split (below).
+Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from copies for the tensor cores:
+of features whose rows are not 16-byte aligned, and of fp32 features, which are split (below).
 
 fp32 features, and with them the gradients' products, are as precise as torch's own. Each number is the sum of three
 bfloat16 numbers (all 24 bits), or of two where `torch.set_float32_matmul_precision` or Trainer's ``tf32`` option allow

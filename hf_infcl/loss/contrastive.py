@@ -17,9 +17,9 @@ from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
 from .strategies import Strategy, select_strategy
 
-# Up to so many multiplications in one product of matrices, n·m·D, the host takes longer to launch the kernels of a loss
-# than the GPU to run them. With several processes the host also starts the collectives. Losses of this size take 2 ms
-# on one H100, and 8 ms on several.
+# The most multiplications in one product of matrices, n·m·D, for which the host takes longer to launch the kernels of a
+# loss than the GPU to run them. With several processes the host also starts the collectives. Losses of this size take
+# 2 ms on one H100, and 8 ms on several.
 RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 160e9, 560e9
 
 

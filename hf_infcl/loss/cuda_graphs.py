@@ -50,7 +50,7 @@ def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *t
         tensors: on one CUDA device, the first not None.
 
     Returns:
-        What the function returns, in memory of its own.
+        The results of the function, in memory of their own.
     """
     if torch.cuda.is_current_stream_capturing():  # the kernels become a part of the caller's graph
         return function(*tensors)
@@ -114,10 +114,10 @@ class _Recording:
 
 
 class _Capture:
-    """A context that records what is launched in it as graphs, with collectives between them.
+    """A context that records the kernels that are launched in it as graphs, with collectives between them.
 
-    The graphs share one pool of memory, because they are replayed in this order only: what the first has computed
-    stays where the others read it.
+    The graphs share one pool of memory, because they are replayed in this order only: the results of the first stay
+    where the others read them.
     """
 
     def __init__(self) -> None:

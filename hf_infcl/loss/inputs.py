@@ -152,7 +152,7 @@ class Inputs:
         return ""
 
     def scalars_are_read(self) -> bool:
-        """Whether `check` reads the scalars. Reading those of a GPU would wait for what it still computes."""
+        """Whether `check` reads the scalars. Reading those of a GPU would wait for its queued kernels."""
         return self.image_embeds.device.type == "cpu"
 
     def _unfit_scalar(self, name: str, value: Any) -> str:

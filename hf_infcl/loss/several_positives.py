@@ -142,7 +142,7 @@ def _softmax(
 
 
 def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The anchors' cross entropies, 0 without a positive, and what `kernels.multi_positive_gradients` needs of each.
+    """The anchors' cross entropies, 0 without a positive, and two arguments of `kernels.multi_positive_gradients`.
 
     Args:
         statistics: N, P and Z of each anchor over the global batch.

@@ -64,7 +64,7 @@ class GradientsBlock(Protocol):
 class Gradients(NamedTuple):
     """The gradients of this process's rows and columns, in fp32 or fp64."""
 
-    scalars: tuple[Tensor, ...]  # what the blocks returned, summed; over all processes they add up to the whole
+    scalars: tuple[Tensor, ...]  # sums of the blocks' scalars; those of all processes add up to the whole
     x: Tensor | None  # [b, D]; None if not wanted
     y: Tensor | None
 

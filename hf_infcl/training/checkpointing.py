@@ -118,7 +118,7 @@ class CheckpointingTrainer(HubTrainer):
             return
         if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
             raise ValueError(
-                f"{checkpoint} is of another run: {', '.join(changes)}. Set back what has changed, or pass "
+                f"{checkpoint} is of another run: {', '.join(changes)}. Restore the earlier values, or pass "
                 "resume_with_changes=True to go on all the same."
             )
         if self._resumed.processes != self.args.world_size:

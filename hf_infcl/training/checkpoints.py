@@ -73,7 +73,7 @@ class RunRecord:
         skipped_samples: bad samples that the data has passed over; None if the data does not count them.
         processes: the number of processes that wrote the checkpoint, each with its random state.
         only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
-        stream: what each process has consumed of an `ImageTextStream`; None for other data.
+        stream: the place in an `ImageTextStream` that each process has reached; None for other data.
         skipped_windows: windows that were not trained, because their numbers were not finite or their loss exploded.
         skipped_in_a_row: those of them that were skipped just before the checkpoint, because of numbers not finite.
         losses: the losses of the last windows that were trained, with which `WindowGuard` compares the next ones.

@@ -1,6 +1,6 @@
 """The part of `InfCLTrainer` that loads data, forms the windows of the training, and records its place in the data.
 
-`windows.py` holds what makes up a window, `stream_loader.py` the loader of an `ImageTextStream`.
+`windows.py` draws the rows of windows and checks their batches; `stream_loader.py` has the loader of `ImageTextStream`.
 """
 
 from __future__ import annotations

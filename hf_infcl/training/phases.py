@@ -63,7 +63,7 @@ class Phases:
         self._left.set()
 
     def enter(self, phase: str) -> None:
-        """Tells the other processes what this one does from now on."""
+        """Records that this process begins a phase."""
         try:
             if self._reachable:
                 self._store.set(f"phase/{self._rank}", phase)

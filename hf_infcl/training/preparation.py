@@ -21,8 +21,8 @@ logger = logging.get_logger(__name__)
 def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     """Prepares a model before it is wrapped and its optimizer is created.
 
-    Freezes what ``args.freeze`` names and what no embedding depends on, gives parameters the shapes that the wrapper
-    supports, starts a new SigLIP's temperature, and warns of settings under which a training goes worse than it could.
+    Freezes the tower that ``args.freeze`` names and the parameters on which no embedding depends, gives parameters the
+    shapes that the wrapper supports, starts a new SigLIP's temperature, and warns of settings that harm a training.
 
     Raises:
         ValueError: the model is not a dual encoder, the wrapper is not supported, the objective is sigmoid for a model

@@ -103,7 +103,7 @@ class StreamLoader(DataLoader[Any]):
         self._fetched = []
 
     def close(self) -> None:
-        """Ends the workers. The next batch, if any, comes from new ones, after what was consumed."""
+        """Ends the workers. The next batch, if any, comes from new ones and follows the consumed batches."""
         self._lasting, self._fetched = None, []
 
     def state(self) -> dict[str, Any]:

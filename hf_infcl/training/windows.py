@@ -114,7 +114,7 @@ def check_batch(batch: Any, equal_ids: str) -> None:
     """Raises a ValueError if a data collator gives a batch that cannot be trained on.
 
     Args:
-        batch: what the data collator gave.
+        batch: the output of the data collator.
         equal_ids: ``"exclude"``, with which every image needs exactly one caption, or ``"positive"``.
     """
     if not isinstance(batch, Mapping) or not {"pixel_values", "input_ids"} <= batch.keys():

@@ -196,7 +196,7 @@ class DDP(Wrapper):
             names = ", ".join(unused[:10]) + (" ..." if unused[10:] else "")
             raise ValueError(
                 f"No embedding depends on {names}, but DDP waits for their gradients and does not average the others "
-                "until it has them. Freeze what is not used (requires_grad_(False)), or pass "
+                "until it has them. Freeze unused parameters (requires_grad_(False)), or pass "
                 "ddp_find_unused_parameters=True."
             )
 

@@ -5,7 +5,7 @@
 
 A row is the peak of one forward and backward on the GPU that allocates the most. ``peak_mib`` is beyond the images and
 texts, which take ``inputs_mib``; of it ``gradients_mib`` are their gradients, which every implementation has to give.
-What would not fit by the bytes of its logits is not tried: a row with a note and without a peak. NCCL's buffers and the
+A loss whose logits would not fit by their bytes is not tried; its row has a note and no peak. NCCL's buffers and the
 models do not show here; see `step` for a whole training step.
 """
 

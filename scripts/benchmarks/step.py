@@ -16,9 +16,9 @@ With them: a row per global batch and loss, as the first table of the Inf-CL pap
 allocates from its call to its gradients, and ``peak_gib`` of the whole step, on the GPU with the most; and the time of
 a step. CLIP's, OpenCLIP's and DisCo's losses take the place of ours in InfCLTrainer's window, with logits in bf16. With
 --warmup 0 a single step is measured, after a window of two micro-batches has warmed up model and libraries and each
-loss has been called once at its full size; Adam's state exists before. What would not fit by computation (the peak of
-that window, the window's inputs, the logits) is a row with a note. With --compile all is compiled; a single step then
-contains the compilation, whose results are cached on disk by the window before it.
+loss has been called once at its full size; Adam's state exists before. A batch that would not fit by computation (the
+peak of that window, the window's inputs, the logits) is a row with a note. With --compile all is compiled; a single
+step then contains the compilation, whose results are cached on disk by the window before it.
 
 With --profile FOLDER instead: the time of each phase of InfCLTrainer's step (data, first pass, loss, second pass,
 clipping, optimizer), measured with the device synchronised between them, as a table that is also written to FOLDER,
@@ -206,7 +206,7 @@ def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> 
 def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
     """Rows of each loss at each global batch."""
     w = common.world_size()
-    # Whatever is compiled, allocated or timed on first use; its peak is what a step takes besides window and loss.
+    # Everything is compiled, allocated and timed once here. The peak is that of a step without its window and loss.
     once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
     compiled: dict[str, Any] = {"torch_compile": True} if args.compile else {}
     small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer, **compiled))

@@ -86,7 +86,7 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def hidden(events: Iterable[Event]) -> float | None:
-    """The fraction of the time of transfers during which computation ran too; None without transfers.
+    """The fraction of the time of transfers during which computation also ran; None without transfers.
 
     A transfer's kernel waits for its neighbour on the GPU, so its time includes that.
     """
