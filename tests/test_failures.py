@@ -1,7 +1,7 @@
 """One of two launched processes fails, in every phase of a step: both end, and the launcher reports the cause.
 
-Where the launcher or a process is killed, torchrun runs this file as a script. A timeout here means a hang; no other
-time is measured.
+Where the launcher is killed, torchrun runs this file as a script. A timeout here means a hang; no other time is
+measured.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def test_a_failing_process_ends_all(kind, backend):
 
 
 def test_a_killed_process_ends_all(backend):
-    code, output = torchrun("killed", backend)
+    code, output = launched(main, "killed", backend)
     check_ended(code, output)
     assert "Signal 9 (SIGKILL) received" in output
     assert "Rank 1 does not answer; its last phase was the second pass after step 1." in output
