@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
@@ -36,9 +35,12 @@ FIGURES: dict[str, Sequence[str]] = {
     "zero-shot, new concepts": ("zero_shot_concepts_acc1",),
 }
 STYLE, CONCEPTS = list(FIGURES)[:2]
+VALIDATION = "validation"  # the figure that learning rates are chosen by
 SWAPS = {f"{kind} swapped": (f"vendor_{kind}_swaps",) for kind in ("attribute", "number", "relation")}
 COLUMNS = ("learning rate", "seeds")
+BATCHES = ("1_global_batch", "2_fixed_steps", "8_more_samples")  # the experiments that differ in the batch
 FIXED_STEPS = 576
+FIXED_SAMPLES = (589_824, 2_359_296)
 
 
 class Setting(NamedTuple):
@@ -78,6 +80,8 @@ def score(row: Row) -> float:
 
 
 def value(row: Row, figure: str) -> float:
+    if figure == VALIDATION:
+        return score(row)
     return statistics.mean(row[column] for column in {**FIGURES, **SWAPS}[figure])
 
 
@@ -95,6 +99,7 @@ class Configuration:
         self.rate = max(self.by_rate, key=lambda rate: score(self.by_rate[rate]))
         self.ended = [row for row in ended if row["learning_rate"] == self.rate]
         self.points = [row for row in rows if row["learning_rate"] == self.rate]
+        self._rows = rows
         self.batch = int(ended[0]["batch"])
 
     @property
@@ -102,6 +107,10 @@ class Configuration:
         """The learning rate; a star if no smaller or no greater one was tried."""
         at_edge = len(self.by_rate) > 1 and self.rate in (min(self.by_rate), max(self.by_rate))
         return f"{self.rate:g}" + "*" * at_edge
+
+    def at_each_rate(self) -> list[Configuration]:
+        """The runs of each learning rate that was tried, from the least on."""
+        return [Configuration([r for r in self._rows if r["learning_rate"] == rate]) for rate in sorted(self.by_rate)]
 
     @property
     def steps(self) -> int:
@@ -132,10 +141,11 @@ def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dic
 
 
 def at_fixed_steps(rows: Iterable[Row]) -> dict[Setting, Configuration]:
-    """The configurations of 2_fixed_steps, and those of 1_global_batch that have as many steps."""
-    several = [row for row in rows if row["experiment"] in ("1_global_batch", "2_fixed_steps")]
-    kept = [row for row in several if row["samples"] == FIXED_STEPS * row["batch"]]
-    return configurations(kept, "1_global_batch", "2_fixed_steps")
+    return configurations((row for row in rows if row["samples"] == FIXED_STEPS * row["batch"]), *BATCHES)
+
+
+def at_fixed_samples(rows: Iterable[Row], samples: int) -> dict[Setting, Configuration]:
+    return configurations((row for row in rows if row["samples"] == samples), *BATCHES)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -172,8 +182,10 @@ def main() -> None:
     text = "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items() if table)
     (args.results / "TABLES.md").write_text(text + "\n", encoding="utf-8")
     print(text)
-    draw_global_batch(rows, args.results / "global_batch.png")
+    draw_global_batch(rows, args.results / "global_batch.png", STYLE, "recall@1, known concepts in another style, %")
+    draw_global_batch(rows, args.results / "new_concepts.png", CONCEPTS, "recall@5, new concepts, %")
     draw_curves(rows, args.results / "curves.png")
+    draw_fine_tuning(rows, args.results / "fine_tuning.png")
     if args.corpus is not None:
         draw_examples(rows, args.corpus, args.results / "examples.png")
 
@@ -183,14 +195,16 @@ def main() -> None:
 
 def global_batch(rows: list[Row]) -> str:
     body = [
-        [label(setting), f"{c.steps:,}", *c.cells()] for setting, c in configurations(rows, "1_global_batch").items()
+        [f"{samples:,}", label(setting), f"{c.steps:,}", *c.cells()]
+        for samples in FIXED_SAMPLES
+        for setting, c in at_fixed_samples(rows, samples).items()
     ]
-    return markdown(["", "steps", *COLUMNS, *FIGURES], body)
+    return markdown(["samples", "", "steps", *COLUMNS, *FIGURES], body)
 
 
 def rates(rows: list[Row]) -> str:
     """The validation scores of the linear and the square-root rule, from the tuned rate of the batch of 256 on."""
-    found = {c.batch: c for c in configurations(rows, "1_global_batch", method="InfCLTrainer").values()}
+    found = {c.batch: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0]).items() if s.method == "InfCLTrainer"}
     if 256 not in found:
         return ""
     base = found[256].rate
@@ -221,14 +235,16 @@ def fixed_steps(rows: list[Row]) -> str:
 
 
 def objectives(rows: list[Row]) -> str:
-    found = configurations(rows, "1_global_batch", "3_objectives", method="InfCLTrainer")
-    batches = {c.batch for setting, c in found.items() if setting.objective == "sigmoid" or setting.pair_ids}
-    body = [
-        [f"{c.batch:,}", setting.objective, "yes" if setting.pair_ids else "no", *c.cells()]
-        for setting, c in found.items()
-        if c.batch in batches
-    ]
-    return markdown(["batch", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body) if body else ""
+    """The settings of 3_objectives beside plain softmax with as many pairs in a step and as many samples."""
+    kept = [row for row in rows if row["experiment"] in ("1_global_batch", "2_fixed_steps", "3_objectives")]
+    body = []
+    for batch, samples in sorted({(r["batch"], r["samples"]) for r in kept if r["experiment"] == "3_objectives"}):
+        same = [row for row in kept if row["samples"] == samples]
+        found = configurations(same, *{row["experiment"] for row in same}, method="InfCLTrainer", batch=batch)
+        for setting, c in found.items():
+            ids = "yes" if setting.pair_ids else "no"
+            body.append([f"{c.batch:,}", f"{c.steps:,}", setting.objective, ids, *c.cells()])
+    return markdown(["batch", "steps", "loss", "`pair_ids`", *COLUMNS, *FIGURES], body) if body else ""
 
 
 def positives(setting: Setting) -> str:
@@ -236,38 +252,48 @@ def positives(setting: Setting) -> str:
     return captions + ", names as positives" * (setting.pair_ids and setting.equal_ids == "positive")
 
 
+def of_each_rate(name: Sequence[str], configuration: Configuration, *figures: str) -> list[list[str]]:
+    """A line for each learning rate, with the figure that one was chosen by; that one is bold."""
+    lines = []
+    for c in configuration.at_each_rate():
+        rate, *cells = c.cells(VALIDATION, *figures)
+        lines.append([*name, f"**{rate}**" if c.rate == configuration.rate else rate, *cells])
+    return lines
+
+
 def several_captions(rows: list[Row]) -> str:
-    body = [[positives(setting), *c.cells()] for setting, c in configurations(rows, "6_several_captions").items()]
-    return markdown(["per image", *COLUMNS, *FIGURES], body) if body else ""
+    body = []
+    for setting, c in configurations(rows, "6_several_captions").items():
+        body += of_each_rate([positives(setting)], c, *FIGURES)
+    return markdown(["per image", *COLUMNS, VALIDATION, *FIGURES], body) if body else ""
 
 
 def hard_negatives(rows: list[Row]) -> str:
     """How often an image is nearer to its caption than to the swapped one, beside the recalls."""
     found = configurations(rows, "6_several_captions", "7_hard_negatives", pair_ids=False)
-    body = [
-        [positives(setting), "yes" if setting.negatives else "no", *c.cells(*SWAPS, STYLE, CONCEPTS)]
-        for setting, c in found.items()
-        if setting._replace(negatives=True) in found
-    ]
-    head = ["per image", "swapped captions in training", *COLUMNS, *SWAPS, STYLE, CONCEPTS]
+    figures = (*SWAPS, STYLE, CONCEPTS)
+    body = []
+    for setting, c in found.items():
+        if setting._replace(negatives=True) in found:
+            body += of_each_rate([positives(setting), "yes" if setting.negatives else "no"], c, *figures)
+    head = ["per image", "swapped captions in training", *COLUMNS, VALIDATION, *figures]
     return markdown(head, body) if body else ""
 
 
 def fine_tuning(rows: list[Row]) -> str:
-    """The rate of each way is the best by the mean over the seeds, all of which have tried every rate."""
-    ended = [row for row in rows if row["experiment"] == "4_fine_tuning" and row["finished"]]
+    """Validation and new concepts are those of clip art, which the fine-tuning is about; the rest is of emoji."""
+    figures = (CONCEPTS, STYLE, "zero-shot, other style")
     body = []
-    for way in dict.fromkeys(row["way"] for row in ended):
-        by_rate: dict[float, list[Row]] = collections.defaultdict(list)
-        for row in ended:
-            if row["way"] == way:
-                by_rate[row["learning_rate"]].append(row)
-        rate = max(by_rate, key=lambda rate: statistics.mean(map(score, by_rate[rate])))
-        configuration = Configuration(by_rate[rate])
-        title = "before the fine-tuning" if way == "base" else way
-        body.append([title, *configuration.cells(CONCEPTS, STYLE, "zero-shot, other style")])
-    head = ["", *COLUMNS, "clip art (new): new concepts, R@5", "emoji (guard): other style, R@1"]
-    return markdown([*head, "emoji (guard): zero-shot, other style"], body) if body else ""
+    for setting, c in tunings(rows).items():
+        body += of_each_rate(["before the fine-tuning" if setting.way == "base" else setting.way], c, *figures)
+    heads = ["clip art: validation", "clip art: new concepts, R@5", "emoji: other style, R@1", "emoji: zero-shot"]
+    return markdown(["", *COLUMNS, *heads], body) if body else ""
+
+
+def tunings(rows: list[Row]) -> dict[Setting, Configuration]:
+    """The ways of the fine-tuning, the state before it first."""
+    found = configurations(rows, "4_fine_tuning")
+    return {setting: found[setting] for setting in sorted(found, key=lambda setting: setting.way != "base")}
 
 
 def cost(rows: list[Row]) -> str:
@@ -285,81 +311,127 @@ def cost(rows: list[Row]) -> str:
 # ---- Pictures ----
 
 
-def panels(count: int, height: float = 4.0) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(5.2 * count, height), layout="constrained", dpi=150)
-    axes = figure.subplots(1, count, squeeze=False)[0]
-    for axis in axes:
+def panels(rows: int, columns: int) -> tuple[Figure, Any]:
+    """A figure and its axes [rows, columns]."""
+    figure = Figure(figsize=(5.2 * columns, 4 * rows), layout="constrained", dpi=150)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
-def draw_global_batch(rows: list[Row], path: Path) -> None:
-    """Quality against the batch at the same number of optimizer steps, and at the same number of samples.
+def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: str) -> None:
+    """A figure against the batch at the same number of optimizer steps, and at the same numbers of samples.
 
     The marker of a single run is hollow.
     """
-    ours = {"color": BLUE, "marker": "o", "label": "InfCLTrainer: one loss over all pairs of a step"}
-    plain = {"color": VERMILION, "marker": "s", "ls": "none", "label": "Trainer: a loss over each 256 of them"}
-    same_samples = configurations(rows, "1_global_batch")
-    samples = next(iter(same_samples.values())).ended[0]["samples"]
-    figure, axes = panels(2)
-    for axis, found, title in (
-        (axes[0], at_fixed_steps(rows), f"the same number of steps: {FIXED_STEPS}"),
-        (axes[1], same_samples, f"the same number of samples: {int(samples):,}"),
-    ):
-        for method, style in (("InfCLTrainer", ours), ("Trainer", plain)):
-            several = [c for setting, c in found.items() if setting.method == method]
-            values = [[100 * v for v in c.values(STYLE)] for c in several]
-            errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
-            if values:
-                batches = [c.batch for c in several]
-                means = [statistics.mean(v) for v in values]
-                axis.errorbar(batches, means, errors, capsize=3, **style)
-                once = [(batch, v[0]) for batch, v in zip(batches, values, strict=True) if len(v) == 1]
-                if once:
-                    axis.plot(*zip(*once, strict=True), style["marker"], color=style["color"], mfc="white", zorder=3)
+    figure, (axes,) = panels(1, 2)
+    fewer, more = (at_fixed_samples(rows, samples) for samples in FIXED_SAMPLES)
+    draw_batches(axes[0], at_fixed_steps(rows), shown, ("InfCLTrainer: one loss over all pairs of a step", BLUE, "o-"))
+    draw_batches(axes[0], at_fixed_steps(rows), shown, ("Trainer: a loss over each 256 of them", VERMILION, "s"))
+    draw_batches(axes[1], fewer, shown, (f"{FIXED_SAMPLES[0]:,} samples", BLUE, "o-"))
+    draw_batches(axes[1], fewer, shown, ("Trainer, as many", VERMILION, "s"))
+    draw_batches(axes[1], more, shown, (f"{FIXED_SAMPLES[1]:,} samples", GREEN, "D--"))
+    draw_batches(axes[1], more, shown, ("Trainer, as many", ORANGE, "^"))
+    for axis, found in ((axes[0], at_fixed_steps(rows)), (axes[1], fewer)):
         axis.set_xscale("log", base=2)
         batches = sorted({c.batch for c in found.values()})
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axis.set(title=title, xlabel="pairs in a step", ylim=(0, None))
-    axes[0].set_ylabel("recall@1, known concepts in another style, %")
-    axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+        axis.set(xlabel="pairs in a step", ylim=(0, 36))
+        axis.legend(frameon=False, fontsize=8, loc="lower right" if axis is axes[0] else "lower left")
+    axes[0].set(ylabel=title_of_axis, title=f"the same number of steps: {FIXED_STEPS}")
+    axes[1].set_title("the same number of samples")
     figure.savefig(path)
 
 
+def draw_batches(axis: Any, found: dict[Setting, Configuration], shown: str, style: tuple[str, str, str]) -> None:
+    """Mean and deviation against the batch, of the trainer that the style's name begins with, or of `InfCLTrainer`."""
+    name, colour, form = style
+    method = "Trainer" if name.startswith("Trainer") else "InfCLTrainer"
+    several = [c for setting, c in found.items() if setting.method == method]
+    values = [[100 * v for v in c.values(shown)] for c in several]
+    if not values:
+        return
+    batches, means = [c.batch for c in several], [statistics.mean(v) for v in values]
+    errors = [statistics.stdev(v) if len(v) > 1 else 0 for v in values]
+    axis.errorbar(batches, means, errors, fmt=form, color=colour, capsize=3, label=name)
+    once = [(batch, v[0]) for batch, v in zip(batches, values, strict=True) if len(v) == 1]
+    if once:
+        axis.plot(*zip(*once, strict=True), form[0], color=colour, mfc="white", zorder=3)
+
+
 def draw_curves(rows: list[Row], path: Path) -> None:
-    """Recall against the samples seen, and against time on a GPU of one's own (from the cost rows)."""
+    """Recall against the samples seen, and against time on a GPU of one's own (from the cost rows).
+
+    Above the trainings of as many samples, below those of as many steps.
+    """
     seconds = {
         (row["method"], row["batch"]): row["seconds"] / row["samples"] for row in rows if row["experiment"] == "5_cost"
     }
     shown = {
         ("Trainer", 256): ("Trainer: a step for each loss over 256", VERMILION, "s"),
         ("Trainer", 4096): ("Trainer: 16 losses over 256 in a step", ORANGE, "^"),
+        ("InfCLTrainer", 256): ("InfCLTrainer: one loss over 256", PURPLE, "v"),
         ("InfCLTrainer", 1024): ("InfCLTrainer: one loss over 1,024", GREEN, "D"),
         ("InfCLTrainer", 4096): ("InfCLTrainer: one loss over 4,096", BLUE, "o"),
     }
-    figure, axes = panels(2)
-    for setting, configuration in configurations(rows, "1_global_batch").items():
-        key = setting.method, configuration.batch
-        if key not in shown:
-            continue
-        name, colour, marker = shown[key]
-        by_point: dict[float, list[float]] = collections.defaultdict(list)
-        for row in configuration.points:
-            by_point[row["samples_seen"]].append(100 * value(row, STYLE))
-        samples = np.array(sorted(by_point))
-        means = np.array([statistics.mean(by_point[s]) for s in samples])
-        low, high = (np.array([f(by_point[s]) for s in samples]) for f in (min, max))
-        for axis, scale in ((axes[0], 1e-3), (axes[1], seconds.get(key))):
-            if scale is not None:
-                axis.plot(samples * scale, means, color=colour, marker=marker, label=name)
-                axis.fill_between(samples * scale, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes[0].set(xlabel="samples seen (thousands)", title="known concepts in another style, recall@1")
-    axes[1].set(xlabel="seconds on one GPU, micro-batches of 256", title="the same against time")
-    for axis in axes:
-        axis.set(ylabel="per cent", ylim=(0, None), xlim=(0, None))
-    axes[0].legend(frameon=False, fontsize=8)
+    figure, axes = panels(2, 2)
+    same_samples, same_steps = at_fixed_samples(rows, FIXED_SAMPLES[0]), at_fixed_steps(rows)
+    for (against_samples, against_time), found in zip(axes, (same_samples, same_steps), strict=True):
+        for setting, configuration in found.items():
+            key = setting.method, configuration.batch
+            if key not in shown or (found is same_samples and key == ("InfCLTrainer", 256)):  # as "Trainer" there
+                continue
+            name, colour, marker = shown[key]
+            by_point: dict[float, list[float]] = collections.defaultdict(list)
+            for row in configuration.points:
+                by_point[row["samples_seen"]].append(100 * value(row, STYLE))
+            samples = np.array(sorted(by_point))
+            means = np.array([statistics.mean(by_point[s]) for s in samples])
+            low, high = (np.array([f(by_point[s]) for s in samples]) for f in (min, max))
+            for axis, scale in ((against_samples, 1e-3), (against_time, seconds.get(key))):
+                if scale is not None:
+                    axis.plot(samples * scale, means, color=colour, marker=marker, label=name)
+                    axis.fill_between(samples * scale, low, high, color=colour, alpha=0.15, linewidth=0)
+        against_samples.xaxis.set_major_formatter("{x:,.0f}")
+        against_samples.set(xlabel="samples seen (thousands)", ylabel="recall@1 in another style, %")
+        against_time.set(xlabel="seconds on one GPU, micro-batches of 256, eager")
+        for axis in (against_samples, against_time):
+            axis.set(ylim=(0, 32), xlim=(0, None))
+        against_samples.legend(frameon=False, fontsize=8)
+    axes[0, 0].set_title(f"trainings of {FIXED_SAMPLES[0]:,} samples")
+    axes[0, 1].set_title("the same against time")
+    axes[1, 0].set_title(f"trainings of {FIXED_STEPS} steps")
+    axes[1, 1].set_title("the same against time")
+    figure.savefig(path)
+
+
+def draw_fine_tuning(rows: list[Row], path: Path) -> None:
+    """What is gained on clip art against what is kept of the emoji, for every way and learning rate."""
+    styles = {
+        "base": ("before", "black", "*", (0, 0)),
+        "full": ("full", VERMILION, "s", (-6, 6)),
+        "locked image tower": ("locked image tower", BLUE, "o", (6, 6)),
+        "LoRA": ("LoRA", GREEN, "D", (6, -12)),
+    }
+    figure, ((axis,),) = panels(1, 1)
+    for setting, configuration in tunings(rows).items():
+        name, colour, marker, offset = styles[setting.way]
+        each = configuration.at_each_rate()
+        kept, gained = ([[100 * v for v in c.values(figure)] for c in each] for figure in (STYLE, CONCEPTS))
+        x, y = ([statistics.mean(v) for v in values] for values in (kept, gained))
+        errors = [[statistics.stdev(v) if len(v) > 1 else 0 for v in values] for values in (gained, kept)]
+        size = 10 if setting.way == "base" else 6
+        axis.errorbar(x, y, *errors, color=colour, marker=marker, ms=size, capsize=2, ls=":", label=name)
+        side = "right" if offset[0] < 0 else "left"
+        for c, place in zip(each, zip(x, y, strict=True), strict=True):
+            if setting.way != "base":
+                text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
+                axis.annotate(f"{c.rate:g}", place, offset, **text)
+    axis.set(xlabel="emoji, which it was trained on: recall@1 in another style, %", xlim=(0, None), ylim=(0, None))
+    axis.set(ylabel="clip art, which is new: recall@5, new concepts, %")
+    axis.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -379,7 +451,7 @@ def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
         if not any(told):  # it has not run, or in a version that did not keep them
             return
         best[title] = json.loads(next(filter(None, told)))
-    side, gap, left, top = 56, 4, 230, 24
+    side, gap, left, top = 56, 4, 230, 28
     width = left + len(best) * (5 * (side + gap) + 16)
     canvas = Image.new("RGB", (width, top + 10 * (side + gap)), "white")
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(13)
