@@ -309,6 +309,49 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
     once = found[tables.Setting("InfCLTrainer", 512, "softmax", False)]
     assert once.cells(tables.STYLE) == ["0.001", "1", "0.0"], "one seed has no deviation"
 
+    columns = {
+        **dict.fromkeys(("concepts_image_recall@5", "concepts_text_recall@5"), 0.5),
+        "zero_shot_vendor_acc1": 0.1,
+    }
+    tried = [
+        row("4_fine_tuning", 512, 128, rate, seed, validation, way=way, **columns)
+        for way, rate, validation in (("LoRA", 1e-3, 0.3), ("LoRA", 3e-3, 0.4), ("base", 5e-4, 0.1))
+        for seed in (0, 1, 2)
+    ]
+    lines = [line.split(" | ")[:4] for line in tables.fine_tuning(tried).splitlines()[2:]]
+    assert lines == [
+        ["| before the fine-tuning", "**0.0005**", "3", "10.0 ± 0.0"],
+        ["| LoRA", "0.001", "3", "30.0 ± 0.0"],
+        ["| LoRA", "**0.003**", "3", "40.0 ± 0.0"],
+    ], "every rate, the chosen one bold"
+
+
+def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
+    tables = module("tables")
+
+    def row(experiment: str, batch: int, samples: int, **more: Any) -> Any:
+        figures = dict.fromkeys({column for columns in tables.FIGURES.values() for column in columns}, 0.5)
+        run = {"experiment": experiment, "method": "InfCLTrainer", "batch": batch, "samples": samples, "seed": 0}
+        run |= {"steps": samples // batch, "learning_rate": 1e-3, "finished": True, "validation_image_recall@1": 0.1}
+        return {**figures, **run, "objective": "softmax", "pair_ids": False, **more}
+
+    rows = [
+        row("1_global_batch", 512, 589_824),
+        row("1_global_batch", 4096, 589_824),
+        row("2_fixed_steps", 512, 294_912),
+        row("2_fixed_steps", 4096, 2_359_296),
+        row("3_objectives", 512, 589_824, objective="sigmoid"),
+        row("3_objectives", 4096, 2_359_296, pair_ids=True),
+    ]
+    lines = [line.split(" | ")[:4] for line in tables.objectives(rows).splitlines()[2:]]
+    assert lines == [
+        ["| 512", "1,152", "sigmoid", "no"],
+        ["| 512", "1,152", "softmax", "no"],
+        ["| 4,096", "576", "softmax", "no"],
+        ["| 4,096", "576", "softmax", "yes"],
+    ]
+    assert [c.steps for c in tables.at_fixed_samples(rows, 589_824).values()] == [1152, 144]
+
 
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     tables = module("tables")
