@@ -147,8 +147,8 @@ class InfCLTrainer(GuardedTrainer):
                 "logit_scale_learning_rate and learning_rate_batch_size are for the optimizer that the trainer makes, "
                 "and one was passed. Give that one its learning rates, and leave these options out."
             )
-        own_step = type(self).training_step is not InfCLTrainer.training_step
-        if type(self).compute_loss is not Trainer.compute_loss and not own_step:
+        overrides_step = type(self).training_step is not InfCLTrainer.training_step
+        if type(self).compute_loss is not Trainer.compute_loss and not overrides_step:
             raise ValueError(
                 f"InfCLTrainer computes the loss of a window itself and would never call {type(self).__name__}."
                 "compute_loss. Override training_step to change the training, or use transformers.Trainer."
@@ -401,14 +401,14 @@ class InfCLTrainer(GuardedTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is not None:
             state_dict = stock_shapes(self.dual_encoder, state_dict)
-        # transformers' models are written by process 0 alone, even where each machine needs a copy of its own.
-        each_node = {"should_save_on_this_rank": bool} if self.args.save_on_each_node else {}
-        vars(self.dual_encoder.model).update(each_node)
+        model = self.dual_encoder.model
+        if self.args.save_on_each_node:
+            # transformers' own method lets process 0 alone write, but each machine needs a copy.
+            model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:
             super()._save(output_dir, state_dict)
         finally:
-            for name in each_node:
-                del vars(self.dual_encoder.model)[name]
+            vars(model).pop("should_save_on_this_rank", None)
 
 
 def _positive_cosine(images: Tensor, texts: Tensor, caption_image: Tensor | None) -> Tensor:

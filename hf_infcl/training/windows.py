@@ -169,7 +169,7 @@ def caption_images(window: Sequence[Mapping[str, Any]]) -> Tensor | None:
     parts, images = [], 0
     for batch in window:
         count = len(batch["pixel_values"])
-        own = batch["caption_image"].cpu() if "caption_image" in batch else torch.arange(count)
-        parts.append(torch.where(own < 0, own, own + images))
+        part = batch["caption_image"].cpu() if "caption_image" in batch else torch.arange(count)
+        parts.append(torch.where(part < 0, part, part + images))
         images += count
     return torch.cat(parts)
