@@ -182,7 +182,7 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor, *, backend: str = "auto") -> Tensor:
-    """scale · x_i·y_i, [m], by the same product as the tiles'.
+    """scale · x_i·y_i, [m], computed by the same product as the tiles.
 
     The statistics are differences to these logits. A product that rounds otherwise would shift a small loss by
     percents.
