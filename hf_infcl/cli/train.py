@@ -35,6 +35,7 @@ from ..publishing import (
     Evaluation,
     PicturesCallback,
     Source,
+    TrainingRecord,
     source_name,
     training_record,
 )
@@ -94,25 +95,7 @@ def train(words: Sequence[str]) -> None:
         )
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    collator: Any = trainer.data_collator
-    describe = functools.partial(
-        training_record,
-        model_class=model_class,
-        start=model_options.model,
-        sources=described_sources(data),
-        pairs=None if isinstance(train_dataset, ImageTextStream) else len(train_dataset),
-        objective=trainer.contrastive_objective,
-        pair_id_column=columns.pair_id_column,
-        equal_ids=trainer.equal_ids,
-        captions_per_image=data.captions_per_image,
-        negative_caption_column=data.negative_caption_column,
-        evaluations=described_evaluations(evaluation, data, eval_datasets),
-        settings={
-            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
-            "augmentation": data.augmentation,
-            "image preprocessing": collator.image_backend,
-        },
-    )
+    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation)
     card = CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None))
     trainer.add_callback(card)
     if trainer.is_world_process_zero():
@@ -357,6 +340,39 @@ def training_set(
     if given := [name for name, value in unfit.items() if value]:
         raise ValueError(f"Only shards that are read with --streaming can have {' and '.join(given)}.")
     return ImageTextDataset(load_pairs(data.dataset[0], split=data.split, name=data.dataset_name), **options)
+
+
+def describe_run(
+    trainer: InfCLTrainer,
+    model_class: str,
+    model: ModelOptions,
+    lora: LoraOptions,
+    data: DataOptions,
+    columns: ColumnOptions,
+    evaluation: EvaluationOptions,
+) -> functools.partial[TrainingRecord]:
+    """`training_record` with the facts that the options and the trainer hold; arguments and state are still to come."""
+    pairs = trainer.train_dataset
+    eval_datasets: Any = trainer.eval_dataset or {}
+    collator: Any = trainer.data_collator
+    return functools.partial(
+        training_record,
+        model_class=model_class,
+        start=model.model,
+        sources=described_sources(data),
+        pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
+        objective=trainer.contrastive_objective,
+        pair_id_column=columns.pair_id_column,
+        equal_ids=trainer.equal_ids,
+        captions_per_image=data.captions_per_image,
+        negative_caption_column=data.negative_caption_column,
+        evaluations=described_evaluations(evaluation, data, eval_datasets),
+        settings={
+            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
+            "augmentation": data.augmentation,
+            "image preprocessing": collator.image_backend,
+        },
+    )
 
 
 def described_sources(options: DataOptions) -> list[Source]:
