@@ -283,6 +283,8 @@ def test_plots_show_the_newest_rows(script, tmp_path):
         common.append(tmp_path / "t.csv", columns, row)
     rows = common.newest(tmp_path / "t.csv", ("implementation",), lambda row: row["ms"])
     assert [(row["implementation"], row["ms"]) for row in rows] == [("a", "3"), ("b", "4")]
+    rows = common.newest(tmp_path / "t.csv", ("implementation",), lambda row: row["ms"], "an older GPU")
+    assert [row["implementation"] for row in rows] == ["c"]
     with pytest.raises(SystemExit, match="other columns"):
         common.append(tmp_path / "t.csv", (*columns, "more"), {})
 

@@ -201,17 +201,22 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
     print(*(f"{key}={row[key]}" for key in columns if row.get(key, "") != "" and key not in unsaid), flush=True)
 
 
-def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> list[Row]:
-    """The newest of the ``wanted`` rows for each combination of ``keys``, on the device that was measured last.
-
-    A repeated measurement therefore replaces an older one.
-    """
+def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
+    """The ``wanted`` rows, in the order in which they were measured; none if there is no table."""
     if not table.exists():
         return []
     with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if wanted(row)]
-    rows = [row for row in rows if row["device"] == rows[-1]["device"]]
-    return list({tuple(row[key] for key in keys): row for row in rows}.values())
+        return [row for row in csv.DictReader(file) if wanted(row)]
+
+
+def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
+    """The newest of the ``wanted`` rows for each combination of ``keys``, so that repeated ones replace older ones.
+
+    They are those of one device: by default the one that was measured last.
+    """
+    rows = read(table, wanted)
+    device = device or (rows[-1]["device"] if rows else None)
+    return list({tuple(row[key] for key in keys): row for row in rows if row["device"] == device}.values())
 
 
 # ---- Plots ----
@@ -269,7 +274,16 @@ def draw_bars(axis: Any, values: dict[str, float], notes: dict[str, str]) -> Non
     colors = [OURS if name == "hf_infcl" else variant if name.startswith("hf_infcl") else MUTED[-1] for name in names]
     axis.barh(names, [values[name] for name in names], color=colors, height=0.65)
     for position, name in enumerate(names):
-        axis.text(values[name], position, f" {notes[name]}", va="center", fontsize=8)
+        behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axis.annotate(
+            notes[name],
+            (values[name], position),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox=behind,
+        )
     axis.spines[["top", "right"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
     axis.margins(x=0.45)
@@ -291,6 +305,7 @@ def save(figure: Any, path: Path, rows: list[Row]) -> None:
     dates = sorted({row["date"] for row in rows})
     last = max(rows, key=lambda row: row["date"])
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    figure.suptitle(f"{last['device']}, torch {last['torch']}, {when}", fontsize=10)
+    devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
+    figure.suptitle(f"{devices}, torch {last['torch']}, {when}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

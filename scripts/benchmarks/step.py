@@ -246,54 +246,56 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 
 
 def plot(table: Path) -> None:
-    """The rate of images of each trainer relative to the plain one, and memory against the global batch.
+    """The rates of the trainers relative to the plain one on each device, and memory against the global batch.
 
-    Each is drawn for the setting that has the most rows.
+    Each panel is drawn for the setting that has the most rows.
     """
-    keys = (
-        "world_size",
-        "model",
-        "pixel_dtype",
-        "comparison",
-        "accumulation_steps",
-        "micro_batch_size",
-        "batch_size",
-        "implementation",
-    )
-    rows = common.newest(table, keys, lambda row: row["ms"])
+
+    def is_overhead(row: Row) -> bool:
+        return row["comparison"] == "overhead" and bool(row["ratio"])
+
+    def is_table(row: Row) -> bool:
+        return row["comparison"] == "table" and bool(row["peak_gib"])
+
+    setting = ("world_size", "model", "pixel_dtype", "micro_batch_size")
+    keys = (*setting, "accumulation_steps", "batch_size", "implementation")
+    devices = dict.fromkeys(row["device"] for row in common.read(table, is_overhead))
+    groups = [common.newest(table, keys, is_overhead, device) for device in devices]
+    groups.append(common.newest(table, keys, is_table))
     panels: list[tuple[str, list[Row]]] = []
-    for comparison, value in (("overhead", "ratio"), ("table", "peak_gib")):
-        group = [row for row in rows if row["comparison"] == comparison and row[value]]
-        if group:
-            settings: dict[tuple[str, ...], list[Row]] = {}
-            for row in group:
-                setting = tuple(row[key] for key in ("world_size", "model", "pixel_dtype", "micro_batch_size"))
-                settings[setting] = [*settings.get(setting, []), row]
-            panels.append((comparison, max(settings.values(), key=len)))
+    for group in filter(None, groups):
+        settings: dict[tuple[str, ...], list[Row]] = {}
+        for row in group:
+            settings.setdefault(tuple(row[key] for key in setting), []).append(row)
+        panels.append((group[0]["comparison"], max(settings.values(), key=len)))
     if not panels:
         return
     figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
     for axis, (comparison, group) in zip(axes, panels, strict=True):
         first = group[-1]
         card = first["device"].removeprefix("NVIDIA ")
-        setting = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
+        title = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
         if comparison == "overhead":
-            group = [row for row in group if row["accumulation_steps"] == first["accumulation_steps"]]
+            # OpenCLIP's own loop without --accum-freq has no accumulation steps.
+            group = [row for row in group if row["accumulation_steps"] in ("1", first["accumulation_steps"])]
             notes = {
                 row["implementation"]: f"{float(row['ratio']):.3g}"
                 + (f", {float(row['peak_gib']):.3g} GiB" if row["peak_gib"] else "")
                 for row in group
             }
             common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
-            axis.set(title=f"{setting}, {first['accumulation_steps']} of them", xlabel="images per second, Trainer = 1")
+            axis.set(title=f"{title}, {first['accumulation_steps']} of them", xlabel="images per second, Trainer = 1")
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
             lines: dict[str, list[tuple[float, float]]] = {}
             for row in group:
                 lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row["peak_gib"])))
             common.draw_lines(axis, lines, common.styles(lines))
-            title = f"{setting}, {first['pixel_dtype']} images"
-            axis.set(title=title, xlabel="global batch", ylabel="peak memory of a step per GPU, GiB")
+            axis.set(
+                title=f"{title}, {first['pixel_dtype']} images",
+                xlabel="global batch",
+                ylabel="peak memory of a step per GPU, GiB",
+            )
             sizes = sorted({batch for points in lines.values() for batch, _ in points})
             axis.set_xticks(sizes, [f"{batch:,}" for batch in sizes])
             axis.set_xticks([], minor=True)
