@@ -224,6 +224,22 @@ def failures_announced() -> Iterator[None]:
         raise
 
 
+def by_rank(texts: Sequence[str]) -> str:
+    """The texts of all processes with their ranks, without the empty ones; equal texts stand once.
+
+    Args:
+        texts: in the order of the ranks.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, said in enumerate(texts):
+        if said:
+            ranks_of.setdefault(said, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {said}"
+        for said, ranks in ranks_of.items()
+    )
+
+
 def is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because another process has ended or does not answer within the timeout."""
     if isinstance(error, OtherRankFailedError) or not dist.is_available():

@@ -7,8 +7,10 @@ import functools
 import itertools
 import logging
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -68,7 +70,15 @@ class Tell(logging.Handler):
 
 
 def rank_interrupted(
-    rank: int, pipe: Any, port: int, folder: str, actions: dict[int, Any], backend: str, seconds: float, grace: float
+    rank: int,
+    pipe: Any,
+    port: int,
+    folder: str,
+    actions: dict[int, Any],
+    backend: str,
+    seconds: float,
+    grace: float,
+    options: dict[str, Any],
 ) -> None:
     phases.GRACE = grace
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
@@ -80,7 +90,7 @@ def rank_interrupted(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=device)
-    run = trainer(folder, use_cpu=backend == "gloo")
+    run = trainer(folder, use_cpu=backend == "gloo", **options)
     if rank in actions:
         method, number, action = actions[rank]
         setattr(run, method, at_call(number, action, getattr(run, method)))
@@ -106,16 +116,24 @@ KILLED, STOPPED = functools.partial(end_by, signal.SIGKILL), functools.partial(e
 
 
 def interrupted(
-    folder: str, actions: dict[int, Any], *, backend: str = "gloo", seconds: float = 50, grace: float = phases.GRACE
+    folder: str,
+    actions: dict[int, Any],
+    *,
+    backend: str = "gloo",
+    seconds: float = 50,
+    grace: float = phases.GRACE,
+    **options: Any,
 ) -> tuple[list[str], int]:
     """What rank 0 logs and raises when ranks do something in a call of a method, and its exit code.
 
     Args:
         actions: for a rank, the method, the number of its call from 1, and what is done then.
+        seconds: the timeout of the group.
+        options: of the training.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
-    job = (store.port, folder, actions, backend, seconds, grace)
+    job = (store.port, folder, actions, backend, seconds, grace, options)
     processes = [
         context().Process(target=rank_interrupted, args=(rank, pipe, *job)) for rank, pipe in enumerate((child, None))
     ]
@@ -205,3 +223,62 @@ def rank_ends_first(rank: int, world_size: int) -> None:
 
 def test_a_process_that_has_ended_its_training_is_not_lost(ranks):
     ranks.run(rank_ends_first, 2)
+
+
+def rank_takes_long_to_end(rank: int, world_size: int) -> None:
+    places, enough = itertools.count(), threading.Event()
+
+    def another_place() -> str:
+        place = next(places)
+        if place == 5:
+            enough.set()
+        return str(place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "POLL", 0.01)
+        patch.setattr(phases, "GRACE", 0.0)
+        patch.setattr(phases, "_has_ended", lambda process: rank == 0)
+        patch.setattr(phases, "_place", another_place)
+        with phases.Phases():
+            if rank == 0:
+                assert enough.wait(60)
+            Processes().gather_text("rank 0 has got further")
+
+
+def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
+    ranks.run(rank_takes_long_to_end, 2)
+
+
+def rank_is_stopped(rank: int, world_size: int) -> set[str]:
+    """Rank 1 is where it is while its threads stand still, as after SIGSTOP; rank 0 waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "POLL", 0.01)
+        if rank == 1:
+            patch.setattr(phases.Phases, "_watch", lambda *args: None)
+        with phases.Phases(timeout=0.5) as of_training:
+            of_training.enter(f"the {('first', 'second')[rank]} pass after step 3")
+            Processes().gather_text("both are in their phases")
+            end = time.monotonic() + 60
+            while rank == 0 and not of_training._told and time.monotonic() < end:
+                threading.Event().wait(0.05)
+            Processes().gather_text("rank 0 has told")
+    return of_training._told
+
+
+def test_a_process_that_hangs_is_named_before_the_timeout(ranks):
+    """As with NCCL, whose timeout ends the waiting process without an error."""
+    (told,), nothing = ranks.run(rank_is_stopped, 2)
+    assert re.match(r"This process has made no progress for \d of the 0\.5 seconds of ddp_timeout\. Rank 1 does ", told)
+    assert "Rank 1 does not answer; its last phase was the second pass after step 3. Places: rank 0: in the " in told
+    assert re.search(r"rank 0: in the first pass after step 3, at \w+\.py:\d+ \(\w+\)\.$", told)
+    assert not nothing
+
+
+@pytest.mark.gpu
+def test_a_process_that_hangs_is_named_on_gpus(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    place = PHASES["the first pass after step 1"]
+    told, code = interrupted(str(tmp_path), {1: (*place, STOPPED)}, backend="nccl", seconds=30, ddp_timeout=30)
+    assert "Rank 1 does not answer; its last phase was the first pass after step 1. Places: rank 0: in " in told[0]
+    assert code != 0, "by NCCL's watchdog"

@@ -85,7 +85,8 @@ class CheckpointingTrainer(HubTrainer):
         output_dir, saves = str(self.args.output_dir), self.args.should_save
         shared = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
         lock = locked(output_dir, locks=saves, shared=shared)
-        with lock, Preemption() as self._preemption, Phases() as self._phases:
+        watch = Phases(float(self.args.ddp_timeout))
+        with lock, Preemption() as self._preemption, watch as self._phases:
             if resume_from_checkpoint == LAST_CHECKPOINT:
                 # A folder of this name is taken if every process finds it, so that all go the same way.
                 found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])

@@ -377,6 +377,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
 
     def _agree_to_go_on(self) -> None:
         """Also ends an evaluation within the training, after a batch, if a signal has asked any process to end."""
+        self._phases.note_progress()
         if self._is_between_steps:
             self._agree()
         else:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from ..processes import Processes
+from ..processes import Processes, by_rank
 from .checkpoints import RunRecord
 from .grad_cache import CachedWindow
 from .loading import LoadingTrainer
@@ -339,12 +339,5 @@ def _parameters_not_finite(model: nn.Module) -> str:
 
 
 def _of_all_ranks(text: str) -> str:
-    """The texts of all processes with their ranks, without the empty ones; equal texts once; collective."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, said in enumerate(Processes().gather_text(text)):
-        if said:
-            ranks_of.setdefault(said, []).append(rank)
-    return "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {said}"
-        for said, ranks in ranks_of.items()
-    )
+    """`by_rank` of every process's text; collective."""
+    return by_rank(Processes().gather_text(text))

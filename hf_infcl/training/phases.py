@@ -1,15 +1,18 @@
 """Records the phase of each process of a training, so that an error about a lost process can name its last phase.
 
-A collective of gloo fails when a process has ended. A collective of NCCL waits for it, in a kernel that no signal
-interrupts, until the launcher kills the waiting processes; they cannot say which process they waited for. Therefore a
-thread of each process watches the others of its machine.
+A collective of gloo fails when a process has ended or hangs. A collective of NCCL waits for it, in a kernel that no
+signal interrupts, until the launcher or NCCL's own timeout ends the waiting processes; they cannot say which process
+they waited for. Therefore a thread of each process watches the other processes of its machine, and its own progress.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +20,12 @@ import psutil
 import torch.distributed as dist
 from transformers.utils import logging
 
-from ..processes import Processes
+from ..processes import Processes, by_rank
 
 POLL = 1.0  # seconds between two looks at the other processes
-GRACE = 10.0  # seconds that a process has to end by itself after another one was lost; torchrun kills it after 30
+GRACE = 10.0  # seconds in which a process gets no further after another one was lost; torchrun kills it after 30
+# The shares of the timeout after which a process without progress says where it is, and tells where all processes are.
+SAYS, TELLS = 0.8, 0.9
 _END = "the end of the training"
 
 logger = logging.get_logger(__name__)
@@ -32,12 +37,19 @@ class Phases:
     Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
 
     While the context is open, a process of this machine that has ended without leaving its own context counts as lost.
-    If this process has not left the context `GRACE` seconds later, because it waits for the lost one, it names the lost
-    one with its phase and ends with exit code 1.
+    This process then names the lost one with its phase. If it does not leave the context and gets no further for
+    `GRACE` seconds, because it waits for the lost one, it ends with exit code 1.
+
+    A process that makes no progress for most of the group's timeout logs where each process is, and which ones do not
+    answer, before the timeout ends it.
+
+    Args:
+        timeout: of the group's collectives, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = math.inf) -> None:
         processes = Processes()
+        self._timeout, self._progressed = timeout, time.monotonic()
         self._rank, self._world_size = processes.rank, processes.world_size
         self._left = threading.Event()
         self._told: set[str] = set()
@@ -64,11 +76,16 @@ class Phases:
 
     def enter(self, phase: str) -> None:
         """Records that this process begins a phase."""
+        self.note_progress()
         try:
             if self._reachable:
                 self._store.set(f"phase/{self._rank}", phase)
         except RuntimeError:  # the launcher that kept the store has ended, and this process may still save a checkpoint
             self._reachable = False
+
+    def note_progress(self) -> None:
+        """Records that this process does not hang."""
+        self._progressed = time.monotonic()
 
     def tell(self, message: str) -> None:
         """Logs an error, unless the same one was logged before."""
@@ -120,7 +137,8 @@ class Phases:
         return {rank: process for rank, process in found.items() if process is not None}
 
     def _watch(self, others: dict[int, psutil.Process]) -> None:
-        """Ends this process if it does not notice by itself that another one was lost."""
+        """Names processes that are lost or hang, and ends this process if it does not notice by itself."""
+        says = tells = False
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in others.items() if _has_ended(process)]
@@ -129,10 +147,38 @@ class Phases:
                     if self._left.wait(POLL):
                         return
                     self.tell(" ".join(map(self._of_lost, lost)))
-                    if not self._left.wait(GRACE):
-                        os._exit(1)
+                    self._end_if_stuck()
+                    return
+                idle = time.monotonic() - self._progressed
+                if says != (says := idle > SAYS * self._timeout):
+                    self._say_where(says)
+                if tells != (tells := idle > TELLS * self._timeout) and tells:
+                    self._tell_where_all_are(idle)
         except RuntimeError:  # the launcher that kept the store has ended
             return
+
+    def _end_if_stuck(self) -> None:
+        """Ends this process if it waits in one place of the program; returns when it has left the context."""
+        place, since = "", time.monotonic()
+        while not self._left.wait(POLL):
+            if place != (place := _place()):
+                since = time.monotonic()
+            elif time.monotonic() - since > GRACE:
+                os._exit(1)
+
+    def _say_where(self, hangs: bool) -> None:
+        """Writes into the store where this process is if it hangs; otherwise removes that."""
+        key = f"place/{self._rank}"
+        if hangs:
+            self._store.set(key, f"in {self._phase(self._rank)}, {_place()}")
+        else:
+            self._store.delete_key(key)
+
+    def _tell_where_all_are(self, seconds: float) -> None:
+        places = [self._read(f"place/{rank}") for rank in range(self._world_size)]
+        lost = [self._of_lost(rank) for rank, place in enumerate(places) if place is None]
+        idle = f"This process has made no progress for {seconds:.0f} of the {self._timeout:g} seconds of ddp_timeout."
+        self.tell(" ".join([idle, *lost, f"Places: {by_rank([place or '' for place in places])}."]))
 
 
 def _process(stated: str) -> psutil.Process | None:
@@ -150,3 +196,9 @@ def _has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
         return True
+
+
+def _place() -> str:
+    """The line of the program at which the main thread of this process is."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -314,6 +314,7 @@ class InfCLTrainer(GuardedTrainer):
         return window
 
     def _encode(self, model: nn.Module, micro_batch: _MicroBatch) -> Features:
+        self._phases.note_progress()
         arriving = self._passes.arriving
         inputs = micro_batch.inputs if arriving is None else next(arriving)
         if self._passes.encoded == 1:
