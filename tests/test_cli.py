@@ -279,6 +279,20 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "holds an earlier run (all_results.json" in mistake(capsys, *small, *auto), "there is nothing to go on from"
 
 
+def rank_deletes(rank: int, world_size: int, folder: str) -> None:
+    os.environ["LOCAL_RANK"] = "0"  # every process is the first one of a machine
+    args = InfCLTrainingArguments(f"{folder}/{rank}", use_cpu=True, save_on_each_node=True, report_to="none")
+    results = Path(args.output_dir, "checkpoint-1"), Path(args.output_dir, "all_results.json")
+    results[0].mkdir(parents=True)
+    results[1].touch()
+    train.delete_results(args, results)
+    assert not any(path.exists() for path in results)
+
+
+def test_overwriting_deletes_on_every_machine_that_saves(ranks, tmp_path):
+    ranks.run(rank_deletes, 2, str(tmp_path))
+
+
 def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, demo, tmp_path):
     rows = [json.loads(line) for line in (demo / "digits/train/metadata.jsonl").read_text().splitlines()[:60]]
     for shard, part in enumerate((rows[:20], rows[20:40], rows[40:])):

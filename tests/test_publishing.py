@@ -233,6 +233,7 @@ def test_a_record_takes_the_last_of_the_logs(tmp_path):
         start=str(tmp_path),
         sources=[Source("pairs", False)],
         objective="sigmoid",
+        pair_id_column=None,
         evaluations=[dataclasses.replace(RETRIEVAL, metrics={}), dataclasses.replace(LABELLED, metrics={})],
     )
     assert (made.seconds, made.skipped, made.peak_memory) == (3.5, 3, 7)
@@ -246,6 +247,7 @@ def test_a_guard_is_told_as_it_was_before_and_after(tmp_path):
         {"step": 0, "eval_guard1_old_loss": 1.0, "eval_pairs_loss": 9.0},
         {"step": 1, "eval_guard1_old_loss": 1.5},
         {"step": 2, "eval_guard1_old_loss": 2.0, "eval_pairs_loss": 8.0},
+        {"step": 2, "eval_again_loss": 2.0, "eval_again_runtime": 3.0},
     ]
     made = training_record(
         InfCLTrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
@@ -254,11 +256,14 @@ def test_a_guard_is_told_as_it_was_before_and_after(tmp_path):
         start=str(tmp_path),
         sources=[Source("pairs", False)],
         objective="softmax",
+        pair_id_column=None,
         evaluations=[
+            Evaluation("old", False, "test", 10, "again"),
             Evaluation("old", False, "test", 10, "guard1_old", guard=True),
             Evaluation("new", False, "test", 10, "pairs"),
         ],
     )
+    assert [e.key for e in made.evaluations] == ["guard1_old", "pairs"], "the guard set is an evaluation set, too"
     made.save(tmp_path)
     assert [e.before for e in TrainingRecord.load(tmp_path).evaluations] == [{"loss": 1.0}, {}]
     text = read(made, tmp_path).text
@@ -339,6 +344,15 @@ def test_curves_without_losses_are_refused(tmp_path):
 # ---- Pictures ----
 
 
+class LostTracker(TrainerCallback):
+    """A tracker as TensorBoardCallback, whose server does not answer."""
+
+    class tb_writer:  # noqa: N801
+        @staticmethod
+        def add_image(*args: Any, **kwargs: Any) -> None:
+            raise ConnectionError("the server does not answer")
+
+
 def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path, monkeypatch):
     captions = [["a b", "c"], ["d"], ["e f g"], ["h", "i", "j k"]]
     g = torch.Generator().manual_seed(0)
@@ -373,5 +387,9 @@ def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path,
     (tmp_path / PICTURES_FILE).unlink()
     (tmp_path / PICTURES_FILE).mkdir()
     assert "eval_pairs_loss" in trainer.evaluate(), "a picture that cannot be written does not end a training"
+    (tmp_path / PICTURES_FILE).rmdir()
+    trainer.add_callback(LostTracker)
+    assert "eval_pairs_loss" in trainer.evaluate(), "a tracker that does not take the picture does not end a training"
+    assert (tmp_path / PICTURES_FILE).is_file()
     model_card(record(), pictures=PICTURES_FILE).save(tmp_path / "README.md")
     assert f"]({PICTURES_FILE})" in (tmp_path / "README.md").read_text()

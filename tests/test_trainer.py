@@ -470,11 +470,22 @@ def test_a_collator_of_other_things_is_told(tmp_path, changes, message):
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "lr_scheduler_type='cosine_with_min_lr' with lr_scheduler_kwarg"),
         ({"optim": "rmsprop", "optim_args": "alpha"}, "optim='rmsprop' with optim_args='alpha'"),
         ({"optim": "rmsprop", "optim_args": "alpha=much"}, "optim='rmsprop' with optim_args='alpha=much'"),
+        ({"optim": "rmsprop", "optim_args": "alpha=0.9, momentun=0.5"}, "optim='rmsprop' does not take momentun from "),
+        ({"optim": "adamw_torch", "optim_args": "eps=1e-6,beta1=0.8"}, "optim='adamw_torch' does not take eps, beta1 "),
     ],
 )
 def test_wrong_options_of_schedule_or_optimizer_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_for(tmp_path, max_steps=1, **options).train()
+
+
+def test_options_of_an_optimizer_are_taken_also_where_they_are_its_defaults(tmp_path):
+    for optim, optim_args in (
+        ("rmsprop", "alpha=0.99, centered=false"),
+        ("sgd", "momentum=0.9,dampening=0,nesterov=true"),
+    ):
+        optimizer = trainer_for(tmp_path, max_steps=1, optim=optim, optim_args=optim_args).create_optimizer()
+        assert type(optimizer).__name__.lower() == optim
 
 
 def test_fsdp_version_1_and_an_accelerate_that_is_too_old_are_refused(monkeypatch):

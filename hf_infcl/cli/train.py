@@ -101,9 +101,8 @@ def train(words: Sequence[str]) -> None:
     if trainer.is_world_process_zero():
         tell_choices(args, chosen)
     if data.overwrite_output_dir:
-        with mistakes_in_one_line(parser.prog, of_libraries=True), locked(args.output_dir, shared=False):
-            for path in earlier if trainer.is_world_process_zero() else ():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            delete_results(args, earlier)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:
@@ -264,6 +263,17 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
     if resume and not any((folder / name).exists() for name in LAST_RESULTS):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
+
+
+def delete_results(args: InfCLTrainingArguments, results: Sequence[Path]) -> None:
+    """Deletes the results of an earlier run, on every machine that saves results of its own; collective.
+
+    Raises:
+        ValueError: on every process: another run is training in the folder.
+    """
+    with locked(str(args.output_dir), locks=args.should_save, shared=False):
+        for path in results if args.should_save else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:

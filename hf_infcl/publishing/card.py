@@ -12,9 +12,8 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from .curves import CEILING
-from .record import Evaluation, Source, TrainingRecord
+from .record import SPEED, Evaluation, Source, TrainingRecord
 
-_SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
 # The example that a model's page on the Hub offers to run.
 _WIDGET = {
     "src": "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png",
@@ -146,7 +145,7 @@ def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
     return [
         (metric, value)
         for metric, value in evaluation.metrics.items()
-        if metric not in _SPEED and not metric.endswith(CEILING) and value is not None and not math.isnan(value)
+        if metric not in SPEED and not metric.endswith(CEILING) and value is not None and not math.isnan(value)
     ]
 
 

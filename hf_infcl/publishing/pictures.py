@@ -23,7 +23,8 @@ class PicturesCallback(TrainerCallback):
     """Draws some images with their best captions at each evaluation, into `PICTURES_FILE` in ``output_dir``.
 
     The captions are those of the whole evaluation set with the highest cosines, equal ones shown once. Weights &
-    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them. It takes the
+    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them. An error of a tracker
+    is logged, and does not end the training. It takes the
     embeddings that the trainer passes to ``compute_metrics``, which it sets.
 
     Args:
@@ -81,6 +82,13 @@ class PicturesCallback(TrainerCallback):
         except OSError as error:
             logger.error(f"The picture of step {state.global_step} could not be written to {path}: {error}")
             return
+        try:
+            self._pass_on(path, picture, args, state)
+        except Exception as error:  # a tracker's, of any kind: raised here, it would end this process alone
+            logger.error(f"The picture of step {state.global_step} did not reach all trackers: {error!r}")
+
+    def _pass_on(self, path: Path, picture: Image.Image, args: Any, state: TrainerState) -> None:
+        """Gives the picture to the trackers that can show it."""
         if "wandb" in args.report_to:
             import wandb
 

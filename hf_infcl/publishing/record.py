@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +16,7 @@ from .. import __version__
 from ..training.arguments import InfCLTrainingArguments
 
 RECORD_FILE = "training_record.json"
+SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ def training_record(
     start: str,
     sources: Sequence[Source],
     objective: str,
+    pair_id_column: str | None,
     pairs: int | None = None,
-    pair_id_column: str | None = None,
     equal_ids: str = "exclude",
     captions_per_image: int = 1,
     negative_caption_column: str | None = None,
@@ -186,7 +187,10 @@ def training_record(
             ``output_dir``, is the model's name.
         state: the trainer's state.
         start: Hub id or folder of the checkpoint that the training started from.
-        evaluations: the datasets that are measured, without their metrics.
+        pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs of equal captions were
+            each other's negatives, so that it has no default.
+        evaluations: the datasets that are measured, without their metrics. A guard set that is also another evaluation
+            set of the same results stands in the record once.
         settings: further rows of the training table.
     """
     name = Path(args.hub_model_id or args.output_dir or ".").resolve().name
@@ -229,11 +233,11 @@ def training_record(
             "hf_infcl": __version__,
             **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
         },
-        evaluations=[
+        evaluations=_without_guards_again(
             replace(evaluation, metrics=metrics, before=_first_metrics(state, prefix) if evaluation.guard else {})
             for evaluation in evaluations
             if (metrics := _last_metrics(state, prefix := f"eval_{evaluation.key}_"))
-        ],
+        ),
         measured_during_training=args.eval_strategy != "no",
         best=bool(args.load_best_model_at_end),
     )
@@ -260,6 +264,19 @@ def _first_metrics(state: TrainerState, prefix: str) -> dict[str, float]:
     """The metrics before the first step."""
     before = (entry for entry in state.log_history if entry.get("step") == 0)
     return next((found for entry in before if (found := _metrics(entry, prefix))), {})
+
+
+def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
+    """The evaluations without those whose set, with the same results, is a guard set as well."""
+
+    def facts(evaluation: Evaluation) -> tuple[Any, ...]:
+        # The times of Trainer's evaluations differ, as do the last digits of a GPU.
+        results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
+        return evaluation.dataset, evaluation.split, evaluation.size, results
+
+    found = list(measured)
+    guards = [facts(evaluation) for evaluation in found if evaluation.guard]
+    return [evaluation for evaluation in found if evaluation.guard or facts(evaluation) not in guards]
 
 
 def _metrics(entry: Mapping[str, Any], prefix: str) -> dict[str, float]:

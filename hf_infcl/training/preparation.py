@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -82,6 +84,44 @@ def _check_learning_rates(args: InfCLTrainingArguments, accelerator: Accelerator
             f"DeepSpeed's config names an optimizer, which DeepSpeed makes itself, without {' and '.join(asked)}. "
             'Leave "optimizer" out of that config, so that the trainer makes the one of optim and DeepSpeed shards it; '
             "or leave these options out."
+        )
+
+
+def check_optimizer_options(
+    args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], Any]
+) -> None:
+    """Refuses names in ``args.optim_args`` that the optimizer does not take, which transformers leaves out silently.
+
+    An optimizer takes a name if its settings, or whether there are any, depend on the value of that name. Those for
+    ``optim_target_modules`` are not checked, because their settings hold parameters of the model.
+
+    Args:
+        optimizer_for: gives the class and the settings of the optimizer that arguments ask for.
+
+    Raises:
+        ValueError: with the names.
+    """
+    if not args.optim_args or args.optim_target_modules is not None:
+        return
+
+    def settings(optim_args: str | None) -> Any:
+        others = copy.copy(args)
+        others.optim_args = optim_args
+        return optimizer_for(others)
+
+    without, ignored = settings(None), []
+    for pair in args.optim_args.replace(" ", "").split(","):
+        name, _, _ = pair.partition("=")
+        # A name that is taken changes the settings, or its value cannot be converted.
+        with suppress(AttributeError, TypeError, ValueError):
+            if settings(f"{name}=?") == without:
+                ignored.append(name)
+    if ignored:
+        optimizer = getattr(args.optim, "value", args.optim)
+        raise ValueError(
+            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: it would be "
+            "left out without a word. Remove it; options of Adam have arguments of their own: adam_beta1, adam_beta2, "
+            "adam_epsilon and weight_decay."
         )
 
 

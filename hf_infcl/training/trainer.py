@@ -29,7 +29,7 @@ from .grad_cache import CachedWindow, Features, GraphBudget
 from .hub import cause
 from .nonfinite import GuardedTrainer, finite_rows
 from .offload import Fetcher
-from .preparation import prepare_model, set_learning_rates
+from .preparation import check_optimizer_options, prepare_model, set_learning_rates
 from .tower_gradients import TowerGradients
 from .windows import caption_images
 from .wrappers import Wrapper, is_compiled, stock_shapes, wrapper_of
@@ -213,6 +213,8 @@ class InfCLTrainer(GuardedTrainer):
                 f"optim={name!r} with optim_args={self.args.optim_args!r} makes no optimizer: {cause(error)}."
             ) from error
         if not given:
+            if self.optimizer_cls_and_kwargs is None:
+                check_optimizer_options(self.args, self.get_optimizer_cls_and_kwargs)
             set_learning_rates(optimizer, self.dual_encoder.temperature_parameters, self.args)
         return optimizer
 
