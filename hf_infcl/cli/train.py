@@ -138,7 +138,8 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any]) -> Non
     steps = args.gradient_accumulation_steps
     print(
         f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
-        f"{steps} accumulation step{'s' * (steps > 1)} × {args.world_size} process{'es' * (args.world_size > 1)}."
+        f"{steps} accumulation step{'s' if steps > 1 else ''} × "
+        f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
     )
 
 

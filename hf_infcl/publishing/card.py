@@ -91,7 +91,7 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     seen = record.steps * record.global_batch_size
     epochs = ""
     if record.pairs is not None and (batches := record.pairs // record.global_batch_size):
-        epochs = f", {record.steps / batches:.1f} epochs of {batches:,} full batch{'es' * (batches > 1)}"
+        epochs = f", {record.steps / batches:.1f} epochs of {batches:,} full batch{'es' if batches > 1 else ''}"
     of_total = "" if record.pairs is None else f"{record.pairs:,} images with captions: "
     yield "start", _code(record.start)
     yield "data", of_total + _joined([_describe_source(source) for source in record.sources])
@@ -103,7 +103,7 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
     yield (
         "global batch",
         f"**{record.global_batch_size:,} pairs** = {record.per_device_batch_size} per device × "
-        f"{record.accumulation_steps} accumulation step{'s' * (record.accumulation_steps > 1)} × {processes}",
+        f"{record.accumulation_steps} accumulation step{'s' if record.accumulation_steps > 1 else ''} × {processes}",
     )
     if record.processes > 1:
         yield "strategy", f"{_code(record.strategy)} shares the batch among the processes"
@@ -256,8 +256,9 @@ def _usage(record: TrainingRecord) -> str:
 def _duration(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     minutes, rest = divmod(rest, 60)
-    parts = [f"{hours} h"] * bool(hours) + [f"{minutes} min"] * bool(hours or minutes) + [f"{rest} s"]
-    return " ".join(parts)
+    if hours:
+        return f"{hours} h {minutes} min {rest} s"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _joined(parts: list[str]) -> str:

@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> None:
                 "dtype": dtype_name,
                 "dim": dim,
                 "batch_size": batch,
-                "implementation": name + " deterministic" * args.deterministic + FORMS[form],
+                "implementation": name + (" deterministic" if args.deterministic else "") + FORMS[form],
                 "matmul_tflops": round(rate),
             }
             torch._dynamo.reset()

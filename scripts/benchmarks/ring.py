@@ -195,7 +195,7 @@ def rows_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) 
             if args.implementations and name not in (ALONE, *args.implementations):
                 continue
             row = environment | {"objective": objective, "dim": dim, "per_gpu_batch_size": b, "batch_size": w * b}
-            row["implementation"] = name + f", {args.captions} captions" * (args.captions > 1)
+            row["implementation"] = f"{name}, {args.captions} captions" if args.captions > 1 else name
             step = Step(implementation, b, dim, dtype, device, args.captions)
             if note := step.obstacle(b):
                 row["note"] = note

@@ -249,7 +249,7 @@ def objectives(rows: list[Row]) -> str:
 
 def positives(setting: Setting) -> str:
     captions = "one caption" if setting.captions == 1 else f"{int(setting.captions)} captions"
-    return captions + ", names as positives" * (setting.pair_ids and setting.equal_ids == "positive")
+    return f"{captions}, names as positives" if setting.pair_ids and setting.equal_ids == "positive" else captions
 
 
 def of_each_rate(name: Sequence[str], configuration: Configuration, *figures: str) -> list[list[str]]:
