@@ -178,8 +178,8 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         if self.eval_pictures < 0 or (self.eval_pictures and not self.eval_dataset):
             raise ValueError(
-                f"eval_pictures is {self.eval_pictures}, but it is a number of images of --eval_dataset, from 0, and "
-                f"--eval_dataset is {self.eval_dataset}."
+                f"eval_pictures must be at least 0, and above 0 it needs --eval_dataset, whose images it draws. Got "
+                f"{self.eval_pictures} and --eval_dataset {self.eval_dataset}."
             )
 
 

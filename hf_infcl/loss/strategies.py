@@ -92,10 +92,10 @@ class Strategy(ABC):
         self.processes, self.backend = processes, backend
 
     def columns(self, side: Side) -> Side:
-        """The columns of blocks, made from those of this process: they alone, or the columns of all processes.
+        """The columns y of the other methods: this process's alone, or those of all processes, which are gathered here.
 
-        The columns of all processes are exchanged once. What the loss computes for each column, such as its
-        log-sum-exp, every process then computes for all of them, which takes no further exchange.
+        Every process then computes the numbers of all columns that it holds, such as their log-sum-exps, without a
+        further exchange.
         """
         return side
 
