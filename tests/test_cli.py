@@ -650,7 +650,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
     ("words", "complaint"),
     [
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
-        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "above 0 it needs --eval_dataset, whose images it draws"),
+        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "above 0 it needs --eval_dataset"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' holds no model that can be loaded"),
