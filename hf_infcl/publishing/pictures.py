@@ -23,9 +23,9 @@ class PicturesCallback(TrainerCallback):
     """Draws some images with their best captions at each evaluation, into `PICTURES_FILE` in ``output_dir``.
 
     The captions are those of the whole evaluation set with the highest cosines, equal ones shown once. Weights &
-    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them. An error of a tracker
-    is logged, and does not end the training. It takes the
-    embeddings that the trainer passes to ``compute_metrics``, which it sets.
+    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them; an error of a tracker
+    is logged, and does not end the training. The embeddings come from ``compute_metrics`` of the trainer, which this
+    callback sets.
 
     Args:
         trainer: an `InfCLTrainer`.

@@ -24,8 +24,8 @@ from ..processes import Processes, by_rank
 
 POLL = 1.0  # seconds between two looks at the other processes
 GRACE = 10.0  # seconds in which a process gets no further after another one was lost; torchrun kills it after 30
-# The shares of the timeout after which a process without progress says where it is, and tells where all processes are.
-SAYS, TELLS = 0.8, 0.9
+# The shares of the timeout after which a process without progress writes its place into the store, and logs all places.
+SHARE_PLACE_AFTER, LOG_PLACES_AFTER = 0.8, 0.9
 _END = "the end of the training"
 
 logger = logging.get_logger(__name__)
@@ -138,7 +138,7 @@ class Phases:
 
     def _watch(self, others: dict[int, psutil.Process]) -> None:
         """Names processes that are lost or hang, and ends this process if it does not notice by itself."""
-        says = tells = False
+        hangs = logged = False
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in others.items() if _has_ended(process)]
@@ -150,10 +150,14 @@ class Phases:
                     self._end_if_stuck()
                     return
                 idle = time.monotonic() - self._progressed
-                if says != (says := idle > SAYS * self._timeout):
-                    self._say_where(says)
-                if tells != (tells := idle > TELLS * self._timeout) and tells:
-                    self._tell_where_all_are(idle)
+                if hangs != (idle > SHARE_PLACE_AFTER * self._timeout):
+                    hangs = not hangs
+                    self._share_place(hangs)
+                if idle <= LOG_PLACES_AFTER * self._timeout:
+                    logged = False
+                elif not logged:
+                    logged = True
+                    self._log_places(idle)
         except RuntimeError:  # the launcher that kept the store has ended
             return
 
@@ -161,20 +165,22 @@ class Phases:
         """Ends this process if it waits in one place of the program; returns when it has left the context."""
         place, since = "", time.monotonic()
         while not self._left.wait(POLL):
-            if place != (place := _place()):
-                since = time.monotonic()
+            now = _place()
+            if now != place:
+                place, since = now, time.monotonic()
             elif time.monotonic() - since > GRACE:
                 os._exit(1)
 
-    def _say_where(self, hangs: bool) -> None:
-        """Writes into the store where this process is if it hangs; otherwise removes that."""
+    def _share_place(self, hangs: bool) -> None:
+        """Writes this process's place in the program into the store if it hangs, and removes it when it goes on."""
         key = f"place/{self._rank}"
         if hangs:
             self._store.set(key, f"in {self._phase(self._rank)}, {_place()}")
         else:
             self._store.delete_key(key)
 
-    def _tell_where_all_are(self, seconds: float) -> None:
+    def _log_places(self, seconds: float) -> None:
+        """Logs the places of all processes that hang; the others do not answer."""
         places = [self._read(f"place/{rank}") for rank in range(self._world_size)]
         lost = [self._of_lost(rank) for rank, place in enumerate(places) if place is None]
         idle = f"This process has made no progress for {seconds:.0f} of the {self._timeout:g} seconds of ddp_timeout."

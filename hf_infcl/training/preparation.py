@@ -119,8 +119,8 @@ def check_optimizer_options(
     if ignored:
         optimizer = getattr(args.optim, "value", args.optim)
         raise ValueError(
-            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: it would be "
-            "left out without a word. Remove it; options of Adam have arguments of their own: adam_beta1, adam_beta2, "
+            f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: "
+            "transformers would ignore this. Leave it out; Adam's options are the arguments adam_beta1, adam_beta2, "
             "adam_epsilon and weight_decay."
         )
 
