@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that `import hf_infcl` is light and needs neither triton nor datasets nor evaluate.
-_HOME = {
+# The modules of the public names. They are loaded on first use, so that `import hf_infcl` is light and needs neither
+# triton nor datasets nor evaluate.
+_MODULES = {
     "contrastive_loss": "loss",
     "ContrastiveLoss": "loss",
     "cached_backward": "training.own_loop",
@@ -43,10 +44,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted([*globals(), *_MODULES])

@@ -53,7 +53,7 @@ class Processes:
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.rank < 0:
-            raise ValueError("This process is not a member of process_group: call the loss on its members alone.")
+            raise ValueError("This process is not a member of process_group. Call the loss on its members only.")
         if dist.get_backend(process_group) == dist.Backend.NCCL:
             self.device = torch.device("cuda", torch.cuda.current_device())
 

@@ -55,7 +55,7 @@ class DataOptions:
     dataset: list[str] = field(
         metadata={
             "help": "Required. Image-text pairs to train on: a Hub id or a folder. With --streaming also shards, such "
-            "as 'shards/{00000..00127}.tar', and several of these."
+            "as 'shards/{00000..00127}.tar', and more than one data set."
         }
     )
     dataset_name: str | None = field(
