@@ -574,7 +574,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
         ("--model m more --dataset d", None, "unrecognized arguments: more"),
-        ("missing.yaml", None, "missing.yaml"),
+        ("missing.yaml", None, "There is no file"),
         ("c.yaml", "- a\n- list\n", "must map names of options to values"),
         ("c.yaml", "model: [unclosed\n", "c.yaml is not YAML: line 2"),
         ("c.json", '{"model": "m",}', "c.json is not JSON: line 1"),
@@ -665,6 +665,10 @@ def test_version_says_what_a_bug_report_needs(capsys):
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
         ("train --model m --dataset a b --lanes 2", "Only shards that are read with --streaming can have several"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --per_device_train_batch_size 5000", "5000"),
+        (
+            "train --model DEMO/clip-init --dataset DEMO/digits --push_to_hub --hub_model_id me/b?d",
+            "'me/b?d'. Name another one with hub_model_id.",
+        ),
     ],
 )
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):
@@ -691,6 +695,31 @@ def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys,
         assert "the Hub could not be reached" in line
         assert "run `hf download openai/clip-vit-bas`" in line
     assert "There is no folder 'a/b/c', and it is no id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
+
+
+def test_a_package_that_is_not_installed_is_one_line_whichever_library_asks_for_it(demo, tmp_path, capsys, monkeypatch):
+    words = ["train", "--model", demo / "clip-init", "--dataset", demo / "digits", "--use_cpu"]
+    words += ["--output_dir", tmp_path, "--max_steps", 1, "--per_device_train_batch_size", 8]
+    version = metadata.version
+
+    def without_deepspeed(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    def none(*_: Any) -> Any:
+        raise ImportError("You need to install `bitsandbytes`")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", without_deepspeed)
+        line = mistake(capsys, *words, "--deepspeed", "config.json")
+    assert "An option needs a package that is not installed: " in line
+    assert "deepspeed" in line
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.integrations.integration_utils, "is_clearml_available", lambda: False)
+        assert "pip install clearml" in mistake(capsys, *words, "--report_to", "clearml")
+    monkeypatch.setattr(transformers.Trainer, "create_optimizer", none)
+    assert "You need to install `bitsandbytes`" in mistake(capsys, *words, "--report_to", "none")
 
 
 def check_mistake_is_told_once(reason: str, code: int, output: str) -> None:

@@ -326,6 +326,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
             r"no column 'img'\. Its columns are \['image', .* with image_column \(--image_column ",
         ),
         (PAIRS, {"caption_column": "text"}, r"no column 'text'.* with caption_column \(--caption_column "),
+        (PAIRS.select_columns("image"), {}, r"are \['image'\].* stand in its metadata.jsonl or metadata.csv"),
         (PAIRS, {"pair_id_column": "pair"}, r"no column 'pair'.* with pair_id_column \("),
         (PAIRS, {"image_column": "id"}, "image_column 'id' must hold images, .* not Value"),
         (PAIRS, {"caption_column": "id"}, "caption_column 'id' must hold strings or lists of strings, not Value"),

@@ -198,8 +198,8 @@ def test_the_card_is_written_again_from_the_folder_alone(tmp_path):
     made = record(evaluations=[RETRIEVAL], settings={"seed": "7"})
     made.save(tmp_path)
     assert model_card(TrainingRecord.load(tmp_path)).content == model_card(made).content
-    with pytest.raises(ValueError, match=r"has no training_record\.json"):
-        TrainingRecord.load(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"has no training_record\.json.*{tmp_path}, the folder above, has one"):
+        TrainingRecord.load(tmp_path / "checkpoint-3")
     for text in ("{", "{}", '{"sources": [{"x": 1}], "evaluations": []}', "[]"):
         (tmp_path / "training_record.json").write_text(text)
         with pytest.raises(ValueError, match="not a record of a training"):

@@ -98,6 +98,6 @@ def test_every_message_in_the_table_of_errors_is_said_by_the_package():
     messages = re.findall(r"^\| (?:the loss is )?`([^`]+)`", table, re.MULTILINE)
     assert len(messages) > 10
     for message in messages:
-        if message not in ("CUDA out of memory", "nan"):  # of torch
+        if message not in ("CUDA out of memory", "nan", "Your setup doesn't support bf16/gpu"):  # of the libraries
             for part in re.split(r" *\.\.\.,? *|\bN ", message):
                 assert any(part in text for text in texts), message

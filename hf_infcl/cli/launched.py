@@ -35,7 +35,8 @@ def tell(command: str, message: str) -> None:
 def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     """Ends the program with exit code 1 and one line, without a traceback, for a mistake of the user.
 
-    A process that stops because another one failed prints nothing, since the other one has printed the reason.
+    A process that stops because another one failed prints nothing, since the other one has printed the reason. It
+    counts as a mistake that a package is not installed which an option needs, whichever library says so.
 
     Args:
         command: the command's name, which the line begins with.
@@ -46,11 +47,24 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
         yield
     except OtherRankFailedError:
         sys.exit(1)
-    except (OSError, ValueError) as error:
-        if not of_libraries and not (isinstance(error, ValueError) and _raised_here(error)):
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if is_missing_package(error):
+            tell(command, missing_package(error))
+        elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
+            tell(command, str(error))
+        else:
             raise
-        tell(command, str(error))
         sys.exit(1)
+
+
+def is_missing_package(error: Exception) -> bool:
+    """Whether a library needs a package that is not installed. Those of Trainer's trackers raise a RuntimeError."""
+    asked = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
+    return asked or isinstance(error, ModuleNotFoundError)
+
+
+def missing_package(error: Exception) -> str:
+    return f"An option needs a package that is not installed: {error}"
 
 
 def _raised_here(error: Exception) -> bool:

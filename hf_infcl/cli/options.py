@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
-from .launched import tell
+from .launched import is_missing_package, missing_package, tell
 
 
 @dataclass
@@ -262,6 +262,10 @@ class Parser(HfArgumentParser):
             )
         except (OSError, ValueError) as error:
             self.error(str(error))
+        except (ImportError, RuntimeError) as error:
+            if not is_missing_package(error):
+                raise
+            self.error(missing_package(error))
 
     @cached_property
     def _kinds(self) -> dict[str, Any]:
@@ -330,6 +334,8 @@ _Loader.add_implicit_resolver(
 
 def _load(path: Path) -> dict[str, tuple[Any, Any]]:
     """The options of a file by name: each as a value of Python, and again with its scalars as the file's text."""
+    if not path.exists():
+        raise ValueError(f"There is no file {str(path)!r} to read options from.")
     try:
         content = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

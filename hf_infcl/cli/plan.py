@@ -41,7 +41,12 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="The model: a Hub id or a folder.")
     parser.add_argument("--global_batch", type=int, required=True, help="Pairs of one optimizer step.")
     parser.add_argument("--gpus", type=int, default=1, help="The number of GPUs.")
-    parser.add_argument("--gpu", choices=GPUS, default="h100", help="The GPU whose rates predict the time.")
+    parser.add_argument(
+        "--gpu",
+        choices=GPUS,
+        default="h100",
+        help="The GPU whose measured rates predict the time. For the memory of another GPU name its --gpu_memory.",
+    )
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU; without it that of --gpu.")
     parser.add_argument("--dataset_size", type=int, help="Pairs of the training set, for the time of an epoch.")
     parser.add_argument("--epochs", type=float, default=1, help="Epochs of the training.")

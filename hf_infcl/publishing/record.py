@@ -153,8 +153,11 @@ class TrainingRecord:
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
             return cls(**values)
         except FileNotFoundError as error:
+            above = Path(folder).absolute().parent
+            hint = f" {above}, the folder above, has one." if (above / RECORD_FILE).is_file() else ""
             raise ValueError(
-                f"{folder} has no {RECORD_FILE}: a card is written from the record that `infcl train` leaves there."
+                f"{folder} has no {RECORD_FILE}, the record from which a card is written. `infcl train` leaves it in "
+                f"--output_dir.{hint}"
             ) from error
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a record of a training: {type(error).__name__}: {error}.") from error

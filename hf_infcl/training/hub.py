@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, ModelCard, snapshot_download
+from huggingface_hub.errors import HFValidationError
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
@@ -52,10 +53,14 @@ class HubTrainer(Trainer):
                 )
         except Exception as error:  # of the Hub's client or of its HTTP library
             name = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            cure = (
+                "Name another one with hub_model_id."
+                if isinstance(error, HFValidationError)
+                else "Check the network and the token (hub_token, or that of `hf auth login`), or train without "
+                f"push_to_hub and push later by `hf upload {name} {self.args.output_dir} .`."
+            )
             raise OSError(
-                f"The repository {name} of the Hub could not be created or found: {cause(error)}. Check the network "
-                "and the token (hub_token, or that of `hf auth login`), or train without push_to_hub and push later by "
-                f"`hf upload {name} {self.args.output_dir} .`."
+                f"The repository {name} of the Hub could not be created or found: {cause(error)}. {cure}"
             ) from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
