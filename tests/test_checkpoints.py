@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 from helpers import models
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
@@ -91,6 +93,45 @@ def test_what_a_save_has_left_is_removed_with_a_word(tmp_path, caplog):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-4"}
     for name in ("_partial-checkpoint-2", "_removed-checkpoint-3"):
         assert f"{name} was left by a save that did not end" in caplog.text
+
+
+def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_removed(tmp_path):
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "file").touch()
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "others")
+    (tmp_path / "_partial-checkpoint-7").symlink_to(tmp_path / "others")
+    (tmp_path / "checkpoint-2").touch()
+    written(tmp_path, 1)
+    written(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2", "others"}
+    assert (tmp_path / "others" / "file").exists()
+
+
+def test_the_newest_is_known_after_the_clock_was_set_back(tmp_path, monkeypatch):
+    written(tmp_path, 9)  # of an earlier run; the next one began before it
+    for step in (2, 3):
+        monkeypatch.setattr(checkpoints.time, "time_ns", lambda step=step: 1000 - step)
+        newest = written(tmp_path, step)
+        assert choose(str(tmp_path), "auto") == str(newest)
+
+
+def test_a_file_system_without_locks_or_flushed_folders_is_written_to(tmp_path, monkeypatch, caplog):
+    flush = os.fsync
+
+    def flush_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        flush(handle)
+
+    def no_lock(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(os, "fsync", flush_files)
+    monkeypatch.setattr(FileLock, "_acquire", no_lock)
+    with locked(tmp_path):
+        newest = written(tmp_path, 1)
+    assert choose(str(tmp_path), "auto") == str(newest)
+    assert "_run.lock cannot be locked ([Errno 37] No locks available): a second run in this folder" in caplog.text
 
 
 def removed_halfway(folder: Path, kill_at: int) -> None:
@@ -443,13 +484,13 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
 
 
 class Ask(TrainerCallback):
-    """Sends this process a signal, after step 3 or within the evaluation that follows it."""
+    """Sends this process a signal, after a step or within the evaluation that follows it."""
 
-    def __init__(self, number: int, place: str) -> None:
-        self.number, self.place = number, place
+    def __init__(self, number: int, place: str, step: int = 3) -> None:
+        self.number, self.place, self.step = number, place, step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3 and self.place == "step":
+        if state.global_step == self.step and self.place == "step":
             os.kill(os.getpid(), self.number)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -497,6 +538,14 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
 )
 def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number, place):
     ranks.run(rank_asked, world_size, str(tmp_path), int(number), place)
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_signal_in_the_last_step_ends_the_training_as_well(tmp_path, save_strategy):
+    run = trainer(tmp_path, callbacks=[Ask(signal.SIGTERM, "step", 4)], save_strategy=save_strategy)
+    with pytest.raises(Preempted, match="143"):
+        run.train()
+    assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-4")
 
 
 def signalled_twice() -> None:

@@ -323,3 +323,8 @@ def test_images_with_labels_have_to_be_a_zero_shot_set(tmp_path):
     subset = torch.utils.data.Subset(labelled(9), range(5))
     with pytest.raises(ValueError, match="ZeroShotDataset itself, not a Subset"):
         trainer_for(tmp_path, eval_dataset=subset, data_collator=LabelledImages()).evaluate()
+
+
+def test_an_empty_evaluation_set_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"The evaluation set of eval_\* is empty"):
+        trainer_for(tmp_path).evaluate(models.Pairs(0))

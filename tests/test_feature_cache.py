@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from helpers.trainers import arguments, parameters
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.training import feature_cache
+from hf_infcl.training.preemption import Preempted
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -86,6 +89,15 @@ def test_an_interrupted_run_goes_on_with_the_next_shard(tmp_path):
     again.trainer.get_train_dataloader()
     assert sum(again.seen) == 8
     assert shards[0].read_bytes() == kept
+
+
+def test_a_signal_ends_the_run_after_the_shard(tmp_path):
+    run = Run(tmp_path)
+    embeddings = run.trainer.model.vision_model.embeddings
+    embeddings.register_forward_hook(lambda *call: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Preempted, match="143"):
+        run.trainer.train()
+    assert len(list((tmp_path / "features").glob("*/*.arrow"))) == 1
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "without its checksum"])

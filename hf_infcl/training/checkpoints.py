@@ -8,6 +8,7 @@ that are damaged later are found by their checksums.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -145,7 +146,7 @@ class Checkpoint:
         for prefix in (_PARTIAL, _REMOVED):
             for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
                 logger.warning(f"{left} was left by a save that did not end. It is removed.")
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
         self.partial.mkdir(parents=True)
         record.write(self.partial)
 
@@ -162,7 +163,9 @@ class Checkpoint:
         with ThreadPoolExecutor() as pool:
             described = dict(zip(files, pool.map(describe, files.values()), strict=True))
         manifest = self.partial / MANIFEST_NAME
-        manifest.write_text(json.dumps({"written": time.time_ns(), "files": described}, indent=2), encoding="utf-8")
+        # The newest of all, also where the clock was set back, or that of the machine before was fast.
+        written = max([time.time_ns(), *(_written(folder) + 1 for folder in _folders(self.folder.parent))])
+        manifest.write_text(json.dumps({"written": written, "files": described}, indent=2), encoding="utf-8")
         _flush(manifest)
         _flush(self.partial)
         replaced = self.folder.with_name(_REMOVED + self.folder.name)
@@ -171,17 +174,27 @@ class Checkpoint:
         self.partial.rename(self.folder)
         _flush(self.folder.parent)
         self.abandon()
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
 
     def abandon(self) -> None:
         """Removes the partly written files."""
-        shutil.rmtree(self.partial_dir, ignore_errors=True)
+        _remove(self.partial_dir)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or a file or a link in its place, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # it was a folder
+        path.unlink()
 
 
 def _flush(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:  # some file systems cannot flush folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 
@@ -232,16 +245,17 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
 
 def _folders(output_dir: str | Path) -> list[Path]:
     """The folders named as checkpoints, the last written first; those without a manifest come last."""
-
-    def written(folder: Path) -> tuple[int, int]:
-        try:
-            time_ns = int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
-        except (OSError, ValueError, TypeError, KeyError):
-            time_ns = 0
-        return time_ns, int(folder.name.rpartition("-")[2])
-
     found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    return sorted((f for f in found if f.is_dir() and f.name.rpartition("-")[2].isdecimal()), key=written, reverse=True)
+    steps = {f: int(f.name.rpartition("-")[2]) for f in found if f.is_dir() and f.name.rpartition("-")[2].isdecimal()}
+    return sorted(steps, key=lambda folder: (_written(folder), steps[folder]), reverse=True)
+
+
+def _written(folder: Path) -> int:
+    """The nanosecond at which a checkpoint was written, later than for all that were written before; or 0."""
+    try:
+        return int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
 
 
 def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) -> None:
@@ -375,12 +389,13 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
             if locks or shared:
                 check_writable(output_dir)
             if locks:
-                lock.acquire()
+                _take(lock)
         except Timeout:
             problem = (
                 f"Another run is training in {output_dir}. Choose another output_dir, or end that run first. If its "
                 "launcher was killed, some of its processes may still be running. If this is one run on several "
-                "machines that share the folder, leave save_on_each_node off."
+                "machines that share the folder, leave save_on_each_node off. If nothing is running, remove "
+                f"{lock.lock_file}: some file systems keep it after a run that was killed."
             )
         except (OSError, ValueError) as error:
             problem = str(error)
@@ -390,6 +405,20 @@ def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = 
         yield
     finally:
         lock.release()
+
+
+def _take(lock: FileLock) -> None:
+    """Takes a lock, or logs that the file system has no locks.
+
+    Raises:
+        Timeout: another process holds the lock.
+    """
+    try:
+        lock.acquire()
+    except Timeout:
+        raise
+    except (OSError, NotImplementedError) as error:
+        logger.warning(f"{lock.lock_file} cannot be locked ({error}): a second run in this folder will not be refused.")
 
 
 def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:

@@ -205,6 +205,8 @@ class EvaluatingTrainer(Trainer):
         with fsdp_tower_methods(self.dual_encoder):
             output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
             assert output.metrics is not None
+            if output.num_samples == 0:
+                raise ValueError(f"The evaluation set of {metric_key_prefix}_* is empty: it gave no batch.")
             if isinstance(output.predictions, tuple):
                 metrics = self._pair_metrics(output)
             elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):

@@ -61,6 +61,7 @@ def cache_images(
     encode: Callable[[dict[str, Any]], Tensor],
     collator: ContrastiveCollator,
     dtype: str,
+    agree: Callable[[], Any],
     **loading: Any,
 ) -> CachedImages:
     """Computes the image features that the folder does not hold yet. Collective: every process calls it.
@@ -75,6 +76,8 @@ def cache_images(
         encode: maps a batch of the collator to the tower's pooled output [b, H].
         collator: prepares the images.
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
+        agree: called before each shard of a process and at the end; collective. It raises on all processes if one has
+            failed, and may end the training.
         **loading: options of the DataLoader.
 
     Raises:
@@ -89,13 +92,16 @@ def cache_images(
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
         check_writable(place, "cache_features")
-        for number in range(processes.rank, count, processes.world_size):
-            if not _is_whole(shards[number]):
+    for first in range(0, count, processes.world_size):
+        agree()
+        number = first + processes.rank
+        with failures_announced():
+            if number < count and not _is_whole(shards[number]):
                 rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
                 logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
                 loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
                 _write(shards[number], [encode(batch) for batch in loader])
-    processes.agree([])  # waits until all shards are written
+    agree()  # waits until all shards are written
     parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
     return CachedImages(pairs, datasets.concatenate_datasets(parts))
 

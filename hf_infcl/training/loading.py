@@ -120,6 +120,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
         self._begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
         super()._run_epoch(model, epoch, *args, **kwargs)
+        self._agree()  # a signal may have come in the last step
 
     # ---- Loaders ----
 
@@ -210,9 +211,11 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         check_cacheable(pairs, tower, collator, sharded=sharded, compiled=self.args.torch_compile)
 
         def encode(batch: dict[str, Any]) -> Tensor:
+            self._phases.note_progress()
             with torch.no_grad(), self.accelerator.autocast():
                 return self.dual_encoder.image_features(self._prepare_inputs(batch))
 
+        self._enter("computing image features")
         return cache_images(
             pairs,
             folder,
@@ -220,6 +223,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             encode,
             collator,
             dtype=self.accelerator.mixed_precision,
+            agree=self._agree,
             batch_size=self.args.per_device_train_batch_size,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
