@@ -158,6 +158,13 @@ def _metric_name(metric: str) -> str:
     return known.get(metric, metric.replace("_", " "))
 
 
+def _metric_type(metric: str) -> str:
+    """The kind of a metric as the Hub names it."""
+    if metric in ("acc1", "acc5"):
+        return "accuracy"
+    return "recall" if "recall" in metric else metric
+
+
 def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
     results = []
     for evaluation in evaluations:
@@ -172,7 +179,7 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
                 dataset_type=evaluation.dataset,
                 dataset_name=evaluation.dataset,
                 dataset_split=evaluation.split,
-                metric_type={"acc1": "accuracy", "acc5": "accuracy", "loss": "loss"}.get(metric, "recall"),
+                metric_type=_metric_type(metric),
                 metric_name=_metric_name(metric),
                 metric_value=round(value, 4),
             )
