@@ -49,6 +49,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
             ),
         )
 
+    # ---- The log-odds of the negatives against the positive of each row and column ----
     positive = kernels.positive_logits(batch.x, batch.y, scale, backend=strategy.backend)
     x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
     texts, positive_y, ids_y = y.rows
@@ -63,6 +64,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         )
         odds_x = torch.logaddexp(odds_x, odds)
     odds = torch.stack((odds_x, strategy.of_this_process(odds_y, pairs)))
+    # ---- The cross entropies, softplus of the log-odds ----
     # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
     # at the default of 20 that would cost fp64 six of its digits.
     softplus = functools.partial(F.softplus, threshold=40)
@@ -73,6 +75,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     zero = torch.zeros_like(scale)
     if not any(wanted[:-1]):
         return Terms(loss, divisor, zero, zero)
+    # ---- The gradients of the embeddings and the scale ----
     lse_x, lse_y = positive + cross_entropies[0], positive_y + softplus(odds_y)
     # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
     coefficient_of_x, coefficient_of_y = -torch.sigmoid(odds)
@@ -81,10 +84,10 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         coefficient = coefficient_of_x if losses_x else coefficient_of_y
         if losses_x and losses_y:
             coefficient = coefficient_of_x + coefficient_of_y
-        lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
+        image_lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if losses_y else torch.full_like(lse_y, torch.inf)
-        coefficient_y = coefficient if strategy.transposes else None
-        return Side((batch.x, lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
+        coefficient_y = coefficient if strategy.transposes else None  # the kernels read those of rows alone
+        return Side((batch.x, image_lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
     from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
