@@ -55,60 +55,60 @@ class TarReader:
         has_lists: whether the captions are lists of strings.
 
     Raises:
-        ValueError: the first samples have no such image, caption or pair id, with the names of what they have.
+        ValueError: the first samples have no such image, caption or pair id; the message names their files and fields.
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
-        image_column, caption_column, pair_id_column, negative_column = columns
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
-        first = itertools.islice(_first_samples(self, urls), _PROBED)
         problem = f"The shard {urls[0]!r} holds no samples."
-        for url, key, sample in first:
-            images = [extension for extension in sample if extension in IMAGE_EXTENSIONS]
+        for url, key, sample in itertools.islice(_first_samples(self, urls), _PROBED):
             try:
                 fields = _json_fields(sample)
             except ValueError as error:
                 problem = f"Sample {key!r} of the shard {url!r} has a .json that cannot be read: {error}."
                 continue
+            if not (missing := self._find(columns, sample, fields)):
+                return
             there = f"Sample {key!r} of the shard {url!r} has the files {_dotted(sample)}"
             there += f" and the JSON fields {sorted(fields)}." if "json" in sample else "."
-            image = (
-                image_column if image_column in sample else images[0] if image_column == "image" and images else None
-            )
-            if image is None:
-                problem = f"No image was found for image_column {image_column!r}. {there}"
-                continue
-            if image_column == "image" and len(images) > 1:
-                problem = f"There are several images: name one of {_dotted(images)} with image_column. {there}"
+            problem = f"{missing} {there}"
+            if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-            caption = _tar_column(caption_column, sample, fields)
-            if caption is None and caption_column == "caption" and "txt" in sample:
-                caption = False, "txt"
-            if caption is None:
-                problem = f"No caption was found for caption_column {caption_column!r}. {there}"
-                continue
-            same = pair_id_column == caption_column
-            pair_id = caption if same else _tar_column(pair_id_column, sample, fields) if pair_id_column else None
-            if pair_id_column and pair_id is None:
-                problem = f"No pair id was found for pair_id_column {pair_id_column!r}. {there}"
-                continue
-            negative = _tar_column(negative_column, sample, fields) if negative_column else None
-            if negative_column and negative is None:
-                problem = f"No caption was found for negative_caption_column {negative_column!r}. {there}"
-                continue
-            self.has_lists = caption[0] and isinstance(fields[caption_column], list)
-            self._any_image = image_column not in sample
-            self._columns = {image_column: (False, image), caption_column: caption}
-            self._image_column = image_column
-            if pair_id_column and pair_id is not None:
-                self._columns[pair_id_column] = pair_id
-            if negative_column and negative is not None:
-                self._columns[negative_column] = negative
-            self._extensions = frozenset(
-                "json" if in_json else extension for in_json, extension in self._columns.values()
-            ) | (IMAGE_EXTENSIONS if self._any_image else frozenset())
-            return
         raise ValueError(problem)
+
+    def _find(self, columns: Columns, sample: dict[str, bytes], fields: dict[str, Any]) -> str:
+        """Finds the files and JSON fields of a sample that hold the columns.
+
+        Returns:
+            A sentence about the first column that was not found; empty if all were.
+        """
+        images = _images(sample)
+        if columns.image == "image" and len(images) > 1:
+            return f"There are several images: name one of {_dotted(images)} with image_column."
+        image = columns.image
+        if image not in sample:
+            if image != "image" or not images:
+                return f"No image was found for image_column {image!r}."
+            image = images[0]
+        caption = _tar_column(columns.caption, sample, fields)
+        if caption is None and columns.caption == "caption" and "txt" in sample:
+            caption = False, "txt"
+        if caption is None:
+            return f"No caption was found for caption_column {columns.caption!r}."
+        found = {columns.image: (False, image), columns.caption: caption}
+        if columns.pair_id and columns.pair_id != columns.caption:
+            if (pair_id := _tar_column(columns.pair_id, sample, fields)) is None:
+                return f"No pair id was found for pair_id_column {columns.pair_id!r}."
+            found[columns.pair_id] = pair_id
+        if columns.negative_caption:
+            if (negative := _tar_column(columns.negative_caption, sample, fields)) is None:
+                return f"No caption was found for negative_caption_column {columns.negative_caption!r}."
+            found[columns.negative_caption] = negative
+        self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
+        self._columns, self._image_column, self._any_image = found, columns.image, columns.image not in sample
+        extensions = frozenset("json" if in_json else extension for in_json, extension in found.values())
+        self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
+        return ""
 
     def samples(
         self, url: str, position: int = 0, stop: int | None = None
@@ -247,6 +247,11 @@ def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
 def _tar_column(column: str, sample: dict[str, bytes], fields: dict[str, Any]) -> tuple[bool, str] | None:
     """(whether it is a field of the JSON, the field or extension) that holds a column."""
     return (True, column) if column in fields else (False, column) if column in sample else None
+
+
+def _images(sample: dict[str, bytes]) -> list[str]:
+    """The extensions of the images in a sample."""
+    return [extension for extension in sample if extension in IMAGE_EXTENSIONS]
 
 
 def _dotted(extensions: Sequence[str] | dict[str, Any]) -> str:
