@@ -34,12 +34,12 @@ def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
     measured = importlib.import_module("benchmarks.plan")
     steps = [step for step in measured.steps() if step.known and not (step.fitted or step.compiles)]
     assert len(steps) >= 20
-    for row, _, ms, predicted_ms, gib, predicted_gib in steps:
+    for row, _, _, ms, predicted_ms, gib, predicted_gib in steps:
         assert predicted_ms == pytest.approx(ms, rel=0.15), row
         assert predicted_gib == pytest.approx(gib, rel=0.1), row
     losses = [loss for loss in measured.losses() if loss.known and not loss.fitted]
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {loss.row["device"] for loss in losses}
-    for row, _, ms, predicted_ms, *_ in losses:
+    for row, _, _, ms, predicted_ms, *_ in losses:
         # Short losses vary with the host.
         low, high = (ms, ms) if ms > 10 else (float(row["ms_p10"]), float(row["ms_p90"]))
         assert 0.85 * low < predicted_ms < 1.15 * high, row

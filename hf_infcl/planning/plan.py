@@ -42,10 +42,9 @@ class GPU:
     loss_flops: float
 
 
-# scripts/benchmarks/plan.py names the rows that the rates come from. The H100's bandwidth is the H200's, scaled by the
-# data sheets (3.35 and 4.8 TB/s), because no training step has been measured on an H100.
+# scripts/benchmarks/plan.py names the rows that the rates come from.
 GPUS = {
-    "h100": GPU("H100", 79.6, 480e12, 2.06e12, 21e-6, 584e12),
+    "h100": GPU("H100", 79.6, 480e12, 2.30e12, 21e-6, 584e12),
     "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 582e12),
 }
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves

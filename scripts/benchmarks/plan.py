@@ -10,6 +10,10 @@ time when the rows of two, four and eight H200s below were all known. The figure
 each of eight GPUs the softmax loss takes 15% longer than predicted. Half of that is no communication: eight losses of
 a GPU's own pairs took 261 ms there, and 243 ms on a GPU alone.
 
+The first steps that were measured on an H100 are those at d9e0b94. With a bandwidth scaled from the H200's by the
+data sheets they were predicted 8.7% too long, compiled 12.0% too long, and their memory 0.5% too small. The bandwidth
+is now that of the plain Trainer's step there.
+
 Steps with a frozen image tower take a tenth longer than predicted. The likely reason, which no profile has shown, is
 the host: their second pass consists of the small kernels of the text tower, each of which takes the GPU 23 µs on
 average (256 pairs) and the host 21 µs to launch, so that every hesitation of the host delays the step. Besides, their
@@ -17,8 +21,8 @@ images in fp32 are copied on the stream of the computation, which at 50 GB/s tak
 
 Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
 memory of older rows includes what such a forward without a graph takes, 1.28 GiB for 256 pairs by the same count.
-Losses of less than 10 ms vary with the host, from run to run by more than their first and last deciles in brackets:
-4 × 4,096 pairs took 3.2 and 4.7 ms. Rows with the compilation are single steps in which the model was compiled, for
+Losses of less than 10 ms vary with the host, from run to run by more than their first and last deciles in brackets: 2
+× 4,096 pairs took 1.6 and 2.1 ms. Rows with the compilation are single steps in which the model was compiled, for
 tens of seconds.
 """
 
@@ -44,6 +48,7 @@ FITTED_STEPS = (
     ("3bd15f2", "256", "hf_infcl retain all"),  # matrix products and memory traffic
     ("829e9b3", "256", "Trainer, compiled"),  # what compilation leaves of traffic and activations
     ("ddfe952", "64", "hf_infcl"),  # host time per operation
+    ("d9e0b94", "256", "Trainer"),  # memory traffic of the H100
 )
 # Commit, GPU, number of GPUs, objective, dimension and pairs of the rows of losses.
 FITTED_LOSSES = (
@@ -59,26 +64,26 @@ WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 WITHOUT_REPLAY = WITH_EARLIER_GRAPH | {"4ac4a5d", "59872f4", "829e9b3", "8461ae9", "ad4ccdb", "56956b3", "9c0c178"}
 WITHOUT_REPLAY |= {"600f583", "3a8623b", "926160b", "7692cf4"}
 # The commits of all rows that were there when the rates were chosen.
-KNOWN = WITHOUT_REPLAY | {"79c62ae", "568ccbd"}
+KNOWN_LOSSES = WITHOUT_REPLAY | {"79c62ae", "568ccbd"}
+KNOWN_STEPS = KNOWN_LOSSES | {"d9e0b94"}
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes for each pair of a ViT-B/16's forward without a graph
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SMALLEST = 8192  # pairs; the time of smaller losses is that of the host alone
 
 
 class Compared(NamedTuple):
-    """A row with its measured and predicted milliseconds and GiB; of losses the memory is not compared."""
+    """A row with its measured and predicted milliseconds and GiB; of losses the memory is not compared.
+
+    A rate was taken from a row that is fitted, and a row that is known was there when the rates were chosen.
+    """
 
     row: Row
     fitted: bool
+    known: bool
     ms: float
     predicted_ms: float
     gib: float = 0.0
     predicted_gib: float = 0.0
-
-    @property
-    def known(self) -> bool:
-        """Whether the row was there when the rates were chosen."""
-        return self.row["commit"] in KNOWN
 
     @property
     def compiles(self) -> bool:
@@ -94,7 +99,8 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
     """The newest rows of InfCLTrainer's steps, and of the plain Trainer's where they were fitted."""
     counts: dict[tuple[str, str | None], Counts] = {}
     keys = ("world_size", "model", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
-    for row in _newest(results / "step.csv", keys, lambda row: row["ms"] and row["model"] != "tiny"):
+    wanted = lambda row: row["ms"] and row["model"] != "tiny"  # noqa: E731
+    for row, known in _newest(results / "step.csv", keys, wanted, KNOWN_STEPS):
         name, accumulation = row["implementation"], int(row["accumulation_steps"])
         fitted = (row["commit"], row["micro_batch_size"], name) in FITTED_STEPS
         if not (name.startswith("hf_infcl") or fitted):
@@ -116,7 +122,7 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
         once = name.startswith("Trainer")  # it runs each micro-batch forward once, and keeps one graph
         timed = replace(choice, retain=accumulation) if once else choice
         ms = 1000 * sum(planning.seconds(of_model, timed, GPUS[_gpu(row)]).values())
-        yield Compared(row, fitted, float(row["ms"]), ms, float(row["peak_gib"]), bytes_ / GIB)
+        yield Compared(row, fitted, known, float(row["ms"]), ms, float(row["peak_gib"]), bytes_ / GIB)
 
 
 def _memory(counts: Counts, choice: Choice, row: Row) -> float:
@@ -136,7 +142,8 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
         return of_ours and bool(row["ms"]) and int(row["batch_size"]) >= SMALLEST and row["objective"] in PRODUCTS
 
     for table, more in (("loss", ()), ("ring", ("world_size",))):
-        for row in _newest(results / f"{table}.csv", (*more, "objective", "dim", "batch_size"), wanted):
+        keys = (*more, "objective", "dim", "batch_size")
+        for row, known in _newest(results / f"{table}.csv", keys, wanted, KNOWN_LOSSES):
             gpus = int(row.get("world_size") or 1)
             choice, dim = Choice(gpus, int(row["batch_size"]) // gpus, 1), int(row["dim"])
             if gpus > 1 and row["commit"] in WITHOUT_REPLAY and planning.is_replayed(dim, choice):
@@ -144,18 +151,21 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
             name = _gpu(row)
             ms = 1000 * planning.loss_seconds(dim, choice, GPUS[name], row["objective"])
             source = (row["commit"], name, str(gpus), row["objective"], row["dim"], row["batch_size"])
-            yield Compared(row, source in FITTED_LOSSES, float(row["ms"]), ms)
+            yield Compared(row, source in FITTED_LOSSES, known, float(row["ms"]), ms)
 
 
-def _newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any]) -> Iterator[Row]:
-    """The newest known rows of each device, and its newest rows that came after the rates had been chosen."""
+def _newest(
+    table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], commits: frozenset[str]
+) -> Iterator[tuple[Row, bool]]:
+    """The newest rows of each device that were measured at these commits (True), and the newest others (False)."""
     for device in ("H200", "H100"):
         for known in (True, False):
 
             def chosen(row: Row, device: str = device, known: bool = known) -> bool:
-                return device in row["device"] and (row["commit"] in KNOWN) == known and bool(wanted(row))
+                return device in row["device"] and (row["commit"] in commits) == known and bool(wanted(row))
 
-            yield from newest(table, keys, chosen)
+            for row in newest(table, keys, chosen):
+                yield row, known
 
 
 def _gpu(row: Row) -> str:
@@ -175,7 +185,7 @@ def run(args: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for compared in steps():
-        row, _, ms, predicted_ms, gib, predicted_gib = compared
+        row, _, _, ms, predicted_ms, gib, predicted_gib = compared
         role = ", ".join(filter(None, (compared.role, "with the compilation" * compared.compiles)))
         lines.append(
             f"| {row['world_size']} × {_gpu(row).upper()} | {row['model']} | "
@@ -192,7 +202,7 @@ def run(args: argparse.Namespace) -> None:
         "|---|---|---|---|---|---|---|---|",
     ]
     for compared in losses():
-        row, _, ms, predicted_ms, *_ = compared
+        row, _, _, ms, predicted_ms, *_ = compared
         deciles = "" if ms > 10 else f" ({float(row['ms_p10']):.2f} to {float(row['ms_p90']):.2f})"
         lines.append(
             f"| {row.get('world_size') or 1} × {_gpu(row).upper()} | {row['objective']} | {int(row['batch_size']):,} × "
