@@ -277,6 +277,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, name, how):
             trainer(tmp_path).train(resume_from_checkpoint=wanted)
 
 
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
+    models.clip().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model is no checkpoint of a training: it has no trainer_state\.json"):
+        choose(str(tmp_path), str(tmp_path / "model"))
+
+
 def test_a_model_alone_is_nothing_to_go_on_from(tmp_path):
     trainer(tmp_path, callbacks=[StopAt(2)], save_only_model=True).train()
     with pytest.raises(ValueError, match="save_only_model: it has no optimizer"):

@@ -660,6 +660,11 @@ def test_version_says_what_a_bug_report_needs(capsys):
             "'label']. Name the right one with caption_column (--caption",
         ),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
+        ("train --model DEMO/clip-init --dataset DEMO/digits --lora_rank 0", "--lora_rank must be at least 1, got 0"),
+        ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run lies in the folder of --dataset"),
+        ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "init lies in the folder of --model"),
+        ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),
+        ("train --model m --dataset d --dataloader_prefetch_factor -1", "dataloader_prefetch_factor must be at least"),
         ("train --model m --dataset DEMO/digits --captions_per_image 0", "captions_per_image must be at least 1"),
         ("train --model m --dataset DEMO/digits --streaming", "Pass --max_steps or --samples_per_epoch"),
         ("train --model m --dataset DEMO/digits --streaming --max_steps 1", "reads .tar and .parquet files, but"),
@@ -673,7 +678,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
 )
 def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, words, complaint):
     words = words.replace("DEMO", str(demo)).split()
-    assert complaint in mistake(capsys, *words, "--use_cpu", "--output_dir", tmp_path)
+    assert complaint in mistake(capsys, words[0], "--use_cpu", "--output_dir", tmp_path, *words[1:])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "processor_config.json"])

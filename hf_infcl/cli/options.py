@@ -260,7 +260,7 @@ class Parser(HfArgumentParser):
                 options(**{f.name: getattr(namespace, f.name) for f in fields(options) if f.init})
                 for options in self.dataclass_types
             )
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
             self.error(str(error))
         except (ImportError, RuntimeError) as error:
             if not is_missing_package(error):

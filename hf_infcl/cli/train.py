@@ -75,6 +75,7 @@ def train(words: Sequence[str]) -> None:
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if lora.lora_merge and lora.lora_rank is None:
             raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Give both or none.")
+        check_output_folder(args.output_dir, model_options, data, evaluation)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
             raise _holds_earlier_run(args.output_dir, earlier)
@@ -277,6 +278,25 @@ def delete_results(args: InfCLTrainingArguments, results: Sequence[Path]) -> Non
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def check_output_folder(output_dir: Any, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions) -> None:
+    """Raises a ValueError if the results would be written over the model, or among the files of a data set."""
+    place = Path(output_dir).resolve()
+    datasets = [
+        *(("dataset", name) for name in data.dataset),
+        *(("guard_dataset", name) for name in data.guard_dataset or []),
+        *(("eval_dataset", evaluation.eval_dataset), ("zero_shot_dataset", evaluation.zero_shot_dataset)),
+    ]
+    for option, source in (("model", model.model), *datasets):
+        folder = Path(source or "").resolve()
+        if not source or not folder.is_dir():
+            continue
+        if folder == place or (option != "model" and folder in place.parents):
+            raise ValueError(
+                f"--output_dir {output_dir} lies in the folder of --{option} {source}, whose files the results would "
+                "replace or be mixed with. Choose another --output_dir."
+            )
+
+
 def _holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
     return ValueError(
         f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Go on with it by "
@@ -300,6 +320,8 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
         import peft
     except ImportError:
         raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
+    if rank < 1:
+        raise ValueError(f"--lora_rank must be at least 1, got {rank}.")
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )

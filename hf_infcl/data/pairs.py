@@ -100,6 +100,7 @@ class ImageTextDataset(ImageDataset):
                 "An evaluation (all_captions=True) takes all captions of an image and no others. Leave "
                 "captions_per_image and negative_caption_column out."
             )
+        check_negative_captions(caption_column, negative_caption_column)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
         super().__init__(dataset, image_column, {**caption_columns, "pair_id_column": pair_id_column})
         for option, column in caption_columns.items():
@@ -231,6 +232,15 @@ def check_captions_per_image(captions_per_image: int, single: str | None = None)
         raise ValueError(
             f"captions_per_image is {captions_per_image}, but the caption_column {single!r} holds one string for each "
             "image. Name a column of lists of strings, or leave captions_per_image out."
+        )
+
+
+def check_negative_captions(caption_column: str | None, negative_caption_column: str | None) -> None:
+    """Raises a ValueError if the captions of an image would be its negatives."""
+    if negative_caption_column and negative_caption_column == caption_column:
+        raise ValueError(
+            f"caption_column and negative_caption_column are both {caption_column!r}, so that every caption would be a "
+            "negative of its own image. Name another column, or leave negative_caption_column out."
         )
 
 

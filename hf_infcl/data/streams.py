@@ -25,7 +25,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from .augmentation import Augmentation, augment, check_augmentation
 from .images import BadSampleError, decode_rgb
 from .lanes import LaneSource, Order, Piece, Shard
-from .pairs import as_pair_id, caption_pair_id, check_captions_per_image, draw_captions, usable_captions
+from .pairs import (
+    as_pair_id,
+    caption_pair_id,
+    check_captions_per_image,
+    check_negative_captions,
+    draw_captions,
+    usable_captions,
+)
 from .readers import Columns, DamagedShardError, reader_of
 from .shards import ReadError, find_shards, open_shard, shard_names
 
@@ -106,6 +113,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     ) -> None:
         check_augmentation(augmentation)
         check_captions_per_image(captions_per_image)
+        check_negative_captions(caption_column, negative_caption_column)
         if on_bad_sample not in ("raise", "skip"):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         for option, value in (

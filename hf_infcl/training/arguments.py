@@ -242,6 +242,8 @@ class InfCLTrainingArguments(TrainingArguments):
         ):
             if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}.")
+        if self.dataloader_prefetch_factor is not None and self.dataloader_prefetch_factor < 1:
+            raise ValueError(f"dataloader_prefetch_factor must be at least 1, got {self.dataloader_prefetch_factor}.")
         for name in ("learning_rate", "weight_decay", "adam_epsilon"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {value}.")

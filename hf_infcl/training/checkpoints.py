@@ -23,6 +23,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import Any
 
 from filelock import FileLock, Timeout
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
@@ -343,7 +344,12 @@ def _not_resumable(checkpoint: str) -> str:
     if not Path(checkpoint).is_dir():
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
-        return ""  # another trainer's
+        if Path(checkpoint, TRAINER_STATE_NAME).is_file():
+            return ""  # another trainer's
+        return (
+            f"{checkpoint} is no checkpoint of a training: it has no {TRAINER_STATE_NAME}. Name a folder "
+            f"{PREFIX_CHECKPOINT_DIR}-N, or start a new run from this model."
+        )
     reason = damage(checkpoint)
     return (
         "" if reason is None else f"The checkpoint cannot be resumed from: {reason} Name another one, or leave it out."
