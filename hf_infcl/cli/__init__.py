@@ -36,7 +36,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         parser = argparse.ArgumentParser(
             prog="infcl",
             description="Exact contrastive training of image-text models at any batch size.",
-            epilog="\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+            epilog="commands:\n"
+            + "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
             + "\n\n`infcl COMMAND --help` lists the options of a command.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -130,6 +130,10 @@ class ImageTextDataset(ImageDataset):
         """Chooses which captions are drawn. Call it in every process before the iteration over the epoch starts."""
         self._epoch.fill_(epoch)
 
+    def captions(self, rows: list[int]) -> list[Any]:
+        """The captions of rows as they stand in the dataset: strings, lists of strings, or None."""
+        return self._texts[rows][self._caption_column]
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         if self._on_bad_sample == "raise":
             return self._sample(row)
