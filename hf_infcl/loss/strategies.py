@@ -43,9 +43,6 @@ class Side(NamedTuple):
     rows: Rows
     counts: tuple[int, ...]  # the number of rows on each process
 
-    def __len__(self) -> int:
-        return len(self.rows[0])
-
 
 class StatisticsBlock(Protocol):
     """Computes the statistics of a block's rows and of its columns."""
@@ -167,7 +164,7 @@ class RingStrategy(Strategy):
             stats_x = tuple(c(a, b) for c, a, b in zip(combine, stats_x, parts_x, strict=True)) if stats_x else parts_x
             for reduction, part in zip(reductions, parts_y, strict=False):
                 reduction.add(part)
-        return stats_x, tuple(reduction.result()[: len(y)] for reduction in reductions)
+        return stats_x, tuple(reduction.result()[: len(y.rows[0])] for reduction in reductions)
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         scalars = []
@@ -179,7 +176,7 @@ class RingStrategy(Strategy):
             if part is not None:
                 grad_y.add(part)
         totals = tuple(_total(parts) for parts in zip(*scalars, strict=True))
-        return Gradients(totals, grad_x, grad_y.result()[: len(y)] if want_y else None)
+        return Gradients(totals, grad_x, grad_y.result()[: len(y.rows[0])] if want_y else None)
 
 
 class DiscoStrategy(Strategy):
