@@ -35,8 +35,8 @@ def tell(command: str, message: str) -> None:
 def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     """Ends the program with exit code 1 and one line, without a traceback, for a mistake of the user.
 
-    A process that stops because another one failed prints nothing, since the other one has printed the reason. It
-    counts as a mistake that a package is not installed which an option needs, whichever library says so.
+    A process that stops because another one failed prints nothing, since the other one has printed the reason. If an
+    option needs a package that is not installed, that is a mistake of the user, whichever library says so.
 
     Args:
         command: the command's name, which the line begins with.

@@ -41,12 +41,15 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         columns = list(dict.fromkeys(column for column in options.values() if column))
         for option, column in options.items():
             if column and column not in dataset.column_names:
-                images_alone = option == "caption_column" and {*dataset.column_names} <= {"image", "label"}
+                hint = ""
+                if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
+                    hint = (
+                        " The captions of a folder of images stand in its metadata.jsonl or metadata.csv, beside the "
+                        "names of the files (file_name)."
+                    )
                 raise ValueError(
                     f"The dataset has no column {column!r}. Its columns are {dataset.column_names}. Name the right one "
-                    f"with {option} (--{option} on the command line)."
-                    + " The captions of a folder of images stand in its metadata.jsonl or metadata.csv, beside the "
-                    "names of the files (file_name)." * images_alone
+                    f"with {option} (--{option} on the command line).{hint}"
                 )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")

@@ -252,7 +252,7 @@ def _folders(output_dir: str | Path) -> list[Path]:
 
 
 def _written(folder: Path) -> int:
-    """The nanosecond at which a checkpoint was written, later than for all that were written before; or 0."""
+    """When a checkpoint was written, in nanoseconds, later than all that were written before it; 0 if that is unknown."""
     try:
         return int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
     except (OSError, ValueError, TypeError, KeyError):
