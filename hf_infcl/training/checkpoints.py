@@ -252,7 +252,7 @@ def _folders(output_dir: str | Path) -> list[Path]:
 
 
 def _written(folder: Path) -> int:
-    """When a checkpoint was written, in nanoseconds, later than all that were written before it; 0 if that is unknown."""
+    """The time in nanoseconds at which a checkpoint was written, later than that of all before it; 0 if unknown."""
     try:
         return int(json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["written"])
     except (OSError, ValueError, TypeError, KeyError):
