@@ -23,6 +23,7 @@ from filelock import FileLock
 from helpers import models
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_infcl.training import checkpoints
 from hf_infcl.training.checkpoints import (
@@ -324,6 +325,7 @@ def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
             trained("apart")
         if rank == 0:
             Path("of-another-trainer").mkdir()
+            Path("of-another-trainer", TRAINER_STATE_NAME).write_text("{}")
         with pytest.raises(ValueError, match="Rank 1 finds no folder of-another-trainer"):
             choose("run", "of-another-trainer")
         options = {"save_on_each_node": True}
