@@ -218,7 +218,8 @@ def test_results_on_data_of_the_hub_are_in_its_format(tmp_path):
 
 
 def test_a_record_takes_the_last_of_the_logs(tmp_path):
-    args = InfCLTrainingArguments(output_dir=str(tmp_path), eval_strategy="steps", eval_steps=5, use_cpu=True)
+    options = {"eval_strategy": "steps", "eval_steps": 5, "use_cpu": True, "fp16": True}
+    args = InfCLTrainingArguments(output_dir=str(tmp_path), **options)
     history = [
         {"step": 1, "loss": 2.0, "train_seconds": 1.0, "skipped_samples": 2},
         {"step": 1, "eval_pairs_loss": 9.0},
@@ -240,6 +241,7 @@ def test_a_record_takes_the_last_of_the_logs(tmp_path):
     assert [e.metrics for e in made.evaluations] == [{"loss": 8.0, "runtime": 1.0}], "sets not measured are left out"
     assert made.measured_during_training
     assert not made.start_on_hub
+    assert made.settings["precision"] == "fp32", "accelerate computes in fp32 on CPUs where fp16 is asked for"
 
 
 def test_a_guard_is_told_as_it_was_before_and_after(tmp_path):

@@ -199,6 +199,7 @@ def training_record(
     name = Path(args.hub_model_id or args.output_dir or ".").resolve().name
     start_name, start_on_hub = source_name(start)
     as_text = args.to_dict()  # enums as their values
+    in_fp16 = args.fp16 and args.device.type != "cpu"  # on CPUs accelerate then computes in fp32
     return TrainingRecord(
         name=name,
         location=args.hub_model_id or f"path/to/{name}",
@@ -225,7 +226,7 @@ def training_record(
             "learning rate": f"{args.learning_rate * args.learning_rate_factor:g}, {as_text['lr_scheduler_type']}, "
             f"{args.get_warmup_steps(state.max_steps)} steps of warm-up",
             "seed": str(args.seed),
-            "precision": "bf16 autocast" if args.bf16 else "fp16 autocast" if args.fp16 else "fp32",
+            "precision": "bf16 autocast" if args.bf16 else "fp16 autocast" if in_fp16 else "fp32",
             **(settings or {}),
         },
         seconds=_last(state, "train_seconds", 0.0),
