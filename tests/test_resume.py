@@ -193,6 +193,21 @@ def test_other_captions_of_the_same_number_are_other_data(tmp_path):
         trainer_for(tmp_path, data=pairs_of("ac" * 20), **options).train(resume_from_checkpoint=True)
 
 
+def rank_has_an_old_copy(rank: int, world_size: int, folder: str) -> None:
+    collator = ContrastiveCollator(clip_processor())
+    for data, difference in (
+        (pairs_of(("ab" if rank == 0 else "ac") * 20), r"content is '\w{16}' on rank 0 and '\w{16}' on rank 1\."),
+        (models.Pairs(40 + rank), "data is 'Pairs, 40 rows, .*' on rank 0 and 'Pairs, 41 rows, .*' on rank 1"),
+    ):
+        run = trainer_for(folder, data=data, **OPTIONS, data_collator=collator)
+        with pytest.raises(ValueError, match=f"The ranks would train different runs: {difference}"):
+            run.train()
+
+
+def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, tmp_path):
+    ranks.run(rank_has_an_old_copy, 2, str(tmp_path))
+
+
 # ---- Secrets ----
 
 TOKEN = "hf_thisIsTheTokenOfTheTest"

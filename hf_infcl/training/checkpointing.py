@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import signal
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -75,7 +77,8 @@ class CheckpointingTrainer(HubTrainer):
 
         Raises:
             ValueError: besides Trainer's reasons, the checkpoint is damaged, or comes from a run with another global
-                batch size, objective, model or training set while ``resume_with_changes`` is off; another run is
+                batch size, objective, model or training set while ``resume_with_changes`` is off; a process has
+                another model or training set than rank 0; another run is
                 training in ``output_dir``, or nothing can be written to it; the Hub has no ``last-checkpoint``.
             OtherRankFailedError: another process failed. If it has ended or hangs, the message holds its last phase.
             Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
@@ -92,6 +95,7 @@ class CheckpointingTrainer(HubTrainer):
                 found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
                 if not all(here for (here,) in found):
                     resume_from_checkpoint = self._checkpoint_of_hub()
+            self._check_same_on_all_ranks()
             checkpoint = choose(output_dir, resume_from_checkpoint, looks=saves)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
             self._last_checkpoint = checkpoint
@@ -109,6 +113,20 @@ class CheckpointingTrainer(HubTrainer):
     def _enter(self, phase: str) -> None:
         """Records the phase of this process, which the others name if this one ends or hangs."""
         self._phases.enter(f"{phase} after step {self.state.global_step}")
+
+    def _check_same_on_all_ranks(self) -> None:
+        """Raises a ValueError on every process if one has another model or other data, such as an outdated copy."""
+        runs = [json.loads(text) for text in Processes().gather_text(json.dumps(asdict(self._run())))]
+        for rank, run in enumerate(runs):
+            if found := [
+                f"{name} is {value!r} on rank 0 and {run[name]!r} on rank {rank}"
+                for name, value in runs[0].items()
+                if run[name] != value
+            ]:
+                raise ValueError(
+                    f"The ranks would train different runs: {', '.join(found)}. Give every machine the same model, "
+                    "data and options; a copy may be out of date."
+                )
 
     def _check_same_run(self, checkpoint: str) -> None:
         if self._resumed is None:
