@@ -177,6 +177,8 @@ def test_an_adapter_is_loaded_onto_its_base(tmp_path):
     assert card.data.base_model_relation == "adapter"
     assert 'PeftModel.from_pretrained(CLIPModel.from_pretrained("someone/clip"), "me/my-clip")' in card.text
     ast.parse(re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)[0])
+    local = read(record(adapter=True, start="clip", start_on_hub=False), tmp_path)
+    assert 'CLIPModel.from_pretrained("path/to/clip")' in local.text, "its path is not told, its name is no Hub id"
 
 
 def test_local_paths_are_neither_told_nor_linked(tmp_path):
@@ -314,8 +316,12 @@ def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
 
 def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):
     metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4, "text_retrieval_recall@1_ceiling": 1.0}
-    card = read(record(evaluations=[dataclasses.replace(RETRIEVAL, metrics=metrics)]), tmp_path)
+    measured = dataclasses.replace(RETRIEVAL, metrics=metrics)
+    card = read(record(evaluations=[measured]), tmp_path)
     assert "| image retrieval recall@1 | 0.2500 (at most 0.4000) |" in card.text
+    guard = dataclasses.replace(measured, guard=True, before={"image_retrieval_recall@1": 0.3})
+    both = "| image retrieval recall@1 | 0.2500 (at most 0.4000; before the training: 0.3000) |"
+    assert both in read(record(evaluations=[guard]), tmp_path).text
     assert "| text retrieval recall@1 | 0.7500 |" in card.text
     assert "belong to several images" in card.text
     assert not [result for result in card.data.eval_results if "ceiling" in result.metric_name]

@@ -196,15 +196,17 @@ def _results(record: TrainingRecord) -> str:
         where = f"{_code(evaluation.dataset)}, {evaluation.split}"
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
-            at_most = "" if ceiling is None or ceiling == 1 else f" (at most {ceiling:.4f})"
-            before = f" (before the training: {evaluation.before[metric]:.4f})" if metric in evaluation.before else ""
-            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), f"{value:.4f}{at_most}{before}"))
+            beside = [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
+            if metric in evaluation.before:
+                beside.append(f"before the training: {evaluation.before[metric]:.4f}")
+            shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
+            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), shown))
         if evaluation.guard:
             notes.append(f"{where} is a guard set: it shows what the training has made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):
             notes.append(
                 f"Some captions of {where} belong to several images, but only an image's own captions count as right. "
-                "No model can reach a recall above the one in brackets."
+                "Where the table says “at most”, no model can reach a higher recall."
             )
         if evaluation.templates:
             prompts = ", ".join(f"“{template}”" for template in evaluation.templates)
@@ -228,12 +230,13 @@ def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
 
 def _usage(record: TrainingRecord) -> str:
     labels, template = _zero_shot(record.evaluations)
-    location, base = json.dumps(record.location, ensure_ascii=False), json.dumps(record.start, ensure_ascii=False)
+    location = json.dumps(record.location, ensure_ascii=False)
     ask = (
         f'classifier("image.png", candidate_labels={json.dumps(labels, ensure_ascii=False)}, '
         f"hypothesis_template={json.dumps(template, ensure_ascii=False)})"
     )
     if record.adapter:
+        base = json.dumps(record.start if record.start_on_hub else f"path/to/{record.start}", ensure_ascii=False)
         return "\n".join(
             (
                 "from peft import PeftModel",
