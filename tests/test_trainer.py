@@ -479,6 +479,11 @@ def test_wrong_options_of_schedule_or_optimizer_are_named(tmp_path, options, mes
         trainer_for(tmp_path, max_steps=1, **options).train()
 
 
+def test_a_model_of_which_nothing_trains_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        trainer_for(tmp_path, models.clip().requires_grad_(False)).train()
+
+
 def test_options_of_an_optimizer_are_taken_also_where_they_are_its_defaults(tmp_path):
     for optim, optim_args in (
         ("rmsprop", "alpha=0.99, centered=false"),
