@@ -227,6 +227,9 @@ def test_captions_in_any_order_are_grouped_by_their_images_and_back():
     assert order.tolist() == [1, 4, 3, 0, 2]
     assert counts.tolist() == [2, 1, 2]
     assert image_of_captions(counts).tolist() == caption_image[order].tolist()
+    order, counts = group_by_image(torch.tensor([-1, 1, 0, -1, 1]), 5, 2)  # two negative captions
+    assert order.tolist() == [2, 1, 4]
+    assert counts.tolist() == [1, 2]
     order, counts = group_by_image(None, 4, 4)
     assert order.tolist() == [0, 1, 2, 3]
     assert counts.tolist() == [1] * 4
@@ -295,6 +298,7 @@ NAN = torch.eye(3).index_fill(0, torch.tensor([1]), math.nan)
         (lambda: group_by_image(None, 4, 3), r"4 captions for 3 images. The data collator must give caption_image"),
         (lambda: group_by_image(I, 4, 3), r"caption_image must be an integer tensor of shape \(4,\)"),
         (lambda: group_by_image(I + 1, 3, 3), r"caption_image must lie in \[0, 3\)"),
+        (lambda: group_by_image(I - 2, 3, 3), r"caption_image must lie in \[0, 3\), got values from -2 to 0"),
         (lambda: group_by_image(I * 0, 3, 3), "Image 1 of a batch has no caption"),
         (lambda: zero_shot_metrics(X, NAN, I), "classifier must be finite"),
         (lambda: zero_shot_metrics(X, X, I + 1), r"labels must lie in \[0, 3\)"),

@@ -15,17 +15,18 @@ from .ranking import checked_index
 
 
 def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: int) -> tuple[Tensor, Tensor]:
-    """Sorts the captions of a batch by their images.
+    """Sorts the captions of a batch by their images, and leaves negative captions out.
 
     Args:
-        caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order;
-            None if every image has one caption, in the order of the images.
+        caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order,
+            or -1 for a negative caption, which belongs to none; None if every image has one caption, in the order of
+            the images.
         num_captions: n.
         num_images: b.
 
     Returns:
-        The permutation [n] int64 that sorts the captions, stable within an image; and the number of captions of each
-        image [b] int64, at least 1.
+        The places [m] int64 of the m captions that belong to an image, in the order of the images and stable within
+        one; and the number of captions of each image [b] int64, at least 1.
 
     Raises:
         ValueError: wrong shape, dtype or values; an image without a caption.
@@ -37,14 +38,15 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
                 "caption_image [captions], the image that each caption belongs to."
             )
         caption_image = torch.arange(num_captions)
-    caption_image = checked_index("caption_image", caption_image, num_captions, num_images, caption_image.device)
-    counts = torch.bincount(caption_image, minlength=num_images)
+    negative = caption_image == -1
+    checked_index("caption_image", caption_image.masked_fill(negative, 0), num_captions, num_images, negative.device)
+    counts = torch.bincount(caption_image[~negative], minlength=num_images)
     if (counts == 0).any():
         raise ValueError(
             f"Image {int((counts == 0).nonzero()[0])} of a batch has no caption. Every image of an evaluation on pairs "
             "needs one; drop the others from the dataset."
         )
-    return caption_image.argsort(stable=True), counts
+    return caption_image.argsort(stable=True)[int(negative.sum()) :], counts
 
 
 def image_of_captions(counts: Tensor) -> Tensor:

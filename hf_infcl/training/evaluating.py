@@ -195,7 +195,7 @@ class EvaluatingTrainer(Trainer):
 
         For pairs these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over all
         captions; for a `ZeroShotDataset` they are accuracies. The loss is that of each image with its first caption,
-        or with ``equal_ids="positive"`` with all of its captions.
+        or with ``equal_ids="positive"`` with all of its captions. Negative captions count in no metric.
         """
         self.gather_function = gather_rows
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
