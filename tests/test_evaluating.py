@@ -275,7 +275,7 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
 
 def rank_captioned_stream(rank: int, world_size: int, folder: str) -> None:
     trainer = trainer_for(folder, data_collator=collate_captions, per_device_eval_batch_size=4)
-    with pytest.raises(ValueError, match="several captions each cannot be divided among 2 processes"):
+    with pytest.raises(ValueError, match=r"cannot have several captions .* with 2 processes"):
         trainer.evaluate(CaptionedStream())
 
 

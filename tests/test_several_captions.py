@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -9,14 +10,17 @@ import pytest
 import torch
 from helpers import models
 from helpers.evaluation import Captioned, collate_captions
+from helpers.numerics import relative_error
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.pictures import picture
 from helpers.processors import clip_processor
+from helpers.shards import png, write_parquet
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
-from hf_infcl import ImageTextDataset, InfCLTrainer, reference
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.training.dual_encoder import DualEncoder
+from hf_infcl.training.windows import caption_images
 
 ROWS = 24
 
@@ -151,9 +155,76 @@ def test_a_run_is_resumed_with_the_captions_that_it_would_have_drawn(tmp_path):
     for changes, message in (
         ({"data": pictures(captions_per_image=3)}, "2 captions per image.*3 captions per image"),
         ({"data": pictures(captions_per_image=1)}, "equal_ids was 'positive' and is 'exclude'"),
+        ({"data": pictures(negative_caption_column=None)}, "data was '.*, negative captions wrong, .* and is '"),
     ):
         with pytest.raises(ValueError, match=message):
             trainer_of_pictures(tmp_path / "parts", max_steps=8, **changes).train(resume_from_checkpoint=True)
+
+
+def rank_stops(rank: int, world_size: int, folder: str) -> None:
+    trainer_of_pictures(folder, optim="sgd", gradient_accumulation_steps=1, callbacks=[StopAt(3)]).train()
+
+
+def test_another_number_of_processes_goes_on_with_the_same_captions(ranks, tmp_path):
+    ranks.run(rank_stops, 2, str(tmp_path / "parts"))
+    whole, resumed = (trainer_of_pictures(tmp_path / name, optim="sgd") for name in ("whole", "parts"))
+    whole.train()
+    resumed.train(resume_from_checkpoint=True)
+    assert relative_error(parameters(resumed), parameters(whole)) < 1e-5
+
+
+def test_cached_features_of_a_frozen_tower_train_on_the_same_captions(tmp_path):
+    cached, plain = (
+        trainer_of_pictures(tmp_path, save_strategy="no", freeze="image", max_steps=2, cache_features=folder)
+        for folder in (str(tmp_path / "features"), None)
+    )
+    cached.train()
+    plain.train()
+    assert torch.equal(parameters(cached), parameters(plain))
+    assert cached.equal_ids == "positive"
+    assert cached.state.log_history[0]["texts_per_image"] > 2
+
+
+def test_a_stream_of_the_same_captions_has_the_same_loss_and_is_resumed_with_them(tmp_path):
+    """The window is one pass over the shard, and each image has two captions and a negative one: nothing is drawn."""
+    rows = {"image": [png(row, 20) for row in range(6)], "caption": [[*"abcdef"[row:], "z"][:2] for row in range(6)]}
+    rows["wrong"] = list("uvwxyz")
+    path = write_parquet(tmp_path / "0.parquet", range(6), **rows)
+
+    def stream(column: str | None = "wrong") -> ImageTextStream:
+        return ImageTextStream(str(path), captions_per_image=2, negative_caption_column=column)
+
+    table = ImageTextDataset(datasets.Dataset.from_dict(rows), captions_per_image=2, negative_caption_column="wrong")
+    losses = []
+    for name, data in (("stream", stream()), ("table", table)):
+        trainer = trainer_of_pictures(tmp_path / name, data=data, max_steps=1, save_steps=1)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        assert trainer.state.log_history[0]["texts_per_image"] == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with pytest.raises(ValueError, match=r"captions per image, negative captions wrong' and is .*captions per image'"):
+        trainer_of_pictures(tmp_path / "stream", data=stream(None)).train(resume_from_checkpoint=True)
+
+
+class Items(IterableDataset):
+    """The items of a data set, as a stream that the main process reads."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.data[row] for row in range(len(self.data)))
+
+
+def rank_dispatched(rank: int, world_size: int, folder: str) -> None:
+    several, single = (pictures(captions_per_image=captions) for captions in (2, 1))
+    for data in (several, single, Subset(single, [0, 2, 4, 1, 3, 5])):  # at last the second micro-batch has negatives
+        with pytest.raises(ValueError, match=r"cannot have several captions .* negative captions with 2 processes"):
+            trainer_of_pictures(folder, data=Items(data), equal_ids="positive", save_strategy="no").train()
+
+
+def test_a_stream_that_the_main_process_reads_has_one_caption_for_each_image(ranks, tmp_path):
+    ranks.run(rank_dispatched, 2, str(tmp_path), timeout=60)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -180,6 +251,18 @@ def test_captions_of_no_image_are_refused(tmp_path, caption_image, message):
 
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, data_collator=wrong, equal_ids="positive").train()
+
+
+def test_micro_batches_of_pairs_and_of_several_captions_make_one_window():
+    """`ContrastiveCollator` gives no caption_image where each image has one caption and none is negative."""
+    window = [
+        {"pixel_values": torch.zeros(2, 3)},
+        {"pixel_values": torch.zeros(2, 3)},
+        {"pixel_values": torch.zeros(2)},
+    ]
+    assert caption_images(window) is None
+    window[1]["caption_image"] = torch.tensor([0, 1, 1, -1])
+    assert caption_images(window).tolist() == [0, 1, 2, 3, 3, -1, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -225,5 +308,9 @@ def test_the_loss_of_an_evaluation_is_that_of_all_captions(tmp_path):
         "exclude": reference.contrastive_loss(images, texts[[0, 1, 3, 6, 7, 9, 12]], scale, pair_ids=ids).item(),
     }
     for equal_ids, loss in expected.items():
-        trainer = trainer_for(tmp_path, data_collator=collate_captions, equal_ids=equal_ids)
-        assert trainer.evaluate(data)["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        recalls = []
+        for collator in (collate_captions, collate):  # the second has negative captions
+            metrics = trainer_for(tmp_path, data_collator=collator, equal_ids=equal_ids).evaluate(data)
+            assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
+            recalls.append({name: value for name, value in metrics.items() if "recall" in name})
+        assert recalls[0] == recalls[1]

@@ -49,7 +49,8 @@ class Run:
         global_batch_size: pairs of one optimizer step.
         objective: ``"softmax"`` or ``"sigmoid"``.
         model: class and number of parameters.
-        data: class of the training set, its number of rows and captions per image, and how they are drawn.
+        data: class of the training set, its number of rows and captions per image, the column of its negative captions,
+            and how rows are drawn.
         content: a fingerprint of the training set; empty if it has none, and then not compared.
         equal_ids: ``"exclude"`` or ``"positive"``.
         optimizer: its name and the number of trained parameters; empty if not known, and then not compared.

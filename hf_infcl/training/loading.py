@@ -28,7 +28,15 @@ from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .evaluating import EvaluatingTrainer
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .stream_loader import StreamLoader
-from .windows import WindowSampler, check_batch, most_captions, set_epoch, stream_for_evaluation
+from .windows import (
+    WindowSampler,
+    check_batch,
+    most_captions,
+    negative_caption_columns,
+    rows_of_one_process,
+    set_epoch,
+    stream_for_evaluation,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -193,6 +201,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
                 "accelerator_config has dispatch_batches=True, which is for streams only: the main process would read "
                 "all rows, and a resumed run would not find its place. Leave it out, and every process reads its own."
             )
+        if source.dispatcher is not None:
+            source.dispatcher.slice_fn = rows_of_one_process
         dataloader.base_dataloader.generator = self._worker_seeds
         if self.args.offload_inputs:
             if source.dispatcher is not None:
@@ -399,6 +409,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         data, shuffled = self.train_dataset, self.args.train_sampling_strategy == "random"
         rows = f", {len(data)} rows" if has_length(data) else ""
         captions = f", {most} captions per image" if (most := most_captions(data)) > 1 else ""
+        if columns := negative_caption_columns(data):
+            captions += f", negative captions {' and '.join(columns)}"
         order = f", {'shuffled' if shuffled else 'in order'}, seed {self._data_seed}"
         model = self.dual_encoder.model
         kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class

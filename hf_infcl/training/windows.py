@@ -63,6 +63,12 @@ def most_captions(dataset: Any) -> int:
     return max((getattr(part, "captions_per_image", 1) for part in _parts(dataset)), default=1)
 
 
+def negative_caption_columns(dataset: Any) -> list[str]:
+    """The columns of negative captions of a data set and of all that it wraps."""
+    columns = (getattr(part, "negative_caption_column", None) for part in _parts(dataset))
+    return sorted({column for column in columns if column})
+
+
 def _parts(dataset: Any) -> Iterator[Any]:
     """A data set and all that it wraps.
 
@@ -93,21 +99,33 @@ def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoade
         device: the device that the batches are moved to.
     """
     return prepare_data_loader(
-        loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=_rows_of_one_process
+        loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
     )
 
 
-def _rows_of_one_process(
+def rows_of_one_process(
     batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
+    """A process's part of the batches that the main process has read, one for each process; called on all alike.
+
+    Raises:
+        ValueError: the batches have several captions for an image, or negative captions.
+    """
     if num_processes == 1:
         return batch
-    if isinstance(batch, Mapping) and "caption_image" in batch:
+    # Of several batches the first decides on the keys that are kept.
+    if isinstance(batch, Mapping) and ("caption_image" in batch or _has_more_texts_than_images(batch)):
         raise ValueError(
-            "Images of a stream with several captions each cannot be divided among "
-            f"{num_processes} processes. Evaluate the stream in one process, or use a dataset that has a length."
+            "A stream that the main process reads cannot have several captions for an image or negative captions with "
+            f"{num_processes} processes. Train on an ImageTextStream, whose shards each process reads for itself, and "
+            "evaluate a dataset that has a length; or use one process."
         )
     return slice_tensors(batch, rows, process_index, num_processes)
+
+
+def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
+    texts, images = (batch.get(name) for name in ("input_ids", "pixel_values"))
+    return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
 
 
 def check_batch(batch: Any, equal_ids: str) -> None:
