@@ -205,7 +205,7 @@ class InfCLTrainer(GuardedTrainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Trainer's optimizer, with the rates of ``logit_scale_learning_rate`` and ``learning_rate_batch_size``."""
         given = self.optimizer is not None
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+        if not any(parameter.requires_grad for parameter in self.dual_encoder.model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
                 "those that shall train, and freeze one tower at most."
