@@ -353,6 +353,23 @@ def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
     assert [c.steps for c in tables.at_fixed_samples(rows, 589_824).values()] == [1152, 144]
 
 
+def test_hard_negatives_are_tried_on_known_names_and_on_new_concepts(module):
+    tables = module("tables")
+    columns = {column for columns in {**tables.FIGURES, **tables.SWAPS}.values() for column in columns}
+    shares = {column: 0.1 + column.startswith("concepts") / 10 for column in columns}
+    common = {"method": "InfCLTrainer", "batch": 512, "objective": "softmax", "pair_ids": False, "learning_rate": 1e-3}
+    common |= {"seed": 0, "finished": True, "steps": 9, "validation_image_recall@1": 0.1, **shares}
+    rows = [
+        {**common, "experiment": "6_several_captions", "negatives": False},
+        {**common, "experiment": "7_hard_negatives", "negatives": True, "concepts_number_swaps": 0.7},
+    ]
+    head, _, *lines = [line.strip("| ").split(" | ") for line in tables.hard_negatives(rows).splitlines()]
+    without, beside = (dict(zip(head, line, strict=True)) for line in lines)
+    assert [without["swapped captions in training"], beside["swapped captions in training"]] == ["no", "yes"]
+    assert [line["number swapped, new concepts"] for line in (without, beside)] == ["20.0", "70.0"]
+    assert [line["number swapped, other style"] for line in (without, beside)] == ["10.0", "10.0"]
+
+
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     tables = module("tables")
     folder = tmp_path / "evaluation/held_out_vendor/test"

@@ -36,7 +36,12 @@ FIGURES: dict[str, Sequence[str]] = {
 }
 STYLE, CONCEPTS = list(FIGURES)[:2]
 VALIDATION = "validation"  # the figure that learning rates are chosen by
-SWAPS = {f"{kind} swapped": (f"vendor_{kind}_swaps",) for kind in ("attribute", "number", "relation")}
+# How often an image is nearer to its caption than to the swapped one: names that were trained on, then new ones.
+SWAPS = {
+    f"{kind} swapped, {name}": (f"{data}_{kind}_swaps",)
+    for name, data in (("other style", "vendor"), ("new concepts", "concepts"))
+    for kind in ("attribute", "number", "relation")
+}
 COLUMNS = ("learning rate", "seeds")
 BATCHES = ("1_global_batch", "2_fixed_steps", "8_more_samples")  # the experiments that differ in the batch
 FIXED_STEPS = 576
