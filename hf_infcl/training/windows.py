@@ -31,7 +31,7 @@ class WindowSampler(Sampler[int]):
     def __init__(self, dataset: Any, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
         if len(dataset) < global_batch_size:
             raise ValueError(
-                f"The training set has {len(dataset)} pairs, fewer than one global batch of {global_batch_size} "
+                f"The training set has {len(dataset):,} pairs, fewer than one global batch of {global_batch_size:,} "
                 "(per_device_train_batch_size × gradient_accumulation_steps × processes). Lower one of the three."
             )
         self._dataset, self._shuffle, self._seed, self._epoch = dataset, shuffle, seed, 0
