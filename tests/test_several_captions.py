@@ -52,6 +52,14 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
+def in_any_order(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The same batch with its captions and negative captions mixed."""
+    batch = collate(items)
+    order = torch.randperm(len(batch["input_ids"]), generator=torch.Generator().manual_seed(0))
+    mixed = ("input_ids", "attention_mask", "caption_image")
+    return {name: value[order] if name in mixed else value for name, value in batch.items()}
+
+
 def without_ids(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in collate(items).items() if name != "pair_ids"}
 
@@ -85,7 +93,7 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
             folder,
             MODELS[objective](),
             WithNegatives(ROWS, most),
-            data_collator=collate if with_ids else without_ids,
+            data_collator=in_any_order if with_ids else without_ids,
             equal_ids=equal_ids,
             per_device_train_batch_size=ROWS // world_size // steps,
             gradient_accumulation_steps=steps,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_infcl import contrastive_loss, reference
+from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.kernels import torch_backend
 from hf_infcl.loss.strategies import STRATEGIES
 
@@ -206,6 +206,33 @@ def test_pairs_as_ids_are_pairs():
         others["text_embeds"] = torch.empty_like(y).index_copy(0, order, others["text_embeds"])
         for name, gradient in gradients.items():
             torch.testing.assert_close(others[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "objective", "kind"),
+    [
+        ("softmax_statistics", "softmax", "pairs with pair_ids"),
+        ("softmax_gradients", "softmax", "pairs with pair_ids"),
+        ("sigmoid_block", "sigmoid", "pairs with pair_ids"),
+        ("multi_positive_statistics", "softmax", "ids and negatives"),
+        ("multi_positive_gradients", "softmax", "ids and negatives"),
+        ("multi_positive_sigmoid", "sigmoid", "ids and negatives"),
+    ],
+)
+def test_kernels_get_rows_and_columns_in_the_order_of_their_ids(monkeypatch, kernel, objective, kind):
+    """So that equal ids meet in few tiles, and the others need not compare them."""
+    compute, seen = getattr(kernels, kernel), []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.extend(t for t in args if isinstance(t, Tensor) and t.dtype == torch.int32)
+        return compute(*args, **options)
+
+    monkeypatch.setattr(kernels, kernel, watched)
+    (arguments,) = batch(kind, 1, 20)
+    assert all((arguments[name].diff() < 0).any() for name in arguments if name.endswith("ids"))
+    run(arguments, 9.0, -1.0, objective=objective)
+    assert len(seen) == 2
+    assert all((ids.diff() >= 0).all() and len(ids) >= 20 for ids in seen)
 
 
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
