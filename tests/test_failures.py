@@ -96,6 +96,30 @@ def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, 
     assert choose(str(tmp_path), "auto") is not None, output
 
 
+class Decide(TrainerCallback):
+    """Asks for a checkpoint after step 2, and for the end of the training when step 3 is logged."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 2
+        control.should_log |= state.global_step == 3
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == 3
+
+
+def rank_decides(rank: int, world_size: int, folder: str) -> int:
+    """A callback of one rank alone, such as one that looks at the time."""
+    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6, "use_cpu": True}
+    run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
+    run.train()
+    return run.state.global_step
+
+
+def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path):
+    assert ranks.run(rank_decides, 2, str(tmp_path)) == [3, 3]
+    assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-2")
+
+
 def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int, use_cpu: bool) -> str:
     model = models.clip()
     options = {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}

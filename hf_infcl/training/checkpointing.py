@@ -27,6 +27,9 @@ from .hub import LAST_CHECKPOINT, HubTrainer
 from .phases import Phases
 from .preemption import Preempted, Preemption
 
+# What callbacks ask for in Trainer's control.
+DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+
 logger = logging.get_logger(__name__)
 
 
@@ -95,7 +98,7 @@ class CheckpointingTrainer(HubTrainer):
                 found = Processes().agree([Path(LAST_CHECKPOINT).is_dir()])
                 if not all(here for (here,) in found):
                     resume_from_checkpoint = self._checkpoint_of_hub()
-            self._check_same_on_all_ranks()
+            self._check_same_on_all_ranks(resume_from_checkpoint)
             checkpoint = choose(output_dir, resume_from_checkpoint, looks=saves)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
             self._last_checkpoint = checkpoint
@@ -114,9 +117,29 @@ class CheckpointingTrainer(HubTrainer):
         """Records the phase of this process, which the others name if this one ends or hangs."""
         self._phases.enter(f"{phase} after step {self.state.global_step}")
 
-    def _check_same_on_all_ranks(self) -> None:
-        """Raises a ValueError on every process if one has another model or other data, such as an outdated copy."""
-        runs = [json.loads(text) for text in Processes().gather_text(json.dumps(asdict(self._run())))]
+    def _share_decisions(self) -> bool:
+        """Makes all processes log, evaluate, save or end the training if a callback of any of them asks for it.
+
+        A callback may look at the time, for instance, which is not the same on all processes. Collective.
+
+        Returns:
+            Whether anything was asked for.
+        """
+        control = self.control
+        asked = Processes().agree([getattr(control, name) for name in DECISIONS])
+        for name, votes in zip(DECISIONS, zip(*asked, strict=True), strict=True):
+            setattr(control, name, any(votes))
+        return any(map(any, asked))
+
+    def _check_same_on_all_ranks(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Raises a ValueError on every process if one has another model or other data, such as an outdated copy.
+
+        Also if some resume and others do not; a checkpoint's folder may have other names on other machines.
+        """
+        resumes = resume_from_checkpoint
+        named = isinstance(resumes, str) and resumes != "auto"
+        run = {**asdict(self._run()), "resume_from_checkpoint": "a folder" if named else resumes or None}
+        runs = [json.loads(text) for text in Processes().gather_text(json.dumps(run))]
         for rank, run in enumerate(runs):
             if found := [
                 f"{name} is {value!r} on rank 0 and {run[name]!r} on rank {rank}"

@@ -12,7 +12,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ZeroShotDataset
@@ -198,6 +198,13 @@ class EvaluatingTrainer(Trainer):
         or with ``equal_ids="positive"`` with all of its captions. Negative captions count in no metric.
         """
         self.gather_function = gather_rows
+        if has_length(dataloader.dataset):
+            sizes = [int(size) for (size,) in Processes().agree([len(dataloader.dataset)])]
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"The evaluation set of {metric_key_prefix}_* has {sizes} rows on the ranks, in their order. Give "
+                    "every machine the same data; a copy may be out of date."
+                )
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches: Any = dataloader
         if not isinstance(dataloader, DataLoaderDispatcher):

@@ -336,7 +336,10 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._data_wait.stop()
+        asked = self._share_decisions()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if asked:  # a callback may ask for the end after an evaluation
+            self._share_decisions()
         self._data_wait.start()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
