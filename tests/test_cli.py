@@ -296,6 +296,7 @@ def test_overwriting_deletes_on_every_machine_that_saves(ranks, tmp_path):
 
 def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, demo, tmp_path):
     rows = [json.loads(line) for line in (demo / "digits/train/metadata.jsonl").read_text().splitlines()[:60]]
+    rows = [{**row, "wrong": "no digit"} for row in rows]
     for shard, part in enumerate((rows[:20], rows[20:40], rows[40:])):
         images = [(demo / "digits/train" / row["file_name"]).read_bytes() for row in part]
         members = [
@@ -307,13 +308,19 @@ def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, de
     where = small.index("--dataset")
     sources = [str(tmp_path / "shards/{0..1}.tar"), str(tmp_path / "shards/2.tar")]
     words = [*small[:where], "--dataset", *sources, *small[where + 2 :]]
-    infcl(*words, "--streaming", "--dataset_weights", "3", "1", "--samples_per_epoch", "24", "--on_bad_sample", "skip")
+    words += ["--streaming", "--dataset_weights", "3", "1", "--samples_per_epoch", "24", "--on_bad_sample", "skip"]
+    infcl(*words, "--captions_per_image", 2, "--negative_caption_column", "wrong")
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
     assert (state["global_step"], state["epoch"]) == (6, 2)
-    assert [entry["stream_samples"] for entry in state["log_history"] if "loss" in entry] == [8, 16, 24, 32, 40, 48]
+    logged = [entry for entry in state["log_history"] if "loss" in entry]
+    assert [entry["stream_samples"] for entry in logged] == [8, 16, 24, 32, 40, 48]
+    assert {entry["texts_per_image"] for entry in logged} == {3}
     sources = json.loads((tmp_path / "out/training_record.json").read_text())["sources"]
     assert [(source["dataset"], source["weight"]) for source in sources] == [("shards", 0.75), ("shards", 0.25)]
-    assert "48 pairs seen" in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "48 pairs seen" in card
+    assert "up to 2 captions of the image, drawn anew each epoch" in card
+    assert "for all images also one of `wrong` of each image that has any" in card
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
