@@ -230,8 +230,8 @@ def draw_captions(captions: list[str], count: int, random: random.Random) -> lis
 
 def check_captions_per_image(captions_per_image: int, single: str | None = None) -> None:
     """Raises a ValueError for a number that cannot be drawn, also of a column of ``single`` captions."""
-    if captions_per_image < 1:
-        raise ValueError(f"captions_per_image must be at least 1, got {captions_per_image}.")
+    if not isinstance(captions_per_image, int) or captions_per_image < 1:
+        raise ValueError(f"captions_per_image must be an integer of at least 1, got {captions_per_image!r}.")
     if single and captions_per_image > 1:
         raise ValueError(
             f"captions_per_image is {captions_per_image}, but the caption_column {single!r} holds one string for each "
