@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
+from hf_infcl.processes import Processes
 from hf_infcl.training.checkpoints import choose
 
 ROOT = Path(__file__).parent.parent
@@ -113,6 +115,13 @@ def rank_decides(rank: int, world_size: int, folder: str) -> int:
     run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
     run.train()
     return run.state.global_step
+
+
+def test_callbacks_that_decide_alike_everywhere_cost_no_exchange(tmp_path):
+    run = trainer_for(str(tmp_path), max_steps=1, use_cpu=True)
+    run.train()
+    with mock.patch.object(Processes, "agree", side_effect=AssertionError):
+        assert not run._share_decisions()
 
 
 def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path):

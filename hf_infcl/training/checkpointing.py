@@ -51,6 +51,7 @@ class CheckpointingTrainer(HubTrainer):
         self._is_between_steps = False  # in an evaluation
         self._last_checkpoint: str | None = None  # None also after `_roll_back` has gone back to it
         self._first_step = 0  # the first step of the last `train`; transformers before 5.18 does not keep it
+        self._shares_decisions = False
         self._preemption = Preemption()
         self._phases = Phases()
         super().__init__(model, args, *others, **kwargs)
@@ -99,6 +100,7 @@ class CheckpointingTrainer(HubTrainer):
                 if not all(here for (here,) in found):
                     resume_from_checkpoint = self._checkpoint_of_hub()
             self._check_same_on_all_ranks(resume_from_checkpoint)
+            self._shares_decisions = any(has for (has,) in Processes().agree([self._has_callbacks_of_others()]))
             checkpoint = choose(output_dir, resume_from_checkpoint, looks=saves)
             self._resumed = None if checkpoint is None else RunRecord.read(checkpoint)
             self._last_checkpoint = checkpoint
@@ -120,16 +122,24 @@ class CheckpointingTrainer(HubTrainer):
     def _share_decisions(self) -> bool:
         """Makes all processes log, evaluate, save or end the training if a callback of any of them asks for it.
 
-        A callback may look at the time, for instance, which is not the same on all processes. Collective.
+        A callback may look at the time, for instance, which is not the same on all processes. Collective, unless all
+        callbacks are those of transformers and this package, which decide alike everywhere: the exchange waits for the
+        reduction of the gradients, during which the next window is loaded otherwise.
 
         Returns:
             Whether anything was asked for.
         """
+        if not self._shares_decisions:
+            return False
         control = self.control
         asked = Processes().agree([getattr(control, name) for name in DECISIONS])
         for name, votes in zip(DECISIONS, zip(*asked, strict=True), strict=True):
             setattr(control, name, any(votes))
         return any(map(any, asked))
+
+    def _has_callbacks_of_others(self) -> bool:
+        packages = {type(callback).__module__.split(".")[0] for callback in self.callback_handler.callbacks}
+        return not packages <= {"transformers", "hf_infcl"}
 
     def _check_same_on_all_ranks(self, resume_from_checkpoint: str | bool | None) -> None:
         """Raises a ValueError on every process if one has another model or other data, such as an outdated copy.
