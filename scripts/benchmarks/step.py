@@ -270,7 +270,7 @@ def plot(table: Path) -> None:
         panels.append((group[0]["comparison"], max(settings.values(), key=len)))
     if not panels:
         return
-    figure, (axes,) = common.subplots(1, len(panels), (7.5, 4.6))
+    figure, (axes,) = common.subplots(1, len(panels), (6.8, 4.2))
     for axis, (comparison, group) in zip(axes, panels, strict=True):
         first = group[-1]
         card = first["device"].removeprefix("NVIDIA ")
@@ -292,7 +292,7 @@ def plot(table: Path) -> None:
                 lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row["peak_gib"])))
             common.draw_lines(axis, lines, common.styles(lines))
             axis.set(
-                title=f"{title}, {first['pixel_dtype']} images",
+                title=f"{title},\n{first['pixel_dtype']} images",  # the names of the lines stand to its right
                 xlabel="global batch",
                 ylabel="peak memory of a step per GPU, GiB",
             )
