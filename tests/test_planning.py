@@ -32,10 +32,12 @@ def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
     """The rows that were there when the rates were chosen; PLAN.md also has those that came later."""
     monkeypatch.syspath_prepend(SCRIPTS)
     measured = importlib.import_module("benchmarks.plan")
-    steps = [step for step in measured.steps() if step.known and not (step.fitted or step.compiles)]
-    assert len(steps) >= 20
-    for row, _, _, ms, predicted_ms, gib, predicted_gib in steps:
-        assert predicted_ms == pytest.approx(ms, rel=0.15), row
+    steps = [step for step in measured.steps() if step.known and not step.fitted]
+    assert len([step for step in steps if not step.compiles]) >= 20
+    for step in steps:
+        row, _, _, ms, predicted_ms, gib, predicted_gib = step
+        if not step.compiles:  # the compilation within a step is not predicted
+            assert predicted_ms == pytest.approx(ms, rel=0.15), row
         assert predicted_gib == pytest.approx(gib, rel=0.1), row
     losses = [loss for loss in measured.losses() if loss.known and not loss.fitted]
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {loss.row["device"] for loss in losses}

@@ -336,8 +336,7 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
     1e-12 can be compared.
     """
     dtype = DTYPES[case.dtype]
-    # The float64 reference is off by as much as a float64 loss, and the difference of the two by both errors.
-    eps = 2 * 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
     half = torch.finfo(dtype).eps if dtype in (torch.bfloat16, torch.float16) else 0.0
     vanishing = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps if half else 0.0
     x = arguments["image_embeds"].double()
