@@ -5,19 +5,23 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import math
 import re
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
-from helpers import fuzz, models
+from helpers import extended, fuzz, models
 from helpers.trainers import trainer_for
 from helpers.usage import Usage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_infcl import InfCLTrainingArguments
+from hf_infcl import InfCLTrainingArguments, reference
 from hf_infcl.cli.options import DataOptions, EvaluationOptions, ModelOptions, Parser
 from hf_infcl.loss import contrastive, several_positives
 from hf_infcl.publishing import Evaluation, Source, TrainingRecord, model_card
@@ -56,6 +60,45 @@ def test_a_slightly_wrong_share_of_several_positives_is_found(monkeypatch):
     failures = fuzz.rank_cases(0, 1, "cpu", range(100)).failures
     assert len(failures) > 10
     assert not [text for text in failures if "objective='sigmoid'" in text or "belonging=None" in text]
+
+
+def test_the_reference_of_float64_is_more_exact():
+    x, near, far = (
+        torch.tensor([[2.0**30, 1.0, -(2.0**30)], [2.0**30, 1.0, 2.0**30], [0.0, 0.0, 0.0]]).double().split(1)
+    )
+    arguments = {"image_embeds": x, "text_embeds": near, "negative_texts": far}  # of cosines 1 and 0
+    exact, gradients = extended.loss_and_gradients(arguments, 1.0, 0.0, "softmax")
+    assert float(exact) == pytest.approx(math.log1p(math.exp(-1)) / 2, rel=1e-15)
+    assert float(gradients["logit_scale"]) == pytest.approx(-1 / (1 + math.e) / 2, rel=1e-15)
+    assert reference.contrastive_loss(**arguments, logit_scale=1.0).item() == math.log(2) / 2, "float64 is exact enough"
+
+
+@pytest.mark.skipif(np.finfo(np.longdouble).eps > 2.0**-60, reason="numpy's longdouble is float64")
+@pytest.mark.parametrize("spread", [0, 40])
+def test_a_product_of_matrices_has_all_digits(spread):
+    a, b = (torch.randn(3, 100, generator=torch.Generator().manual_seed(seed)).double() for seed in range(2))
+    a, b = (t.div(3) * torch.logspace(0, spread, 100, base=0.5, dtype=torch.float64) for t in (a, b))
+    found = extended.product(a.numpy().astype(np.longdouble), b.numpy().astype(np.longdouble), a.device)
+    for i, j in itertools.product(range(3), range(3)):
+        terms = [Fraction(p) * Fraction(q) for p, q in zip(a[i].tolist(), b[j].tolist(), strict=True)]
+        high, low = (part.item() for part in extended.parts(found[i, j], a.device))
+        assert abs(Fraction(high) + Fraction(low) - sum(terms)) <= Fraction(2) ** -63 * sum(map(abs, terms))
+
+
+def test_the_reference_of_float64_is_the_same_loss():
+    seen = set()
+    for seed in range(250):
+        case = fuzz.Case.draw(seed, 1, "cpu")
+        if case.dtype == "float64":
+            seen.add((case.objective, case.pair_ids is None, case.belonging is None, case.negative_texts is None))
+            (truth, exact), (plain, usual) = (
+                fuzz._exact(case, case.arguments()),
+                fuzz._plain(case, case.arguments(), torch.float64),
+            )
+            assert truth[0].item() == pytest.approx(plain.item(), rel=1e-9, abs=1e-12)
+            for name, gradient in usual.items():
+                torch.testing.assert_close(exact[name][0], gradient, rtol=1e-8, atol=1e-9, msg=f"{name} of {case}")
+    assert len(seen) == 12
 
 
 # ---- The command line ----

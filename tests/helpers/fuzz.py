@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +19,7 @@ from hf_infcl import contrastive_loss, reference
 from hf_infcl.kernels import torch_backend
 from hf_infcl.loss import OBJECTIVES, STRATEGIES
 
+from . import extended
 from .numerics import features
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -255,16 +257,16 @@ def errors_of(case: Case, rank: int) -> list[Error]:
     """The errors of the loss and of the gradients that are wanted, of this process's rows and of the scalars."""
     arguments, world_size = case.arguments(), len(case.images)
     loss, gradients = _ours(case, {name: case.part(name, t, rank) for name, t in arguments.items()})
-    truth, exact = _plain(case, arguments, torch.float64)
+    truth, exact = _exact(case, arguments)
     plain_loss, plain = _plain(case, arguments, DTYPES[case.dtype])
     allowed_loss, allowed = _rounding(case, arguments)
-    compared = {"loss": (loss.double() - truth, allowed_loss, plain_loss.double() - truth)}
+    compared = {"loss": (_less(loss, truth), allowed_loss, _less(plain_loss, truth))}
     for name, gradient in gradients.items():
         value = gradient.double() / world_size  # of the sum of all processes' losses
         if name in SCALARS and world_size > 1:  # the mean over the processes, as DDP forms it
             dist.all_reduce(value)
-        true, bound, usual = (case.part(name, whole[name], rank).double() for whole in (exact, allowed, plain))
-        compared[name] = value.reshape(true.shape) - true, bound, usual - true
+        bound, usual, *true = (case.part(name, t, rank) for t in (allowed[name], plain[name], *exact[name]))
+        compared[name] = _less(value.reshape(usual.shape), true), bound, _less(usual, true)
     # All norms come from the device at once, where other processes' kernels may be queued before each transfer.
     norms = torch.stack([torch.linalg.vector_norm(t) for tensors in compared.values() for t in tensors])
     finite = [norm if math.isfinite(norm) else math.inf for norm in norms.tolist()]
@@ -305,6 +307,22 @@ def _ours(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
         assert gradient.dtype == leaves[name].dtype
         assert gradient.shape == leaves[name].shape
     return loss.detach(), gradients
+
+
+def _less(value: Tensor, exact: Sequence[Tensor]) -> Tensor:
+    """The value less the sum of float64 tensors, the largest of which comes first."""
+    return functools.reduce(torch.sub, exact, value.double())
+
+
+def _exact(case: Case, arguments: dict[str, Tensor]) -> tuple[Sequence[Tensor], dict[str, Sequence[Tensor]]]:
+    """The loss and its gradients, each as float64 tensors that add up to it: more exact than the case's dtype."""
+    if case.dtype != "float64":
+        loss, gradients = _plain(case, arguments, torch.float64)
+        return [loss], {name: [gradient] for name, gradient in gradients.items()}
+    exact_loss, exact = extended.loss_and_gradients(arguments, case.scale, case.bias or 0.0, case.objective)
+    device = arguments["image_embeds"].device
+    weighted = {name: extended.parts(case.weight * gradient, device) for name, gradient in exact.items()}
+    return extended.parts(exact_loss, device), weighted
 
 
 def _plain(case: Case, arguments: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
