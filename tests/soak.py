@@ -132,13 +132,26 @@ def by_kernels(options: argparse.Namespace) -> Iterable[Iterable[int]]:
 def one_process(options: argparse.Namespace) -> Iterator[Findings]:
     """Workers compute cases of one process each: most of the time goes into compiling kernels and launching them."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(options.workers, context, begin_worker, (context.Value("i"),)) as pool:
         tasks = [pool.submit(rank_cases, 0, 1, DEVICE, seeds) for seeds in by_kernels(options)]
         try:
             for task in as_completed(tasks):
                 yield task.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def begin_worker(begun: Any) -> None:
+    """Sets a worker's threads, and its GPU, of which the workers take turns.
+
+    Args:
+        begun: the number of workers before this one, shared by all.
+    """
+    torch.set_num_threads(1)
+    if ON_GPU:
+        with begun.get_lock():
+            torch.cuda.set_device(begun.value % torch.cuda.device_count())
+            begun.value += 1
 
 
 def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Findings]:

@@ -109,9 +109,9 @@ class Decide(TrainerCallback):
         control.should_training_stop |= state.global_step == 3
 
 
-def rank_decides(rank: int, world_size: int, folder: str) -> int:
+def rank_decides(rank: int, world_size: int, folder: str, use_cpu: bool) -> int:
     """A callback of one rank alone, such as one that looks at the time."""
-    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6, "use_cpu": True}
+    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6, "use_cpu": use_cpu}
     run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
     run.train()
     return run.state.global_step
@@ -124,8 +124,8 @@ def test_callbacks_that_decide_alike_everywhere_cost_no_exchange(tmp_path):
         assert not run._share_decisions()
 
 
-def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path):
-    assert ranks.run(rank_decides, 2, str(tmp_path)) == [3, 3]
+def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path, backend):
+    assert ranks.run(rank_decides, 2, str(tmp_path), backend == "gloo", backend=backend) == [3, 3]
     assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-2")
 
 

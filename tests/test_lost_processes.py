@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import itertools
 import logging
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -26,7 +28,7 @@ from hf_infcl.processes import Processes
 from hf_infcl.training import phases
 from hf_infcl.training.checkpoints import choose
 
-WAIT = 120  # seconds that a test waits for the end of a process; the group's timeout is shorter
+WAIT = 120  # seconds in which rank 0 has to end; the group's timeout is shorter
 
 OPTIONS = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
@@ -81,12 +83,17 @@ def rank_interrupted(
     options: dict[str, Any],
 ) -> None:
     phases.GRACE = grace
+    if rank == 0:
+        faulthandler.dump_traceback_later(WAIT - 10)  # if it hangs, the test prints where
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
+        # After a timeout NCCL's watchdog waits for 60 s, for a report on it, before it aborts the process.
+        os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or an abort writes the memory of the process
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=device)
@@ -140,13 +147,13 @@ def interrupted(
     for process in processes:
         process.start()
     child.close()
-    told = []
+    told, end = [], time.monotonic() + WAIT
     try:
         with contextlib.suppress(EOFError):
-            while True:
-                assert parent.poll(WAIT), "rank 0 hangs"
+            while parent.poll(max(0, end - time.monotonic())):
                 told.append(parent.recv())
-        processes[0].join()
+        processes[0].join(max(5, end - time.monotonic()))
+        assert processes[0].exitcode is not None, f"Rank 0 hangs. It has told {told}."
         return told, processes[0].exitcode
     finally:
         for process in processes:
@@ -180,6 +187,7 @@ def test_a_killed_process_is_named_with_its_phase_on_gpus(tmp_path, phase):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     told, code = interrupted(str(tmp_path), {1: (*PHASES[phase], KILLED)}, backend="nccl")
+    assert told, code
     assert told[0] == f"Rank 1 does not answer; its last phase was {phase}."
     assert code != 0, "by the thread, by NCCL's watchdog or by the error"
 
@@ -279,6 +287,7 @@ def test_a_process_that_hangs_is_named_on_gpus(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     place = PHASES["the first pass after step 1"]
-    told, code = interrupted(str(tmp_path), {1: (*place, STOPPED)}, backend="nccl", seconds=30, ddp_timeout=30)
+    told, code = interrupted(str(tmp_path), {1: (*place, STOPPED)}, backend="nccl", seconds=25, ddp_timeout=25)
+    assert told, code
     assert "Rank 1 does not answer; its last phase was the first pass after step 1. Places: rank 0: in " in told[0]
     assert code != 0, "by NCCL's watchdog"
