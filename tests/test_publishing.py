@@ -16,6 +16,7 @@ import yaml
 from helpers import models, processors
 from helpers.trainers import arguments, trainer_for
 from huggingface_hub import ModelCard
+from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerCallback, TrainerState
 
@@ -342,6 +343,21 @@ def test_curves_are_drawn(tmp_path):
         assert one.width == three.width > 1000
         assert three.height > 2 * one.height, "panels of their own for evaluation losses and scores"
         assert len(three.convert("RGB").getcolors(2**24)) > 100
+
+
+def test_names_of_curves_hide_none_and_the_best_weights_evaluation_is_no_point_of_the_last_step(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure) or save(figure, path))
+    scores = {f"eval_guard{n}_some_data_set_{way}_retrieval_recall@1": 0.9 for n in (1, 2) for way in ("image", "text")}
+    plot_curves([{"step": 1, "loss": 1.0}, {"step": 2, **scores, "eval_a_loss": 2.0}], tmp_path / "curves.png")
+    for axis in drawn[0].axes:
+        names = axis.get_legend().get_window_extent()
+        assert names.y0 >= axis.bbox.y1 - 1
+        assert names.x1 <= drawn[0].bbox.x1
+    again = {"step": 2, **dict.fromkeys(scores, 0.5)}
+    plot_curves([{"step": 1, "loss": 1.0}, {"step": 2, **scores}, again], tmp_path / "best.png")
+    assert [list(line.get_ydata()) for line in drawn[1].axes[1].lines] == [[0.9]] * 4
 
 
 def test_curves_without_losses_are_refused(tmp_path):

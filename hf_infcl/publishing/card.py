@@ -191,7 +191,7 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
 def _results(record: TrainingRecord) -> str:
     if not record.evaluations:
         return "None: the model was not evaluated."
-    rows, notes = [], []
+    rows, notes, repeating = [], [], []
     for evaluation in record.evaluations:
         where = f"{_code(evaluation.dataset)}, {evaluation.split}"
         for metric, value in _defined(evaluation):
@@ -204,16 +204,18 @@ def _results(record: TrainingRecord) -> str:
         if evaluation.guard:
             notes.append(f"{where} is a guard set: it shows what the training has made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):
-            notes.append(
-                f"Some captions of {where} belong to several images, but only an image's own captions count as right. "
-                "Where the table says “at most”, no model can reach a higher recall."
-            )
+            repeating.append(where)
         if evaluation.templates:
             prompts = ", ".join(f"“{template}”" for template in evaluation.templates)
             notes.append(
                 f"Zero-shot classification of {where} into {len(evaluation.class_names)} classes averages the "
                 f"embeddings of the prompts {prompts}. The pipeline below takes one prompt."
             )
+    if repeating:
+        notes.append(
+            f"Some captions of {'; '.join(repeating)} belong to several images, but only an image's own captions count "
+            "as right. Where the table says “at most”, no model can reach a higher recall."
+        )
     if record.measured_during_training:
         which = "the best of these evaluations" if record.best else "the last step, not of the best"
         notes.append(f"The same sets were measured during training; the figures are those of {which}.")

@@ -11,14 +11,15 @@ from typing import Any
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
 CEILING = "_ceiling"  # ends the name of the metric that is the highest possible value of a recall
-Line = list[tuple[int, float]]  # optimizer steps and values
+Line = dict[int, float]  # values by optimizer step
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
     """Draws the training loss and, in panels of their own, the losses and the scores of the evaluations.
 
     A contrastive loss grows with the number of pairs that it is computed over. The losses of global batches and those
-    of evaluation sets therefore cannot be compared, and share no axis.
+    of evaluation sets therefore cannot be compared, and share no axis. Of two evaluations at one step only the first is
+    drawn: with ``load_best_model_at_end`` the second has the weights of an earlier step.
 
     Args:
         log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
@@ -41,13 +42,12 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 continue
             if key == "loss":
                 pairs = entry.get("global_batch_size")
-                training.setdefault(f"one batch of {pairs:,} pairs" if pairs else "one batch", []).append(
-                    (entry["step"], value)
-                )
+                name = f"one batch of {pairs:,} pairs" if pairs else "one batch"
+                training.setdefault(name, {}).setdefault(entry["step"], value)
             elif key.startswith("eval_") and key.endswith("_loss"):
-                losses.setdefault(_label(key), []).append((entry["step"], value))
+                losses.setdefault(_label(key), {}).setdefault(entry["step"], value)
             elif key.startswith("eval_") and key.endswith(("acc1", "recall@1")):
-                scores.setdefault(_label(key), []).append((entry["step"], value))
+                scores.setdefault(_label(key), {}).setdefault(entry["step"], value)
                 if entry.get(key + CEILING, 1) < 1:
                     ceilings[_label(key)] = entry[key + CEILING]
     if not training:
@@ -59,7 +59,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
         ("fraction correct", scores, 1.02),
     ]
     panels = [panel for panel in every if panel[1]]
-    figure = Figure(figsize=(7, 1 + 2.3 * len(panels)), layout="constrained", dpi=150)
+    names = sum(len(lines) for _, lines, _ in panels)  # each takes a line of its own above its panel
+    figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axis, (label, lines, top) in zip(axes, panels, strict=True):
         for index, (name, points) in enumerate(lines.items()):
@@ -67,14 +68,14 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
             if name in ceilings:
                 axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
             at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
-            axis.plot(*zip(*points, strict=True), color=colour, marker=".", clip_on=False, label=name + at_most)
+            axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
         axis.set_ylabel(label)
-        finite = [value for points in lines.values() for _, value in points if math.isfinite(value)]
+        finite = [value for points in lines.values() for value in points.values() if math.isfinite(value)]
         axis.set_ylim(bottom=0, top=top or 1.05 * max(finite, default=0) or None)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     axes[-1].set_xlabel("optimizer step")
     figure.savefig(path)
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # different captions shown for each image
 SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
-SIDE, WIDTH, LINE = 96, 900, 28  # pixels: the longer side of an image, the width of the picture, the height of a line
+SIDE, WIDTH, LINE = 96, 900, 28  # pixels: the longer side of an image, the largest width, the height of a line
 
 logger = logging.get_logger(__name__)
 
@@ -117,6 +117,7 @@ def draw(images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]]
     height = SIDE + 16
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
     pen = ImageDraw.Draw(picture)
+    left, right = SIDE + 28, 0.0
     for number, (image, found) in enumerate(zip(images, captions, strict=True)):
         top = number * height + 8
         small = Image.fromarray(image)
@@ -126,5 +127,7 @@ def draw(images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]]
         for line, (text, cosine, own) in enumerate(found):
             colour = "#00693e" if own else "#555555"
             words = textwrap.shorten(text, 84, placeholder=" ...") + ("  (its own)" if own else "")
-            pen.text((SIDE + 28, top + 6 + line * LINE), f"{cosine:.3f}  {words}", colour, font)
-    return picture
+            row = f"{cosine:.3f}  {words}"
+            pen.text((left, top + 6 + line * LINE), row, colour, font)
+            right = max(right, left + pen.textlength(row, font))
+    return picture.crop((0, 0, min(WIDTH, round(right) + 8), picture.height))
