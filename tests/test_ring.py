@@ -15,6 +15,7 @@ def rank_travel(rank: int, world_size: int, group: dist.ProcessGroup | None = No
     block = torch.full((3, 2), float(rank))
     ids = torch.full((3,), rank)
     visits = RingReduction(ring, torch.add, 3)
+    others = RingReduction(ring, torch.add, 3)
     largest = RingReduction(ring, torch.logaddexp, 2)
     sources, addresses = [], set()
     for source, (held, none, held_ids) in ring.rotate(block, None, ids):
@@ -25,11 +26,15 @@ def rank_travel(rank: int, world_size: int, group: dist.ProcessGroup | None = No
         sources.append(source)
         addresses.add(held.data_ptr())
         visits.add(torch.full((3,), 10.0**rank * (1 + source)))  # a digit for each process that holds the block
+        if source != rank:
+            others.add(torch.full((3,), 10.0**rank * (1 + source)))
         largest.add(torch.full((2,), -torch.inf if rank else float(source)))
     assert sources == [(rank - step) % world_size for step in range(world_size)]
     assert len(addresses) <= 3, "this process's block and two in flight"
     assert (block == rank).all(), "the caller's tensor was written to"
     assert (visits.result() == sum(10.0**r for r in range(world_size)) * (1 + rank)).all()
+    if world_size > 1:
+        assert (others.result() == sum(10.0**r for r in range(world_size) if r != rank) * (1 + rank)).all()
     assert (largest.result() == rank).all()
 
 

@@ -74,9 +74,9 @@ class Transfer:
 class RingReduction:
     """The processes' parts for each block of a `Ring.rotate` loop, combined while they travel along with the blocks.
 
-    In every step of the loop each process calls `add` once, with its part for the block that it holds. After the loop
-    `result` returns the combination of all parts for the block that this process began with. The transfer of one step
-    overlaps the computation of the next.
+    In every step of the loop, or in every step but the first, each process calls `add` once, with its part for the
+    block that it holds. After the loop `result` returns the combination of these parts for the block that this process
+    began with. The transfer of one step overlaps the computation of the next.
 
     Args:
         ring: the ring that the blocks travel around.

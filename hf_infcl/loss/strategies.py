@@ -167,16 +167,31 @@ class RingStrategy(Strategy):
         return stats_x, tuple(reduction.result()[: len(y.rows[0])] for reduction in reductions)
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
+        grad_x, grad_y = (_accumulator(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
         scalars = []
-        grad_x = _accumulator(x.rows[0]) if want_x else None
-        grad_y = RingReduction(self._ring, torch.add, max(y.counts))
+
+        def own_block(start: int, stop: int) -> None:
+            rows = tuple(None if t is None else t[start:stop] for t in x.rows)
+            scalars.append(block(rows, y.rows, start, None if grad_x is None else grad_x[start:stop], grad_y))
+
+        # The first half of this process's block overlaps the first transfer of texts, and the second half overlaps the
+        # last transfer of gradients, which bring the sums of the other processes home. A lone process has no halves.
+        images = len(x.rows[0])
+        half = images if self.processes.world_size == 1 else (images + 1) // 2
+        travelling = RingReduction(self._ring, torch.add, max(y.counts))
         for diagonal, columns in self._blocks(y):
+            if diagonal is not None:
+                own_block(0, half)
+                continue
             part = _accumulator(columns[0]) if want_y else None
-            scalars.append(block(x.rows, columns, diagonal, grad_x, part))
+            scalars.append(block(x.rows, columns, None, grad_x, part))
             if part is not None:
-                grad_y.add(part)
-        totals = tuple(_total(parts) for parts in zip(*scalars, strict=True))
-        return Gradients(totals, grad_x, grad_y.result()[: len(y.rows[0])] if want_y else None)
+                travelling.add(part)
+        if half < images:
+            own_block(half, images)
+        if grad_y is not None and self.processes.world_size > 1:
+            grad_y += travelling.result()[: len(grad_y)]
+        return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
 
 
 class DiscoStrategy(Strategy):
