@@ -51,7 +51,7 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset_size", type=int, help="Pairs of the training set, for the time of an epoch.")
     parser.add_argument("--epochs", type=float, default=1, help="Epochs of the training.")
     parser.add_argument("--freeze", choices=("image", "text"), help="The tower that is frozen.")
-    parser.add_argument("--torch_compile", action="store_true", help="Plan with torch.compile.")
+    parser.add_argument("--torch_compile", action="store_true", help="Plan a training with --torch_compile.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw memory and time against the global batch.")
     parser.add_argument("--measure", action="store_true", help="Also time two micro-batches on the GPU at hand.")
     return parser
@@ -108,6 +108,8 @@ def report(options: argparse.Namespace) -> list[str]:
     if other is not None:
         how = "without" if options.torch_compile else "with"
         lines.append(f"  {how} --torch_compile: {_duration(other[0])}, {other[1].options}")
+    if options.torch_compile:
+        lines.append("  The first step also compiles the model. That takes tens of seconds, which are not included.")
     rate = choice.rows / step
     lines.append(
         f"  {rate:,.0f} images per second and GPU, for which {math.ceil(rate / WORKER_RATE)} workers of the data "
@@ -211,13 +213,19 @@ def memory_lines(counts: Counts, choice: Choice, memory_gib: float) -> list[str]
 
 
 def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
+    """What each GPU sends in a step, and whether the computation of the loss hides it."""
     sent = planning.link_bytes(counts, choice)
+    if planning.is_gathered(counts.dim, choice):
+        seconds = (sent["texts"] + sent["gradients of the texts"]) / 100e9
+        hidden = f"So few texts are gathered, which no computation hides: it takes {_duration(seconds)} at 100 GB/s."
+    else:
+        rate = planning.hiding_bandwidth(choice, gpu) / 1e9
+        hidden = f"The texts travel around a ring, which the computation hides from {rate:.0f} GB/s in each direction."
     return [
         f"Each GPU sends {sum(sent.values()) / GIB:.2f} GiB per step: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in sent.items())
         + ".",
-        f"  The ring is hidden behind its computation from {planning.hiding_bandwidth(choice, gpu) / 1e9:.0f} GB/s "
-        "in each direction.",
+        f"  {hidden}",
     ]
 
 
@@ -250,20 +258,21 @@ def draw(path: Path, counts: Counts, choice: Choice, gpu: GPU, memory_gib: float
     left, right = figure.subplots(1, 2)
     windows = [2**power for power in range(max(12, choice.accumulation.bit_length() + 1))]
     batches = [choice.micro_batch * choice.gpus * window for window in windows]
+    label = "the plan" if choice.retain == 1 else f"the plan, which keeps {choice.retain} graphs"
     for offload, name in ((False, "images on the GPU"), (True, "offload_inputs")):
         ways = [replace(choice, accumulation=window, retain=1, offload=offload) for window in windows]
         left.plot(
             batches, [planning.memory(counts, way).total / GIB for way in ways], "--" if offload else "-", label=name
         )
     left.axhline(planning.USABLE * memory_gib, color="0.5", lw=1, label=f"usable of {memory_gib:g} GiB")
-    left.plot(choice.global_batch, planning.memory(counts, choice).total / GIB, "o", color="black", label="the plan")
+    left.plot(choice.global_batch, planning.memory(counts, choice).total / GIB, "o", color="black", label=label)
     left.set(title="Memory per GPU", ylabel="GiB at the peak of a step", ylim=(0, None))
     for compiled in (False, True):
         ways = [replace(choice, accumulation=window, retain=1, compiled=compiled) for window in windows]
         times = [sum(planning.seconds(counts, way, gpu).values()) for way in ways]
         right.plot(batches, times, "--" if compiled else "-", label="torch.compile" if compiled else "eager")
     time = sum(planning.seconds(counts, choice, gpu).values())
-    right.plot(choice.global_batch, time, "o", color="black", label="the plan")
+    right.plot(choice.global_batch, time, "o", color="black", label=label)
     right.set(title=f"Time of a step on {choice.gpus} × {gpu.name}", ylabel="seconds", yscale="log")
     for axis in (left, right):
         axis.set(xscale="log", xlabel=f"global batch, micro-batches of {choice.micro_batch}")
@@ -275,7 +284,7 @@ def draw(path: Path, counts: Counts, choice: Choice, gpu: GPU, memory_gib: float
 
 def _duration(seconds: float) -> str:
     if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.{1 if seconds < 0.01 else 0}f} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

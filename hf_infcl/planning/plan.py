@@ -13,8 +13,9 @@ from .counting import ROWS, Counts, Operation
 GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
-REPLAY = 0.12e-3  # seconds beside the products on one GPU, where small losses are replayed as a CUDA graph
-REPLAY_AMONG_GPUS = 1.35e-3  # on several GPUs, where the host calls collectives between the graphs
+# Seconds beside the products where small losses are replayed as CUDA graphs: on one GPU, and on several, where the
+# host calls collectives between the graphs. `scripts/benchmark.py plan --fit` takes both from the rows that it names.
+REPLAY, REPLAY_AMONG_GPUS = 0.11e-3, 1.55e-3
 # Seconds of a loss that is not replayed. The host takes the first time to launch a product of one block, while the
 # device computes earlier ones; how both overlap is measured, see `loss_seconds`. The second time is added for each of
 # the 4 or 3 products.
@@ -206,7 +207,8 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
     """The time of the loss and its gradient: that of its matrix products, and of the host that launches them.
 
-    In a ring both overlap in part: the root of the sum of their squares fits where either is the longer one.
+    In a ring both overlap in part: the root of the sum of their squares fits where either is the longer one. A loss of
+    less than 3 ms on several GPUs is known to half a millisecond only: so much do its measurements differ.
     """
     products = PRODUCTS[objective]
     device = products * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
@@ -222,10 +224,13 @@ def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
     """The bytes that a GPU sends in one step, by their purpose.
 
     In the forward of the loss the texts travel around the ring, in its backward the texts and their fp32 gradients.
+    Where the texts are gathered instead, they travel once.
     """
     others, values = choice.gpus - 1, counts.dim * choice.rows
+    gathered = is_gathered(counts.dim, choice)
     return {
-        "ring": 2.0 * values * others * 2 + 4.0 * values * (choice.gpus if others else 0),
+        "texts": 2.0 * values * others * (1 if gathered else 2),
+        "gradients of the texts": 4.0 * values * (others if gathered or not others else choice.gpus),
         "gradients of the weights": 2 * 4.0 * counts.trained * others / choice.gpus,
     }
 
