@@ -25,7 +25,7 @@ import torch
 import transformers
 import yaml
 from helpers.demo import DEMO, accelerate, infcl, run, start
-from helpers.hub import hub_for_this_process
+from helpers.hub import hub_for_this_process, talk_to
 from helpers.processes import launched
 from helpers.shards import write_tar
 from huggingface_hub import HfApi, constants
@@ -34,7 +34,7 @@ from transformers import TrainingArguments
 
 import hf_infcl
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, cli
-from hf_infcl.cli import train
+from hf_infcl.cli import description, train
 from hf_infcl.cli.options import (
     ColumnOptions,
     DataOptions,
@@ -321,6 +321,22 @@ def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, de
     assert "48 pairs seen" in card
     assert "up to 2 captions of the image, drawn anew each epoch" in card
     assert "for all images also one of `wrong` of each image that has any" in card
+
+
+def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
+    shards = tmp_path / "shards"
+    options = DataOptions(["someone/pairs", "hf://datasets/a/b@main/{0..9}.tar", "a/lost", f"{shards}/{{0..9}}.tar"])
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        hub.licences |= {"someone/pairs": "cc-by-4.0", "a/b": ["mit", "cc0-1.0"]}
+        sources = description._sources(options)
+    assert [(source.dataset, source.on_hub, source.license) for source in sources] == [
+        ("someone/pairs", True, "cc-by-4.0"),
+        ("a/b", True, "mit, cc0-1.0"),
+        ("a/lost", True, None),
+        ("shards", False, None),
+    ]
+    talk_to("http://127.0.0.1:9", monkeypatch)
+    assert description._sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):

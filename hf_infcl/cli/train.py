@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import TrainerState
@@ -29,22 +27,12 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..data import ImageTextDataset, ImageTextStream, load_pairs
 from ..processes import Processes
-from ..publishing import (
-    CURVES_FILE,
-    PICTURES_FILE,
-    RECORD_FILE,
-    CardCallback,
-    Evaluation,
-    PicturesCallback,
-    Source,
-    TrainingRecord,
-    source_name,
-    training_record,
-)
+from ..publishing import CURVES_FILE, PICTURES_FILE, RECORD_FILE, CardCallback, PicturesCallback, source_name
 from ..training.arguments import InfCLTrainingArguments
 from ..training.checkpoints import locked
 from ..training.preemption import Preempted
 from ..training.trainer import InfCLTrainer
+from .description import describe_run
 from .evaluate import evaluation_datasets
 from .launched import leave, mistakes_in_one_line
 from .models import load
@@ -398,65 +386,6 @@ def training_set(
     return ImageTextDataset(load_pairs(data.dataset[0], split=data.split, name=data.dataset_name), **options)
 
 
-def describe_run(
-    trainer: InfCLTrainer,
-    model_class: str,
-    model: ModelOptions,
-    lora: LoraOptions,
-    data: DataOptions,
-    columns: ColumnOptions,
-    evaluation: EvaluationOptions,
-) -> functools.partial[TrainingRecord]:
-    """`training_record` with the facts that the options and the trainer hold; arguments and state are still to come."""
-    pairs = trainer.train_dataset
-    eval_datasets: Any = trainer.eval_dataset or {}
-    collator: Any = trainer.data_collator
-    return functools.partial(
-        training_record,
-        model_class=model_class,
-        start=model.model,
-        sources=described_sources(data),
-        pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
-        objective=trainer.contrastive_objective,
-        pair_id_column=columns.pair_id_column,
-        equal_ids=trainer.equal_ids,
-        captions_per_image=data.captions_per_image,
-        negative_caption_column=data.negative_caption_column,
-        evaluations=described_evaluations(evaluation, data, eval_datasets),
-        settings={
-            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
-            "augmentation": data.augmentation,
-            "image preprocessing": collator.image_backend,
-        },
-    )
-
-
-def described_sources(options: DataOptions) -> list[Source]:
-    """The training data for the card, with the licences that the Hub states for it."""
-    weights = options.dataset_weights
-    found = []
-    for number, dataset in enumerate(options.dataset):
-        if on_hub := re.match("hf://datasets/([^/@]+/[^/@]+)", dataset):
-            name, is_on_hub = on_hub[1], True
-        elif pattern := re.match(r"(.*/)?[^/]*(?:[{*?\[].*|\.tar|\.parquet)$", dataset):  # the folder of the shards
-            name, is_on_hub = Path(pattern[1] or ".").resolve().name, False
-        else:
-            name, is_on_hub = source_name(dataset)
-        share = None if weights is None else weights[number] / sum(weights)
-        found.append(Source(name, is_on_hub, options.split, licence_on_hub(name) if is_on_hub else None, share))
-    return found
-
-
-def licence_on_hub(dataset: str) -> str | None:
-    """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
-    try:
-        card = HfApi().dataset_info(dataset).card_data
-    except (OSError, HfHubHTTPError):
-        return None
-    stated = getattr(card, "license", None)
-    return ", ".join(stated) if isinstance(stated, list) else stated
-
-
 def guard_datasets(columns: ColumnOptions, data: DataOptions) -> dict[str, ImageTextDataset]:
     """The guard sets, by the prefix of their metrics: "guard1_" and the name of the first, and so on."""
     found = {}
@@ -464,24 +393,4 @@ def guard_datasets(columns: ColumnOptions, data: DataOptions) -> dict[str, Image
         rows = load_pairs(name, split=data.guard_split)
         dataset = ImageTextDataset(rows, all_captions=True, **columns.of_pairs)  # type: ignore[arg-type]
         found[re.sub(r"\W+", "_", f"guard{number}_{source_name(name)[0]}")] = dataset
-    return found
-
-
-def described_evaluations(
-    options: EvaluationOptions, data: DataOptions, datasets: Mapping[str, Any]
-) -> list[Evaluation]:
-    """The evaluation data for the card; the metrics come from the logs."""
-    guards = iter(data.guard_dataset or [])
-    found = []
-    for key, dataset in datasets.items():
-        if key.startswith("guard"):
-            name, on_hub = source_name(next(guards))
-            found.append(Evaluation(name, on_hub, data.guard_split, len(dataset), key, guard=True))
-        elif key == "pairs":
-            name, on_hub = source_name(str(options.eval_dataset))
-            found.append(Evaluation(name, on_hub, options.eval_split, len(dataset), key))
-        else:
-            name, on_hub = source_name(str(options.zero_shot_dataset))
-            prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
-            found.append(Evaluation(name, on_hub, options.zero_shot_split, len(dataset), key, **prompts))
     return found

@@ -30,6 +30,7 @@ class Hub:
         commits: for every (repository, revision) its commits, each the whole tree as {path: bytes}, the oldest first.
         created: the bodies of the requests that created repositories.
         messages: the summaries of all commits in their order.
+        licences: by data set, what its card states.
         failures: how many of the next commits are refused with status 403, after which the client does not try again.
     """
 
@@ -38,6 +39,7 @@ class Hub:
         self.commits: dict[tuple[str, str], list[dict[str, bytes]]] = {}
         self.created: list[dict[str, Any]] = []
         self.messages: list[str] = []
+        self.licences: dict[str, str | list[str]] = {}
         self.failures = 0
         self.lock = threading.Lock()
 
@@ -173,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
             if tree is not None:
                 siblings = [{"rfilename": p} for p in sorted(tree)]
                 return self._json({"id": match[1], "modelId": match[1], "sha": sha_of(tree), "siblings": siblings})
+        elif (match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path)) and match[1] in self.hub.licences:
+            return self._json({"id": match[1], "cardData": {"license": self.hub.licences[match[1]]}})
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             tree = self.hub.tree(match[1], match[2])
             if tree is not None and match[3] in tree:

@@ -1,0 +1,94 @@
+"""The facts about a run that only the options of `infcl train` hold, for its model card."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+
+from ..data import ImageTextDataset
+from ..publishing import Evaluation, Source, TrainingRecord, source_name, training_record
+from ..training.trainer import InfCLTrainer
+from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions
+
+
+def describe_run(
+    trainer: InfCLTrainer,
+    model_class: str,
+    model: ModelOptions,
+    lora: LoraOptions,
+    data: DataOptions,
+    columns: ColumnOptions,
+    evaluation: EvaluationOptions,
+) -> functools.partial[TrainingRecord]:
+    """`training_record` with the facts that the options and the trainer hold; arguments and state are still to come."""
+    pairs = trainer.train_dataset
+    eval_datasets: Any = trainer.eval_dataset or {}
+    collator: Any = trainer.data_collator
+    return functools.partial(
+        training_record,
+        model_class=model_class,
+        start=model.model,
+        sources=_sources(data),
+        pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
+        objective=trainer.contrastive_objective,
+        pair_id_column=columns.pair_id_column,
+        equal_ids=trainer.equal_ids,
+        captions_per_image=data.captions_per_image,
+        negative_caption_column=data.negative_caption_column,
+        evaluations=_evaluations(evaluation, data, eval_datasets),
+        settings={
+            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
+            "augmentation": data.augmentation,
+            "image preprocessing": collator.image_backend,
+        },
+    )
+
+
+def _sources(options: DataOptions) -> list[Source]:
+    """The training data for the card, with the licences that the Hub states for it."""
+    weights = options.dataset_weights
+    found = []
+    for number, dataset in enumerate(options.dataset):
+        if on_hub := re.match("hf://datasets/([^/@]+/[^/@]+)", dataset):
+            name, is_on_hub = on_hub[1], True
+        elif pattern := re.match(r"(.*/)?[^/]*(?:[{*?\[].*|\.tar|\.parquet)$", dataset):  # the folder of the shards
+            name, is_on_hub = Path(pattern[1] or ".").resolve().name, False
+        else:
+            name, is_on_hub = source_name(dataset)
+        share = None if weights is None else weights[number] / sum(weights)
+        found.append(Source(name, is_on_hub, options.split, _licence(name) if is_on_hub else None, share))
+    return found
+
+
+def _licence(dataset: str) -> str | None:
+    """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
+    try:
+        card = HfApi().dataset_info(dataset).card_data
+    except (OSError, HfHubHTTPError):
+        return None
+    stated = getattr(card, "license", None)
+    return ", ".join(stated) if isinstance(stated, list) else stated
+
+
+def _evaluations(options: EvaluationOptions, data: DataOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+    """The evaluation data for the card; the metrics come from the logs."""
+    guards = iter(data.guard_dataset or [])
+    found = []
+    for key, dataset in datasets.items():
+        if key.startswith("guard"):
+            name, on_hub = source_name(next(guards))
+            found.append(Evaluation(name, on_hub, data.guard_split, len(dataset), key, guard=True))
+        elif key == "pairs":
+            name, on_hub = source_name(str(options.eval_dataset))
+            found.append(Evaluation(name, on_hub, options.eval_split, len(dataset), key))
+        else:
+            name, on_hub = source_name(str(options.zero_shot_dataset))
+            prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
+            found.append(Evaluation(name, on_hub, options.zero_shot_split, len(dataset), key, **prompts))
+    return found
