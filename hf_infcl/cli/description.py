@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from ..data import ImageTextDataset
 from ..publishing import Evaluation, Source, TrainingRecord, source_name, training_record
@@ -70,7 +69,7 @@ def _licence(dataset: str) -> str | None:
     """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
     try:
         card = HfApi().dataset_info(dataset).card_data
-    except (OSError, HfHubHTTPError):
+    except Exception:  # of the Hub's client or of its HTTP library
         return None
     stated = getattr(card, "license", None)
     return ", ".join(stated) if isinstance(stated, list) else stated
