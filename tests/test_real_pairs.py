@@ -308,6 +308,12 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
     assert chosen.cells(tables.STYLE) == ["0.002*", "3", "10.0 ± 10.0"], "the mean and the deviation over its seeds"
     once = found[tables.Setting("InfCLTrainer", 512, "softmax", False)]
     assert once.cells(tables.STYLE) == ["0.001", "1", "0.0"], "one seed has no deviation"
+    assert tables.steps_and_batch(rows, tables.STYLE).splitlines() == [
+        "| steps | 512 pairs | 1,024 pairs |",
+        "| --- | --- | --- |",
+        "| 576 | 0.0 | 10.0 ± 10.0 |",
+        "| 1,152 | 0.0 |  |",
+    ], "a batch that was not trained for as many steps has an empty cell"
 
     columns = {
         **dict.fromkeys(("concepts_image_recall@5", "concepts_text_recall@5"), 0.5),

@@ -35,6 +35,12 @@ FIGURES: dict[str, Sequence[str]] = {
     "zero-shot, new concepts": ("zero_shot_concepts_acc1",),
 }
 STYLE, CONCEPTS = list(FIGURES)[:2]
+# The recalls of each direction: of images by their captions, and of captions by their images.
+DIRECTIONS = {
+    f"{found} found, {name}": (f"{data}_{way}_recall@{k}",)
+    for name, data, k in (("other style, R@1", "vendor", 1), ("new concepts, R@5", "concepts", 5))
+    for found, way in (("images", "image"), ("captions", "text"))
+}
 VALIDATION = "validation"  # the figure that learning rates are chosen by
 # How often an image is nearer to its caption than to the swapped one: names that were trained on, then new ones.
 SWAPS = {
@@ -44,7 +50,7 @@ SWAPS = {
 }
 COLUMNS = ("learning rate", "seeds")
 BATCHES = ("1_global_batch", "2_fixed_steps", "8_more_samples")  # the experiments that differ in the batch
-FIXED_STEPS = 576
+FIXED_STEPS = (576, 1152, 2304)
 FIXED_SAMPLES = (589_824, 2_359_296)
 
 
@@ -87,7 +93,7 @@ def score(row: Row) -> float:
 def value(row: Row, figure: str) -> float:
     if figure == VALIDATION:
         return score(row)
-    return statistics.mean(row[column] for column in {**FIGURES, **SWAPS}[figure])
+    return statistics.mean(row[column] for column in {**FIGURES, **DIRECTIONS, **SWAPS}[figure])
 
 
 class Configuration:
@@ -145,8 +151,8 @@ def configurations(rows: Iterable[Row], *experiments: str, **wanted: Any) -> dic
     return {key: Configuration(complete[key]) for key in sorted(complete, key=lambda key: (key[0] != "Trainer", key))}
 
 
-def at_fixed_steps(rows: Iterable[Row]) -> dict[Setting, Configuration]:
-    return configurations((row for row in rows if row["samples"] == FIXED_STEPS * row["batch"]), *BATCHES)
+def at_fixed_steps(rows: Iterable[Row], steps: int = FIXED_STEPS[0]) -> dict[Setting, Configuration]:
+    return configurations((row for row in rows if row["samples"] == steps * row["batch"]), *BATCHES)
 
 
 def at_fixed_samples(rows: Iterable[Row], samples: int) -> dict[Setting, Configuration]:
@@ -178,6 +184,9 @@ def main() -> None:
         "The global batch, at the same number of samples": global_batch(rows),
         "Learning rates": rates(rows),
         "The same number of steps": fixed_steps(rows),
+        "Steps and batch, in another style": steps_and_batch(rows, STYLE),
+        "Steps and batch, on new concepts": steps_and_batch(rows, CONCEPTS),
+        "Each direction": directions(rows),
         "Objectives and false negatives": objectives(rows),
         "Several captions": several_captions(rows),
         "Hard negatives": hard_negatives(rows),
@@ -235,8 +244,38 @@ def rates(rows: list[Row]) -> str:
 
 
 def fixed_steps(rows: list[Row]) -> str:
-    body = [[label(setting), f"{c.steps * c.batch:,}", *c.cells()] for setting, c in at_fixed_steps(rows).items()]
-    return markdown(["", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
+    body = [
+        [f"{steps:,}", label(setting), f"{c.steps * c.batch:,}", *c.cells()]
+        for steps in FIXED_STEPS
+        for setting, c in at_fixed_steps(rows, steps).items()
+    ]
+    return markdown(["steps", "", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
+
+
+def of_every_size(rows: list[Row]) -> list[tuple[Setting, Configuration]]:
+    """The trainings that differ in the batch, of the fewest samples first."""
+    sizes = sorted({row["samples"] for row in rows if row["experiment"] in BATCHES})
+    return [pair for samples in sizes for pair in at_fixed_samples(rows, samples).items()]
+
+
+def steps_and_batch(rows: list[Row], figure: str) -> str:
+    """The figure of one loss over the batch: a line for each number of steps, a column for each batch."""
+    found = {(c.steps, c.batch): c for setting, c in of_every_size(rows) if setting.method == "InfCLTrainer"}
+    batches = sorted({batch for _, batch in found})
+    body = [
+        [f"{steps:,}", *(found[steps, batch].cell(figure) if (steps, batch) in found else "" for batch in batches)]
+        for steps in sorted({steps for steps, _ in found})
+    ]
+    return markdown(["steps", *(f"{batch:,} pairs" for batch in batches)], body) if body else ""
+
+
+def directions(rows: list[Row]) -> str:
+    """Images found by captions and captions by images, of the trainings that differ in the batch."""
+    body = [
+        [label(setting), f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
+        for setting, c in of_every_size(rows)
+    ]
+    return markdown(["", "steps", "samples", *COLUMNS, *DIRECTIONS], body) if body else ""
 
 
 def objectives(rows: list[Row]) -> str:
@@ -332,28 +371,32 @@ def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: st
     The marker of a single run is hollow.
     """
     figure, (axes,) = panels(1, 2)
-    fewer, more = (at_fixed_samples(rows, samples) for samples in FIXED_SAMPLES)
-    draw_batches(axes[0], at_fixed_steps(rows), shown, ("InfCLTrainer: one loss over all pairs of a step", BLUE, "o-"))
-    draw_batches(axes[0], at_fixed_steps(rows), shown, ("Trainer: a loss over each 256 of them", VERMILION, "s"))
-    draw_batches(axes[1], fewer, shown, (f"InfCLTrainer, {FIXED_SAMPLES[0]:,} samples", BLUE, "o-"))
-    draw_batches(axes[1], fewer, shown, (f"Trainer, {FIXED_SAMPLES[0]:,} samples", VERMILION, "s"))
-    draw_batches(axes[1], more, shown, (f"InfCLTrainer, {FIXED_SAMPLES[1]:,} samples", GREEN, "D--"))
-    draw_batches(axes[1], more, shown, (f"Trainer, {FIXED_SAMPLES[1]:,} samples", ORANGE, "^"))
-    for axis, found in ((axes[0], at_fixed_steps(rows)), (axes[1], fewer)):
+    in_steps = [at_fixed_steps(rows, steps) for steps in FIXED_STEPS]
+    of_samples = [at_fixed_samples(rows, samples) for samples in FIXED_SAMPLES]
+    for steps, found, colour, form in zip(FIXED_STEPS, in_steps, (BLUE, PURPLE, GREEN), "ovD", strict=True):
+        draw_batches(axes[0], found, shown, "InfCLTrainer", (f"one loss, {steps:,} steps", colour, f"{form}-"))
+    draw_batches(axes[0], in_steps[0], shown, "Trainer", (f"losses over 256, {FIXED_STEPS[0]} steps", VERMILION, "s"))
+    for samples, found, colour, form in zip(FIXED_SAMPLES, of_samples, (BLUE, GREEN), "oD", strict=True):
+        draw_batches(axes[1], found, shown, "InfCLTrainer", (f"one loss, {samples:,} samples", colour, f"{form}-"))
+    for samples, found, colour, form in zip(FIXED_SAMPLES, of_samples, (VERMILION, ORANGE), "s^", strict=True):
+        draw_batches(axes[1], found, shown, "Trainer", (f"losses over 256, {samples:,} samples", colour, form))
+    top = 1.1 * max(100 * v for found in in_steps + of_samples for c in found.values() for v in c.values(shown))
+    for axis, several, place in ((axes[0], in_steps, "lower right"), (axes[1], of_samples, "lower left")):
         axis.set_xscale("log", base=2)
-        batches = sorted({c.batch for c in found.values()})
+        batches = sorted({c.batch for found in several for c in found.values()})
         axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axis.set(xlabel="pairs in a step", ylim=(0, 36))
-        axis.legend(frameon=False, fontsize=8, loc="lower right" if axis is axes[0] else "lower left")
-    axes[0].set(ylabel=title_of_axis, title=f"the same number of steps: {FIXED_STEPS}")
+        axis.set(xlabel="pairs in a step", ylim=(0, top))
+        axis.legend(frameon=False, fontsize=8, loc=place)
+    axes[0].set(ylabel=title_of_axis, title="the same number of steps")
     axes[1].set_title("the same number of samples")
     figure.savefig(path)
 
 
-def draw_batches(axis: Any, found: dict[Setting, Configuration], shown: str, style: tuple[str, str, str]) -> None:
-    """Mean and deviation against the batch, of the trainer that the style's name begins with, or of `InfCLTrainer`."""
+def draw_batches(
+    axis: Any, found: dict[Setting, Configuration], shown: str, method: str, style: tuple[str, str, str]
+) -> None:
+    """Mean and deviation of a trainer's runs against the batch, with a name for the legend, a colour and a form."""
     name, colour, form = style
-    method = "Trainer" if name.startswith("Trainer") else "InfCLTrainer"
     several = [c for setting, c in found.items() if setting.method == method]
     values = [[100 * v for v in c.values(shown)] for c in several]
     if not values:
@@ -369,7 +412,7 @@ def draw_batches(axis: Any, found: dict[Setting, Configuration], shown: str, sty
 def draw_curves(rows: list[Row], path: Path) -> None:
     """Recall against the samples seen, and against time on a GPU of one's own (from the cost rows).
 
-    Above the trainings of as many samples, below those of as many steps.
+    Above the trainings of 589,824 samples, below those of 2,359,296.
     """
     seconds = {
         (row["method"], row["batch"]): row["seconds"] / row["samples"] for row in rows if row["experiment"] == "5_cost"
@@ -382,12 +425,12 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         ("InfCLTrainer", 4096): ("InfCLTrainer: one loss over 4,096", BLUE, "o"),
     }
     figure, axes = panels(2, 2)
-    same_samples, same_steps = at_fixed_samples(rows, FIXED_SAMPLES[0]), at_fixed_steps(rows)
-    for (against_samples, against_time), found in zip(axes, (same_samples, same_steps), strict=True):
+    for (against_samples, against_time), number in zip(axes, FIXED_SAMPLES, strict=True):
+        found = at_fixed_samples(rows, number)
         for setting, configuration in found.items():
             key = setting.method, configuration.batch
-            if key not in shown or (found is same_samples and key == ("InfCLTrainer", 256)):  # as "Trainer" there
-                continue
+            if key not in shown or (key == ("InfCLTrainer", 256) and ("Trainer", 256) in {s[:2] for s in found}):
+                continue  # the two are one training, but for rounding
             name, colour, marker = shown[key]
             by_point: dict[float, list[float]] = collections.defaultdict(list)
             for row in configuration.points:
@@ -403,12 +446,10 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         against_samples.set(xlabel="samples seen (thousands)", ylabel="recall@1 in another style, %")
         against_time.set(xlabel="seconds on one GPU, micro-batches of 256, eager")
         for axis in (against_samples, against_time):
-            axis.set(ylim=(0, 32), xlim=(0, None))
+            axis.set(ylim=(0, None), xlim=(0, None))
         against_samples.legend(frameon=False, fontsize=8)
-    axes[0, 0].set_title(f"trainings of {FIXED_SAMPLES[0]:,} samples")
-    axes[0, 1].set_title("the same against time")
-    axes[1, 0].set_title(f"trainings of {FIXED_STEPS} steps")
-    axes[1, 1].set_title("the same against time")
+        against_samples.set_title(f"trainings of {number:,} samples")
+        against_time.set_title("the same against time")
     figure.savefig(path)
 
 
@@ -416,9 +457,9 @@ def draw_fine_tuning(rows: list[Row], path: Path) -> None:
     """What is gained on clip art against what is kept of the emoji, for every way and learning rate."""
     styles = {
         "base": ("before", "black", "*", (0, 0)),
-        "full": ("full", VERMILION, "s", (-6, 6)),
-        "locked image tower": ("locked image tower", BLUE, "o", (6, 6)),
-        "LoRA": ("LoRA", GREEN, "D", (6, -12)),
+        "full": ("full", VERMILION, "s", (-4, -12)),
+        "locked image tower": ("locked image tower", BLUE, "o", (4, 6)),
+        "LoRA": ("LoRA", GREEN, "D", (-6, -12)),
     }
     figure, ((axis,),) = panels(1, 1)
     for setting, configuration in tunings(rows).items():
@@ -433,7 +474,7 @@ def draw_fine_tuning(rows: list[Row], path: Path) -> None:
         for c, place in zip(each, zip(x, y, strict=True), strict=True):
             if setting.way != "base":
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
-                axis.annotate(f"{c.rate:g}", place, offset, **text)
+                axis.annotate(f"{c.rate:.0e}".replace("e-0", "e-"), place, offset, **text)
     axis.set(xlabel="emoji, which it was trained on: recall@1 in another style, %", xlim=(0, None), ylim=(0, None))
     axis.set(ylabel="clip art, which is new: recall@5, new concepts, %")
     axis.legend(frameon=False, fontsize=8)
