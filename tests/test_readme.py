@@ -1,4 +1,4 @@
-"""The commands and the Python of the README are such that the package understands them."""
+"""The commands and the Python of the guides are such that the package understands them, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,27 @@ def test_every_option_that_is_named_exists():
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_can_be_parsed(block):
     ast.parse(block)
+
+
+def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
+    """With a small model, 26 pairs and a CPU; `small` has made the folder of pairs."""
+    (block,) = [
+        block for block in blocks("python") if block.startswith("import torch\nfrom transformers import AutoModel")
+    ]
+    for written, run in (
+        ('"openai/clip-vit-base-patch32"', repr(str(demo / "clip-init"))),
+        ("my/images", str(tmp_path / "pairs")),
+        ("per_device_train_batch_size=64", "per_device_train_batch_size=4"),
+        ("bf16=True,", "use_cpu=True, report_to='none',"),
+    ):
+        assert written in block
+        block = block.replace(written, run)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["trainer"].args.global_batch_size == 16
+    assert "eval_loss" in names["trainer"].state.log_history[-1]
+    assert (tmp_path / "outputs/clip/model.safetensors").is_file()
 
 
 def text_of(page: Path) -> str:
