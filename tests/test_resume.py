@@ -219,6 +219,32 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, tmp_path
     ranks.run(rank_has_an_old_copy, 2, str(tmp_path))
 
 
+def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
+    """With most of them the processes would wait for each other for ever, or train different weights."""
+    several = {
+        "learning_rate": (0.001, 0.01),
+        "save_steps": (2, 3),
+        "strategy": ("gather", "ring"),
+        "bf16": (False, True),
+    }
+    own = {name: values[rank] for name, values in several.items()}
+    with pytest.raises(ValueError, match=r"The ranks would train different runs: learning_rate is 0\.001 on") as told:
+        trainer_for(folder, **{**OPTIONS, **own}).train()
+    for name, (here, there) in several.items():
+        assert f"{name} is {here!r} on rank 0 and {there!r} on rank 1" in str(told.value)
+    mine = {
+        "run_name": f"rank {rank}",
+        "dataloader_pin_memory": bool(rank),
+        "disable_tqdm": bool(rank),
+        "log_level": "error",
+    }
+    trainer_for(f"{folder}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"}).train()
+
+
+def test_a_rank_with_other_options_is_refused_before_the_first_step(ranks, tmp_path):
+    ranks.run(rank_has_other_options, 2, str(tmp_path))
+
+
 # ---- Secrets ----
 
 TOKEN = "hf_thisIsTheTokenOfTheTest"

@@ -29,6 +29,13 @@ from .preemption import Preempted, Preemption
 
 # What callbacks ask for in Trainer's control.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+# Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
+# the processes exchange something.
+_OF_ONE_MACHINE = (
+    *("output_dir", "logging_dir", "run_name", "local_rank", "log_level", "log_on_", "disable_tqdm", "debug", "hub_"),
+    *("report_to", "project", "trackio_", "push_to_hub", "dataloader_", "cache_features", "resume_from", "deepspeed"),
+    *("fsdp_config", "backend", "tf32", "offload_inputs", "retain_graphs"),
+)
 
 logger = logging.get_logger(__name__)
 
@@ -142,19 +149,21 @@ class CheckpointingTrainer(HubTrainer):
         return not packages <= {"transformers", "hf_infcl"}
 
     def _check_same_on_all_ranks(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Raises a ValueError on every process if one has another model or other data, such as an outdated copy.
+        """Raises a ValueError on every process if one has another model, data or options, such as an outdated copy.
 
         Also if some resume and others do not; a checkpoint's folder may have other names on other machines.
         """
         resumes = resume_from_checkpoint
         named = isinstance(resumes, str) and resumes != "auto"
-        run = {**asdict(self._run()), "resume_from_checkpoint": "a folder" if named else resumes or None}
-        runs = [json.loads(text) for text in Processes().gather_text(json.dumps(run))]
+        run = {name: value for name, value in self.args.to_dict().items() if not name.startswith(_OF_ONE_MACHINE)}
+        run |= {**asdict(self._run()), "resume_from_checkpoint": "a folder" if named else resumes or None}
+        described = json.dumps(run, default=lambda value: type(value).__name__)
+        runs = [json.loads(text) for text in Processes().gather_text(described)]
         for rank, run in enumerate(runs):
             if found := [
-                f"{name} is {value!r} on rank 0 and {run[name]!r} on rank {rank}"
+                f"{name} is {value!r} on rank 0 and {run.get(name)!r} on rank {rank}"
                 for name, value in runs[0].items()
-                if run[name] != value
+                if run.get(name) != value
             ]:
                 raise ValueError(
                     f"The ranks would train different runs: {', '.join(found)}. Give every machine the same model, "
