@@ -5,25 +5,35 @@
 they are scheduled on Hopper.
 
 In CUTLASS's words the kernels are persistent, warp-specialised and ping-pong: one producer warp loads boxes of
-features by TMA into a circular buffer of STAGES stages, and two consumer warpgroups multiply in turn. While one has the
-tensor cores, the other makes sums or coefficients of its product.
+features by TMA into slots of shared memory, and two consumer warpgroups multiply in turn. While one has the tensor
+cores, the other makes sums or coefficients of its product.
 
 Work: a *run* is the work of one program of the plain kernels, ``run`` row tiles of one column block. A program here
-takes pairs of runs of the same column block, one for each warpgroup; the second run is never longer than the first. The
-tiles alternate between them until the second run ends, and then the rest of the first follows. All three partitions
-count the tiles of all the program's pairs: box k of tile i has the number step = i · STEPS + k, lies in stage
-step % STAGES, and is the (step // STAGES)-th to lie there.
+takes pairs of runs of the same column block, one for each warpgroup; the second run is never longer than the first, and
+may be empty. The tiles alternate between the runs until the second one ends, and then the rest of the first follows.
+The product of a tile has STEPS steps, each of a box of x and a box of y.
 
-Barriers; a phase of each ends with one arrival:
+Slots: where the tensor cores are at work all the time, a step takes 512 cycles. On an H100 the L2 cache sends fewer
+than 40 bytes per cycle to each multiprocessor, but two boxes in a step are 64. All tiles of a pair have the same boxes
+of y. Of these as many as fit, KEPT, stay in slots of their own for the whole pair; they are those of steps spread
+evenly over a tile, so that the loads are spread as well. All other boxes pass through the remaining slots, which are a
+circular buffer, in the order of their use: of each step x, then y. All three partitions count the boxes that pass
+(`_slots`): number b is the (b // PASSING)-th to lie in its slot. A box of y that stays is the pair's, and pair number p
+of a program is the p-th to have a box in this slot.
 
-- full[stage]: both boxes have arrived. The arrival is the producer's expect; this phase also waits for the bytes.
-- empty[stage]: the product that read them has ended. The arrival comes from the warpgroup whose boxes they were.
-- turns[0] and turns[1]: the first or the second warpgroup may issue its products. One arrival for each of its tiles,
-  from the other warpgroup or, in the rest of a first run, from the first itself.
+Barriers; a phase ends with as many arrivals as said here:
+
+- full[slot], one: the box has arrived. The arrival is the producer's expect; this phase also waits for the bytes.
+- empty[slot], one, or two if the box stays: the last product that reads the box has ended. The arrival for a box that
+  passes comes from the warpgroup whose tile it was. For a box that stays both warpgroups arrive in the last tile of
+  their runs; if the second run is empty, the first warpgroup arrives twice.
+- turns[0] and turns[1], one: the first or the second warpgroup may issue its products. One arrival for each of its
+  tiles, from the other warpgroup or, in the rest of a first run, from the first itself.
 
 Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
-all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has
-been full.
+all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier box of each slot has
+been there, of the pairs as well whose second run was empty. Nobody can be overtaken: a slot is filled again only after
+the arrival of those that read it, and the producer loads boxes in the order in which they are used.
 
 A run has the number of its program in the plain kernels. Their slow launch does the tiles that are skipped here, adds
 to the same sums, and finds by this number the runs of the sigmoid that have overflowed.
@@ -51,7 +61,8 @@ from .triton_tiles import LOG2E, column_sums, is_inside, masked_tiles, place, th
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-STAGES = gl.constexpr(6)  # stages of the buffer, 32 KiB each; with 32 KiB of outgoing tiles they fill shared memory
+# Slots of 16 KiB, which fill shared memory. Coefficients need two more for outgoing tiles.
+SLOTS_OF_SUMS, SLOTS_OF_COEFFICIENTS = gl.constexpr(14), gl.constexpr(12)
 # A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
@@ -104,59 +115,104 @@ def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
     return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
 
+@gluon.constexpr_function
+def _kept(slots, steps):
+    """KEPT, how many boxes of a column block stay in shared memory.
+
+    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both.
+    """
+    return steps if steps <= slots - 4 else slots - 6
+
+
 @gluon.jit
-def _produce(
-    x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS: gl.constexpr, GROUP: gl.constexpr
-):
-    """The producer: fills the buffer."""
+def _slots(box, k, pair, SLOTS: gl.constexpr, STEPS: gl.constexpr):
+    """The slots of the boxes of step k and the parities of their phases: (of x, parity, of y, parity, next box).
+
+    ``box`` is the number of the first of them among all boxes that pass.
+    """
+    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
+    PASSING: gl.constexpr = SLOTS - KEPT
+    in_x = KEPT + box % PASSING
+    parity_x = box // PASSING & 1
+    box += 1
+    stays = k * KEPT % STEPS < KEPT
+    in_y = gl.where(stays, k * KEPT // STEPS, KEPT + box % PASSING)
+    parity_y = gl.where(stays, pair // gl.num_programs(0), box // PASSING) & 1
+    return in_x, parity_x, in_y, parity_y, gl.where(stays, box, box + 1)
+
+
+@gluon.jit
+def _produce(x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS: gl.constexpr, GROUP: gl.constexpr):
+    """The producer: fills the slots."""
+    SLOTS: gl.constexpr = boxes.shape[0]
+    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
-    step = 0
+    box = 0
     for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
         block, first, first_length, second_length = _pair(pair, tiles, blocks, run, GROUP)
         for i in range(first_length + second_length):
             tile = gl.where(i < 2 * second_length, i // 2 + i % 2 * run, i - second_length)
             for k in range(STEPS):
-                stage = step % STAGES
-                ready = full.index(stage)
-                mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-                mbarrier.expect(ready, (BM + BN) * BK * 2)
-                # The texts' boxes are loaded again for every tile: kept, they would leave room for few stages.
-                _copy_in(y, [block * BN, k * BK], ready, y_buffer.index(stage))
-                _copy_in(x, [(first + tile) * BM, k * BK], ready, x_buffer.index(stage))
-                step += 1
+                in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, STEPS)
+                mbarrier.wait(empty.index(in_x), parity_x ^ 1)
+                mbarrier.expect(full.index(in_x), BM * BK * 2)
+                _copy_in(x, [(first + tile) * BM, k * BK], full.index(in_x), boxes.index(in_x))
+                if (i == 0) | (in_y >= KEPT):
+                    mbarrier.wait(empty.index(in_y), parity_y ^ 1)
+                    mbarrier.expect(full.index(in_y), BN * BK * 2)
+                    _copy_in(y, [block * BN, k * BK], full.index(in_y), boxes.index(in_y))
+
+
+@gluon.jit
+def _release(
+    empty, in_x, in_y, t, length, second_length, started, SECOND: gl.constexpr, KEPT: gl.constexpr
+):  # fmt: skip
+    """Arrives for the boxes of a step of tile t whose product has ended, if it was ``started``."""
+    stays = in_y < KEPT
+    ends = stays & (t == length - 1)
+    mbarrier.arrive(empty.index(in_x), count=1, pred=started)
+    mbarrier.arrive(empty.index(in_y), count=1, pred=started & (ends | (stays == 0)))
+    if not SECOND:
+        mbarrier.arrive(empty.index(in_y), count=1, pred=started & ends & (second_length == 0))
 
 
 @gluon.jit
 def _product(
-    x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before,
+    boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
     SECOND: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """[BM, BN] fp32: the product for tile t of this warpgroup's run.
 
     tiles_before and own_tiles_before count the tiles of earlier pairs: all of them, and this warpgroup's.
     """
-    BM: gl.constexpr = x_buffer.shape[1]
-    BN: gl.constexpr = y_buffer.shape[1]
-    step = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * STEPS
+    SLOTS: gl.constexpr = boxes.shape[0]
+    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
+    BM: gl.constexpr = boxes.shape[1]
+    BN: gl.constexpr = boxes.shape[1]
+    box = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * (2 * STEPS - KEPT)
     acc = gl.zeros((BM, BN), gl.float32, _layout(BN))
     mbarrier.wait(turns.index(1 if SECOND else 0), (own_tiles_before + t + (0 if SECOND else 1)) & 1)
+    before_x = 0
+    before_y = 0
     for k in range(STEPS):
-        stage = step % STAGES
-        mbarrier.wait(full.index(stage), step // STAGES & 1)
-        of_y = y_buffer.index(stage).permute((1, 0))
-        acc = warpgroup_mma(x_buffer.index(stage), of_y, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the one just issued have ended: the stage before is free
-        mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1, pred=k > 0)
-        step += 1
+        in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, STEPS)
+        mbarrier.wait(full.index(in_x), parity_x)
+        mbarrier.wait(full.index(in_y), parity_y)
+        of_y = boxes.index(in_y).permute((1, 0))
+        acc = warpgroup_mma(boxes.index(in_x), of_y, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the product just issued have ended
+        _release(empty, before_x, before_y, t, length, second_length, k > 0, SECOND, KEPT)
+        before_x = in_x
+        before_y = in_y
     # Pass the turn while the last product still runs, so that the tensor cores do not wait for the other warpgroup.
     following = 0
     if not SECOND:
         following = gl.where(t < second_length, 1, 0)
     mbarrier.arrive(turns.index(following), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((step + (STAGES - 1)) % STAGES), count=1)
+    _release(empty, before_x, before_y, t, length, second_length, True, SECOND, KEPT)
     return acc
 
 
@@ -255,13 +311,13 @@ def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
 
 @gluon.jit
 def _sigmoid(
-    g, x_buffer, y_buffer, staging, full, empty, turns, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
+    g, boxes, staging, full, empty, turns, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `sigmoid_coefficients`, which takes the first or the SECOND run of each pair."""
-    BM: gl.constexpr = x_buffer.shape[1]
-    BN: gl.constexpr = y_buffer.shape[1]
+    BM: gl.constexpr = boxes.shape[1]
+    BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale) * LOG2E
     b = gl.load(bias) * LOG2E
     tiles_before = 0
@@ -278,7 +334,7 @@ def _sigmoid(
         for t in range(length):
             row = (first + t) * BM
             acc = _product(
-                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -344,13 +400,13 @@ def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl
 
 @gluon.jit
 def _softmax(
-    g, x_buffer, y_buffer, staging, full, empty, turns, scale_sums, lse_x, lse_y, scale,
+    g, boxes, staging, full, empty, turns, scale_sums, lse_x, lse_y, scale,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `softmax_coefficients`, which takes the first or the SECOND run of each pair."""
-    BM: gl.constexpr = x_buffer.shape[1]
-    BN: gl.constexpr = y_buffer.shape[1]
+    BM: gl.constexpr = boxes.shape[1]
+    BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale)
     tiles_before = 0
     own_tiles_before = 0
@@ -366,7 +422,7 @@ def _softmax(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1))
             acc = _product(
-                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -385,13 +441,13 @@ def _softmax(
 
 @gluon.jit
 def _sums(
-    x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+    boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `softmax_sums`, which takes the first or the SECOND run of each pair."""
-    BM: gl.constexpr = x_buffer.shape[1]
-    BN: gl.constexpr = y_buffer.shape[1]
+    BM: gl.constexpr = boxes.shape[1]
+    BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale)
     tiles_before = 0
     own_tiles_before = 0
@@ -408,7 +464,7 @@ def _sums(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(reference_x + gl.minimum(rows, m - 1))
             acc = _product(
-                x_buffer, y_buffer, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -418,29 +474,28 @@ def _sums(
                 partials += column_sums(e, BM, BN, 4)
         tiles_before += together
         own_tiles_before += length
-        total = gl.convert_layout(gl.sum(gl.sum(partials, 0), 0), columns.type.layout)
-        total *= gl.exp2((middle - gl.load(reference_y + in_y)) * LOG2E)
-        gl.atomic_add(sum_y + columns, total, mask=(columns < n) & near & (length > 0), sem="relaxed")
+        # The sums of the warps are added in memory: to add them up here would take the shared memory of a slot.
+        of_warps = gl.reshape(gl.sum(partials, 1), (4 * BN,))
+        columns = column + gl.arange(0, 4 * BN, of_warps.type.layout) % BN
+        factors = gl.exp2((middle - gl.load(reference_y + gl.minimum(columns, n - 1))) * LOG2E)
+        gl.atomic_add(sum_y + columns, of_warps * factors, mask=(columns < n) & near & (length > 0), sem="relaxed")
 
 
 @gluon.jit
-def _shared(x, y):
-    """Shared memory: the buffer and the barriers."""
-    BM: gl.constexpr = x.block_type.shape[0]
-    BN: gl.constexpr = y.block_type.shape[0]
-    BK: gl.constexpr = x.block_type.shape[1]
-    x_buffer = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    y_buffer = gl.allocate_shared_memory(y.dtype, [STAGES, BN, BK], y.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+def _shared(x, SLOTS: gl.constexpr, STEPS: gl.constexpr):
+    """Shared memory: the slots and the barriers."""
+    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
+    boxes = gl.allocate_shared_memory(x.dtype, [SLOTS, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2 if i < KEPT else 1)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
-    return x_buffer, y_buffer, full, empty, turns
+    return boxes, full, empty, turns
 
 
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
@@ -449,18 +504,18 @@ def softmax_sums(
     SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The NEAR launch of `triton_softmax.softmax_sums`."""
-    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_SUMS, STEPS)
     gl.warp_specialize(
         [
             (_sums, (
-                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+                boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, STEPS, GROUP,
             )),
             (_sums, (
-                x_buffer, y_buffer, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
+                boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, STEPS, GROUP,
             )),
-            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
@@ -473,21 +528,21 @@ def sigmoid_coefficients(
     GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_sigmoid.sigmoid_coefficients`."""
-    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, STEPS)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_sigmoid, (
-                g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
+                g, boxes, staging.index(0), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
             )),
             (_sigmoid, (
-                g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
+                g, boxes, staging.index(1), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
             )),
-            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
@@ -499,21 +554,21 @@ def softmax_coefficients(
     SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_softmax.softmax_coefficients`."""
-    x_buffer, y_buffer, full, empty, turns = _shared(x, y)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, STEPS)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_softmax, (
-                g, x_buffer, y_buffer, staging.index(0), full, empty, turns,
+                g, boxes, staging.index(0), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, STEPS, GROUP,
             )),
             (_softmax, (
-                g, x_buffer, y_buffer, staging.index(1), full, empty, turns,
+                g, boxes, staging.index(1), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
                 overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, STEPS, GROUP,
             )),
-            (_produce, (x, y, x_buffer, y_buffer, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
