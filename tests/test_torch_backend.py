@@ -154,15 +154,17 @@ def test_rectangular_blocks_and_their_diagonal(diagonal, tile, monkeypatch):
 
     coefficients = torch.exp(logits - anchor_x[:, None]) + torch.exp(logits - anchor_y[None])
     coefficients = torch.where(positive, own[:, None], coefficients)
-    grad_x, grad_y = torch.ones(m, d, dtype=torch.float64), torch.ones(n, d, dtype=torch.float64)
-    block = (x, y, scale, anchor_x, anchor_y, own)
-    of_scale = torch_backend.softmax_gradients(*block, diagonal=diagonal, grad_x=grad_x, grad_y=grad_y)
-    torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
-    torch.testing.assert_close(grad_x, 1 + coefficients @ y)
-    torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
+    grad_x, grad_y = (torch.full((rows, d), math.nan, dtype=torch.float64) for rows in (m, n))
+    for times, accumulate in ((1, False), (2, True)):
+        of_scale = torch_backend.softmax_gradients(
+            *(x, y, scale, anchor_x, anchor_y, own),
+            **{"diagonal": diagonal, "grad_x": grad_x, "grad_y": grad_y, "accumulate": accumulate},
+        )
+        torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
+        torch.testing.assert_close(grad_x, times * coefficients @ y)
+        torch.testing.assert_close(grad_y, times * coefficients.t() @ x)
 
     sign = torch.where(positive, -1.0, 1.0).double()
-    grad_y.zero_()
     loss, of_bias, of_scale = torch_backend.sigmoid_block(x, y, scale, scale * 0 - 2, diagonal=diagonal, grad_y=grad_y)
     expected = sign * torch.sigmoid(sign * (logits - 2))
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
@@ -207,16 +209,16 @@ def test_blocks_with_several_positives(tile, monkeypatch):
                 row = share_x[i] if share_x[i] < 0 else row - share_x[i]
                 column = share_y[j] if share_y[j] < 0 else column - share_y[j]
             coefficients[i, j] = row + column
-    grad_x, grad_y = torch.ones(m, d, dtype=torch.float64), torch.ones(n, d, dtype=torch.float64)
+    grad_x, grad_y = (torch.ones(rows, d, dtype=torch.float64) for rows in (m, n))
     vectors = (reference_x, reference_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y)
-    of_scale = torch_backend.multi_positive_gradients(x, y, scale, *vectors, grad_x, grad_y)
+    of_scale = torch_backend.multi_positive_gradients(x, y, scale, *vectors, grad_x, grad_y, accumulate=True)
     torch.testing.assert_close(of_scale, (coefficients * (x @ y.t())).sum())
     torch.testing.assert_close(grad_x, 1 + coefficients @ y)
     torch.testing.assert_close(grad_y, 1 + coefficients.t() @ x)
 
     sign = torch.where(positive, -1.0, 1.0).double()
     block = (x, y, scale, scale * 0 - 2, ids_x, ids_y)
-    loss, of_bias, of_scale = torch_backend.multi_positive_sigmoid(*block, grad_x=grad_x.zero_(), grad_y=None)
+    loss, of_bias, of_scale = torch_backend.multi_positive_sigmoid(*block, grad_x=grad_x, grad_y=None)
     expected = sign * torch.sigmoid(sign * (logits - 2))
     torch.testing.assert_close(loss, torch.nn.functional.softplus(sign * (logits - 2)).sum())
     torch.testing.assert_close(of_bias, expected.sum())

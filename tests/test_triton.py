@@ -21,7 +21,7 @@ from helpers.numerics import features, relative_error
 from hf_infcl import contrastive_loss, kernels, reference
 from hf_infcl.kernels import torch_backend, triton_operands, triton_tiling
 from hf_infcl.kernels import triton_backend as backend
-from hf_infcl.loss import cuda_graphs
+from hf_infcl.loss import cuda_graphs, strategies
 
 DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if triton_tiling.INTERPRETED else [torch.bfloat16])
@@ -52,7 +52,7 @@ class PoisonedTorch:
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, triton_operands):
+    for module in (backend, triton_operands, strategies):
         monkeypatch.setattr(module, "torch", PoisonedTorch())
 
 
@@ -312,9 +312,9 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
         block = (ids_x, ids_y, diagonal)
         out = [*module.softmax_statistics(a, b, s, px, py, *block)]
         for own in (px, -px):
-            gradients = [torch.zeros(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
-            out += [module.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients), *gradients]
-        gradients = [torch.zeros(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
+            gradients = [torch.ones(rows, 16, dtype=kind, device=DEVICE) for rows in (m, n)]
+            out += [module.softmax_gradients(a, b, s, lx, ly, own, *block, *gradients, accumulate=True), *gradients]
+        gradients = [torch.full((rows, 16), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         return [*out, *module.sigmoid_block(a, b, s, c, *block, *gradients), *gradients]
 
     for value, true in zip(of(backend, torch.float16), of(torch_backend, torch.float64), strict=True):
@@ -348,9 +348,9 @@ def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest
         block = x.to(dtype), y.to(dtype), s.to(DEVICE)
         if len(given) == 2:
             return list(module.multi_positive_statistics(*block, *given, ids_x, ids_y))
-        gradients = [torch.zeros(rows, d, dtype=kind, device=DEVICE) for rows in (m, n)]
+        gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         out = [module.multi_positive_gradients(*block, *given, ids_x, ids_y, *gradients), *gradients]
-        gradients = [torch.zeros(rows, d, dtype=kind, device=DEVICE) for rows in (m, n)]
+        gradients = [torch.full((rows, d), torch.nan, dtype=kind, device=DEVICE) for rows in (m, n)]
         return [*out, *module.multi_positive_sigmoid(*block, b.to(DEVICE), ids_x, ids_y, *gradients), *gradients]
 
     true = of(torch_backend, torch.float64, references)
@@ -416,12 +416,12 @@ def operators(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
     return [
         (ops.positive_logits, (x, y, scale, name)),
         (ops.softmax_statistics, (x, y, scale, vector, vector, ids, ids, 0, name)),
-        (ops.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0, *gradients, name)),
-        (ops.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids, None, gradients[0], None, name)),
-        (ops.sigmoid_block, (x, y, scale, scale, None, None, 0, *gradients, name)),
+        (ops.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0, *gradients, False, name)),
+        (ops.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids, None, gradients[0], None, True, name)),
+        (ops.sigmoid_block, (x, y, scale, scale, None, None, 0, *gradients, False, name)),
         (ops.multi_positive_statistics, (x, y, scale, vector, vector, ids, ids, name)),
-        (ops.multi_positive_gradients, (x, y, scale, *[vector] * 6, ids, ids, *gradients, name)),
-        (ops.multi_positive_sigmoid, (x, y, scale, scale, ids, ids, None, gradients[1], name)),
+        (ops.multi_positive_gradients, (x, y, scale, *[vector] * 6, ids, ids, *gradients, True, name)),
+        (ops.multi_positive_sigmoid, (x, y, scale, scale, ids, ids, None, gradients[1], False, name)),
     ]
 
 
@@ -553,10 +553,9 @@ def test_more_elements_than_int32() -> None:
     last = x[-300:].double() @ y.double().t()
     assert relative_error(rows[-300:], last.logsumexp(1)) < 1e-5
     assert relative_error(columns, torch.logsumexp(x.float() @ y.float().t(), 0)) < 1e-5
-    gradient = torch.zeros(m, d, device="cuda")
-    backend.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=torch.zeros(n, d, device="cuda"))
+    gradient, of_y = torch.empty(m, d, device="cuda"), torch.empty(n, d, device="cuda")
+    backend.sigmoid_block(x, y, scale, bias, grad_x=gradient, grad_y=of_y)
     assert relative_error(gradient[-300:], last.sigmoid() @ y.double()) < 3e-3
-    gradient.zero_()
     backend.softmax_gradients(x, y, scale, rows, columns, None, grad_x=gradient)
     coefficients = (last - rows[-300:, None]).exp() + (last - columns).exp()
     assert relative_error(gradient[-300:], coefficients @ y.double()) < 3e-3

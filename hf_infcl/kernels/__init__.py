@@ -64,6 +64,7 @@ class Backend(Protocol):
         diagonal: int | None = None,
         grad_x: Tensor | None = None,
         grad_y: Tensor | None = None,
+        accumulate: bool = False,
     ) -> Tensor: ...
 
     def sigmoid_block(
@@ -77,6 +78,7 @@ class Backend(Protocol):
         diagonal: int | None = None,
         grad_x: Tensor | None = None,
         grad_y: Tensor | None = None,
+        accumulate: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def multi_positive_statistics(
@@ -105,6 +107,7 @@ class Backend(Protocol):
         ids_y: Tensor,
         grad_x: Tensor | None = None,
         grad_y: Tensor | None = None,
+        accumulate: bool = False,
     ) -> Tensor: ...
 
     def multi_positive_sigmoid(
@@ -117,6 +120,7 @@ class Backend(Protocol):
         ids_y: Tensor,
         grad_x: Tensor | None = None,
         grad_y: Tensor | None = None,
+        accumulate: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -230,9 +234,10 @@ def softmax_gradients(
     *,
     grad_x: Tensor | None,
     grad_y: Tensor | None,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Adds the products of the block's coefficients: ``grad_x += C·y`` and ``grad_y += Cᵀ·x`` (None: not wanted).
+    """The products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x`` (None: not wanted).
 
     C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, positive_coefficient_i for positives, 0 for excluded
     cells. With the global log-sum-exps, C is 2B times the derivative of the symmetric InfoNCE by z.
@@ -241,12 +246,13 @@ def softmax_gradients(
         lse_x: [m] log-sum-exp of each image's logits over the whole batch; lse_y: [n] of each text's.
         positive_coefficient: [m], used where ``diagonal`` is given.
         grad_x: [m, D], grad_y: [n, D].
+        accumulate: add to what they hold instead of replacing it.
 
     Returns:
         Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
     """
     return torch.ops.hf_infcl.softmax_gradients(
-        x, y, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal, grad_x, grad_y, backend
+        x, y, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal, grad_x, grad_y, accumulate, backend
     )
 
 
@@ -261,18 +267,21 @@ def sigmoid_block(
     *,
     grad_x: Tensor | None,
     grad_y: Tensor | None,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's sigmoid loss and, from the same tiles, its gradients.
 
-    With C_ij = -t_ij σ(-t_ij z_ij), B times the derivative of the loss by z: ``grad_x += C·y``, ``grad_y += Cᵀ·x``
-    (None: not wanted).
+    With C_ij = -t_ij σ(-t_ij z_ij), B times the derivative of the loss by z: ``grad_x = C·y``, ``grad_y = Cᵀ·x``
+    (None: not wanted). With ``accumulate`` these are added to what grad_x and grad_y hold.
 
     Returns:
         (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij, Σ_ij C_ij x_i·y_j), scalars: the loss, its derivatives by bias and by scale.
         Unlike the products they are computed from C in fp32.
     """
-    return torch.ops.hf_infcl.sigmoid_block(x, y, scale, bias, ids_x, ids_y, diagonal, grad_x, grad_y, backend)
+    return torch.ops.hf_infcl.sigmoid_block(
+        x, y, scale, bias, ids_x, ids_y, diagonal, grad_x, grad_y, accumulate, backend
+    )
 
 
 def multi_positive_statistics(
@@ -323,9 +332,10 @@ def multi_positive_gradients(
     *,
     grad_x: Tensor | None,
     grad_y: Tensor | None,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """Adds the products of the block's coefficients: ``grad_x += C·y`` and ``grad_y += Cᵀ·x`` (None: not wanted).
+    """The products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x`` (None: not wanted).
 
     C_ij is a term of the row plus a term of the column. With e = exp((z_ij - reference_x_i) - relative_x_i), that of
     the row is
@@ -345,13 +355,14 @@ def multi_positive_gradients(
             their sum would be that of a large number.
         share_x: [m], share_y: [n].
         grad_x: [m, D], grad_y: [n, D].
+        accumulate: add to what they hold instead of replacing it.
 
     Returns:
         Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
     """
     return torch.ops.hf_infcl.multi_positive_gradients(
         *(x, y, scale, reference_x, reference_y, relative_x, relative_y, share_x, share_y, ids_x, ids_y),
-        *(grad_x, grad_y, backend),
+        *(grad_x, grad_y, accumulate, backend),
     )
 
 
@@ -365,10 +376,13 @@ def multi_positive_sigmoid(
     *,
     grad_x: Tensor | None,
     grad_y: Tensor | None,
+    accumulate: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `sigmoid_block`, with t = +1 for all cells with equal ids and -1 for all others."""
-    return torch.ops.hf_infcl.multi_positive_sigmoid(x, y, scale, bias, ids_x, ids_y, grad_x, grad_y, backend)
+    return torch.ops.hf_infcl.multi_positive_sigmoid(
+        x, y, scale, bias, ids_x, ids_y, grad_x, grad_y, accumulate, backend
+    )
 
 
 def _module(backend: str, x: Tensor, y: Tensor) -> Backend:
@@ -400,13 +414,14 @@ _register(
 )
 _register(
     "softmax_gradients(Tensor x, Tensor y, Tensor scale, Tensor lse_x, Tensor lse_y, Tensor? positive_coefficient, "
-    "Tensor? ids_x, Tensor? ids_y, int? diagonal, Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> Tensor",
+    "Tensor? ids_x, Tensor? ids_y, int? diagonal, Tensor(a!)? grad_x, Tensor(b!)? grad_y, bool accumulate, "
+    "str backend) -> Tensor",
     lambda x, y, *operands: _module(operands[-1], x, y).softmax_gradients(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: torch.empty_like(scale),
 )
 _register(
     "sigmoid_block(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor? ids_x, Tensor? ids_y, int? diagonal, "
-    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, bool accumulate, str backend) -> (Tensor, Tensor, Tensor)",
     lambda x, y, *operands: _module(operands[-1], x, y).sigmoid_block(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
 )
@@ -422,13 +437,13 @@ _register(
 _register(
     "multi_positive_gradients(Tensor x, Tensor y, Tensor scale, Tensor reference_x, Tensor reference_y, "
     "Tensor relative_x, Tensor relative_y, Tensor share_x, Tensor share_y, Tensor ids_x, Tensor ids_y, "
-    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> Tensor",
+    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, bool accumulate, str backend) -> Tensor",
     lambda x, y, *operands: _module(operands[-1], x, y).multi_positive_gradients(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: torch.empty_like(scale),
 )
 _register(
     "multi_positive_sigmoid(Tensor x, Tensor y, Tensor scale, Tensor bias, Tensor ids_x, Tensor ids_y, "
-    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, str backend) -> (Tensor, Tensor, Tensor)",
+    "Tensor(a!)? grad_x, Tensor(b!)? grad_y, bool accumulate, str backend) -> (Tensor, Tensor, Tensor)",
     lambda x, y, *operands: _module(operands[-1], x, y).multi_positive_sigmoid(x, y, *operands[:-1]),
     lambda x, y, scale, *rest: (torch.empty_like(scale), torch.empty_like(scale), torch.empty_like(scale)),
 )

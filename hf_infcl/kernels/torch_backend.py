@@ -75,7 +75,10 @@ def softmax_gradients(
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
+    if not accumulate:
+        _clear(grad_x, grad_y)
     scale_sums = [_nothing(x)]
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale
@@ -101,7 +104,10 @@ def sigmoid_block(
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not accumulate:
+        _clear(grad_x, grad_y)
     loss_sums, bias_sums, scale_sums = ([_nothing(x)] for _ in range(3))
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale + bias  # -t·z of the negatives
@@ -154,7 +160,10 @@ def multi_positive_gradients(
     ids_y: Tensor,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
+    if not accumulate:
+        _clear(grad_x, grad_y)
     scale_sums = [_nothing(x)]
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale
@@ -181,7 +190,10 @@ def multi_positive_sigmoid(
     ids_y: Tensor,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if not accumulate:
+        _clear(grad_x, grad_y)
     loss_sums, bias_sums, scale_sums = ([_nothing(x)] for _ in range(3))
     for r, c, cosines in _tiles(x, y):
         logits = cosines * scale + bias
@@ -225,6 +237,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=torch.float32)  # tensor cores: bf16 or fp16 in, fp32 out
     return a.float() @ b.float()
+
+
+def _clear(*gradients: Tensor | None) -> None:
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
 def _accumulate(

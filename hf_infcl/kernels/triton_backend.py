@@ -90,12 +90,14 @@ def softmax_gradients(
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     with _on_device(x):
         block = Operands.of(x, y, ids_x, ids_y, diagonal)
         positives = lse_x if positive_coefficient is None else positive_coefficient  # never read without a diagonal
         return _softmax_gradients(
-            block, scale, (lse_x, lse_y), (None, None), (positives, None), (grad_x, grad_y), x.shape[1]
+            *(block, scale, (lse_x, lse_y), (None, None), (positives, None)),
+            *((grad_x, grad_y), accumulate, x.shape[1]),
         )
 
 
@@ -109,9 +111,11 @@ def sigmoid_block(
     diagonal: int | None = None,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(x):
-        return _sigmoid(Operands.of(x, y, ids_x, ids_y, diagonal), scale, bias, (grad_x, grad_y), x.shape[1])
+        block = Operands.of(x, y, ids_x, ids_y, diagonal)
+        return _sigmoid(block, scale, bias, (grad_x, grad_y), accumulate, x.shape[1])
 
 
 def multi_positive_statistics(
@@ -140,6 +144,7 @@ def multi_positive_gradients(
     ids_y: Tensor,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     with _on_device(x):
         block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
@@ -147,7 +152,8 @@ def multi_positive_gradients(
         relative: tuple[Tensor | None, Tensor | None] = (relative_x, relative_y)
         if block.parts == 1:  # coefficients in half precision do not show the rounding of the sum
             lse, relative = (reference_x + relative_x, reference_y + relative_y), (None, None)
-        return _softmax_gradients(block, scale, lse, relative, (share_x, share_y), (grad_x, grad_y), x.shape[1])
+        shares, grads = (share_x, share_y), (grad_x, grad_y)
+        return _softmax_gradients(block, scale, lse, relative, shares, grads, accumulate, x.shape[1])
 
 
 def multi_positive_sigmoid(
@@ -159,10 +165,11 @@ def multi_positive_sigmoid(
     ids_y: Tensor,
     grad_x: Tensor | None = None,
     grad_y: Tensor | None = None,
+    accumulate: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with _on_device(x):
         block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
-        return _sigmoid(block, scale, bias, (grad_x, grad_y), x.shape[1])
+        return _sigmoid(block, scale, bias, (grad_x, grad_y), accumulate, x.shape[1])
 
 
 # ---- Launches, for pairs and for several positives ----
@@ -229,15 +236,16 @@ def _softmax_gradients(
     relative: tuple[Tensor | None, Tensor | None],
     share: tuple[Tensor | None, Tensor | None],
     grads: tuple[Tensor | None, Tensor | None],
+    accumulate: bool,
     dimension: int,
 ) -> Tensor:
-    """Adds C·y and Cᵀ·x to grads, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
+    """Puts C·y and Cᵀ·x into grads, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
 
     lse, relative, share and grads are pairs: one of the rows, one of the columns.
     """
     m, n = len(block.x), len(block.y)
     sums: Tensor | None = None
-    for chunk in _chunks(block, *grads, dimension):
+    for chunk in _chunks(block, *grads, accumulate, dimension):
         if sums is None:  # no later chunk has more programs
             sums = torch.zeros(chunk.programs, dtype=torch.float32, device=block.x.device)
         lse_of_chunk = chunk.both(lse)
@@ -249,20 +257,25 @@ def _softmax_gradients(
         elif gated:
             chunk.launch(triton_softmax.softmax_coefficients, vectors, {"FAST": True, "GATED": True, **span})
         chunk.launch(triton_softmax.softmax_coefficients, vectors, {"FAST": False, "GATED": gated, **span})
-        chunk.add_products()
+        chunk.multiply()
     assert sums is not None
     return sums.sum()
 
 
 def _sigmoid(
-    block: Operands, scale: Tensor, bias: Tensor, grads: tuple[Tensor | None, Tensor | None], dimension: int
+    block: Operands,
+    scale: Tensor,
+    bias: Tensor,
+    grads: tuple[Tensor | None, Tensor | None],
+    accumulate: bool,
+    dimension: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adds C·y and Cᵀ·x to grads, with the C of `triton_sigmoid.sigmoid_coefficients`.
+    """Puts C·y and Cᵀ·x into grads, with the C of `triton_sigmoid.sigmoid_coefficients`.
 
     Returns the sum of the losses, Σ C_ij and Σ C_ij x_i·y_j.
     """
     sums: Tensor | None = None
-    for chunk in _chunks(block, *grads, dimension):
+    for chunk in _chunks(block, *grads, accumulate, dimension):
         if sums is None:  # no later chunk has more programs; rows of 16 bytes, for which kernels are compiled
             sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=block.x.device)
         vectors = (*sums, scale, bias)
@@ -271,7 +284,7 @@ def _sigmoid(
         else:
             chunk.launch(triton_sigmoid.sigmoid_coefficients, vectors, {"FAST": True})
         chunk.launch(triton_sigmoid.sigmoid_coefficients, vectors, {"FAST": False})
-        chunk.add_products()
+        chunk.multiply()
     assert sums is not None
     loss, of_bias, of_scale = sums[:3].sum(1).unbind()
     return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
@@ -288,6 +301,8 @@ class _Chunk:
     workspace: Tensor  # [parts, rows or more, columns or more]
     grad_x: Tensor | None  # [rows, D], or None if not wanted
     grad_y: Tensor | None  # [columns, D]
+    add_to_x: bool  # whether grad_x holds a part of the sum already; what it holds is replaced otherwise
+    add_to_y: bool
     dimension: int  # D
     hopper: ModuleType | None  # `hopper_kernels`, if they are to be used
     tiles: int
@@ -349,18 +364,20 @@ class _Chunk:
         }
         kernel[(min(pairs, tiling.slots // 2),)](*arguments, **constants)
 
-    def add_products(self) -> None:
-        """Adds the products of the coefficients to the gradients."""
+    def multiply(self) -> None:
+        """Puts the products of the coefficients into the gradients."""
         block, parts = self.block, self.block.parts
         coefficients = self.workspace[:, : len(block.x), : len(block.y)]
-        for a, b in PAIRS[parts]:
+        for i, (a, b) in enumerate(PAIRS[parts]):
             c = coefficients[a]
             # The other products, and with them their errors, are small beside that of the largest parts.
             longest = EXACT_SUM if parts > 1 and a == b == 0 else 1 << 30
             if self.grad_x is not None:
-                _add_product(self.grad_x, c, self._part(block.y, b, 1), 2.0**-self.gain, longest)
+                of_y, add = self._part(block.y, b, 1), self.add_to_x or i > 0
+                _put_product(self.grad_x, c, of_y, 2.0**-self.gain, longest, add)
             if self.grad_y is not None:
-                _add_product(self.grad_y, c.t(), self._part(block.x, b, 0), 2.0**-self.gain, longest)
+                of_x, add = self._part(block.x, b, 0), self.add_to_y or i > 0
+                _put_product(self.grad_y, c.t(), of_x, 2.0**-self.gain, longest, add)
 
     def _part(self, features: Tensor, part: int, side: int) -> Tensor:
         """[m, D]: one part of the features of images (side 0) or texts (1), as `triton_operands.split` put it."""
@@ -369,7 +386,9 @@ class _Chunk:
         return features[:, features.shape[1] // len(pairs) * place :][:, : self.dimension]
 
 
-def _chunks(block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, dimension: int) -> Iterator[_Chunk]:
+def _chunks(
+    block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool, dimension: int
+) -> Iterator[_Chunk]:
     """The chunks of a block, one after another in the same workspace."""
     m, n, tile = len(block.x), len(block.y), block.tiling.tile
     columns = _even(n, CHUNK_COLUMNS, tile)
@@ -391,6 +410,8 @@ def _chunks(block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, dimen
                 workspace=workspace,
                 grad_x=None if grad_x is None else grad_x[r],
                 grad_y=None if grad_y is None else grad_y[s],
+                add_to_x=accumulate or column > 0,
+                add_to_y=accumulate or row > 0,
                 dimension=dimension,
                 hopper=hopper,
                 tiles=tiles,
@@ -399,14 +420,18 @@ def _chunks(block: Operands, grad_x: Tensor | None, grad_y: Tensor | None, dimen
             )
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int) -> None:
-    """out += alpha · a·b in fp32, from tensor cores. Sums of more than ``longest`` addends are broken up."""
+def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int, add: bool) -> None:
+    """out = alpha · a·b in fp32, from tensor cores, or out += alpha · a·b if ``add``.
+
+    Sums of more than ``longest`` addends are broken up.
+    """
     for start in range(0, len(b), longest):
         left, right = a[:, start : start + longest], b[start : start + longest]
+        beta = int(add or start > 0)  # with 0 what out holds is not read
         if out.is_cuda:
-            torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, beta=1, alpha=alpha, out=out)
+            torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, beta=beta, alpha=alpha, out=out)
         else:
-            out.addmm_(left.float(), right.float(), alpha=alpha)
+            out.addmm_(left.float(), right.float(), beta=beta, alpha=alpha)
 
 
 def _even(length: int, most: int, unit: int) -> int:

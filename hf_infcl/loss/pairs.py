@@ -37,7 +37,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         return (odds_x,), (odds_y,)
 
     def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]:
         (images, lse_x, positive_coefficient, ids_x), (texts, lse_y, _, ids_y) = x, y
         return (
@@ -45,6 +45,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
                 *(images, texts, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal),
                 grad_x=grad_x,
                 grad_y=grad_y,
+                accumulate=accumulate,
                 backend=strategy.backend,
             ),
         )
@@ -105,13 +106,14 @@ def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     pairs, _, others = batch.counts
 
     def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]:
         (images, ids_x), (texts, ids_y) = x, y
         return kernels.sigmoid_block(
             *(images, texts, batch.scale, batch.bias, ids_x, ids_y, diagonal),
             grad_x=grad_x,
             grad_y=grad_y,
+            accumulate=accumulate,
             backend=strategy.backend,
         )
 
@@ -131,7 +133,7 @@ _LOSSES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _without_positives(block: GradientsBlock) -> GradientsBlock:
-    return lambda x, y, _, grad_x, grad_y: block(x, y, None, grad_x, grad_y)
+    return lambda x, y, _, *gradients: block(x, y, None, *gradients)
 
 
 def _sum(a: Gradients, b: Gradients) -> tuple[tuple[Tensor, ...], Tensor | None]:

@@ -99,7 +99,7 @@ def _softmax(
         return all_six[:3], all_six[3:]
 
     def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]:
         (rows, reference_x, relative_x, share_x, ids_x), (columns, reference_y, relative_y, share_y, ids_y) = x, y
         return (
@@ -108,6 +108,7 @@ def _softmax(
                 *(ids_x, ids_y),
                 grad_x=grad_x,
                 grad_y=grad_y,
+                accumulate=accumulate,
                 backend=backend,
             ),
         )
@@ -176,13 +177,14 @@ def _sigmoid(
     """C is 2 / (1/n' + 1/m') times the derivative. Terms and coefficients come from one pass over the logits."""
 
     def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]:
         (rows, ids_x), (columns, ids_y) = x, y
         return kernels.multi_positive_sigmoid(
             *(rows, columns, batch.scale, batch.bias, ids_x, ids_y),
             grad_x=grad_x,
             grad_y=grad_y,
+            accumulate=accumulate,
             backend=strategy.backend,
         )
 

@@ -51,10 +51,13 @@ class StatisticsBlock(Protocol):
 
 
 class GradientsBlock(Protocol):
-    """Adds a block's part to the gradients of its rows and its columns (None: not wanted), and returns some scalars."""
+    """Computes a block's gradients of its rows and its columns (None: not wanted), and returns some scalars.
+
+    They replace what grad_x and grad_y held, or are added to it if ``accumulate``.
+    """
 
     def __call__(
-        self, x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None
+        self, x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]: ...
 
 
@@ -167,29 +170,32 @@ class RingStrategy(Strategy):
         return stats_x, tuple(reduction.result()[: len(y.rows[0])] for reduction in reductions)
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
-        grad_x, grad_y = (_accumulator(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
+        several = self.processes.world_size > 1
+        new = _zeros if several else _empty  # the gradients of several blocks are added up
+        grad_x, grad_y = (new(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
         scalars = []
 
         def own_block(start: int, stop: int) -> None:
             rows = tuple(None if t is None else t[start:stop] for t in x.rows)
-            scalars.append(block(rows, y.rows, start, None if grad_x is None else grad_x[start:stop], grad_y))
+            part = None if grad_x is None else grad_x[start:stop]
+            scalars.append(block(rows, y.rows, start, part, grad_y, several))
 
         # The first half of this process's block overlaps the first transfer of texts, and the second half overlaps the
         # last transfer of gradients, which bring the sums of the other processes home. A lone process has no halves.
         images = len(x.rows[0])
-        half = images if self.processes.world_size == 1 else (images + 1) // 2
+        half = (images + 1) // 2 if several else images
         travelling = RingReduction(self._ring, torch.add, max(y.counts))
         for diagonal, columns in self._blocks(y):
             if diagonal is not None:
                 own_block(0, half)
                 continue
-            part = _accumulator(columns[0]) if want_y else None
-            scalars.append(block(x.rows, columns, None, grad_x, part))
+            part = _zeros(columns[0]) if want_y else None
+            scalars.append(block(x.rows, columns, None, grad_x, part, several))
             if part is not None:
                 travelling.add(part)
         if half < images:
             own_block(half, images)
-        if grad_y is not None and self.processes.world_size > 1:
+        if grad_y is not None and several:
             grad_y += travelling.result()[: len(grad_y)]
         return Gradients(tuple(_total(parts) for parts in zip(*scalars, strict=True)), grad_x, grad_y)
 
@@ -218,8 +224,8 @@ class DiscoStrategy(Strategy):
         return stats_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
-        grad_x, part = (_accumulator(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
-        scalars = block(x.rows, y.rows, self.place(y.counts).start, grad_x, part)
+        grad_x, part = (_empty(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
+        scalars = block(x.rows, y.rows, self.place(y.counts).start, grad_x, part, False)
         return Gradients(scalars, grad_x, None if part is None else self._scatter(part, y.counts))
 
     def _scatter(self, part: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -284,8 +290,8 @@ class GatherStrategy(Strategy):
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         def row_gradients(rows: Side, columns: Side, want: bool) -> tuple[tuple[Tensor, ...], Tensor | None]:
-            grad = _accumulator(rows.rows[0]) if want else None
-            return block(rows.rows, self.gather(columns), self.place(rows.counts).start, grad, None), grad
+            grad = _empty(rows.rows[0]) if want else None
+            return block(rows.rows, self.gather(columns), self.place(rows.counts).start, grad, None, False), grad
 
         grad_x = grad_y = None
         if want_y:  # the scalars of the images' rows and those of the texts' rows both add up to the whole
@@ -344,6 +350,10 @@ def _total(parts: Sequence[Tensor]) -> Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def _accumulator(features: Tensor) -> Tensor:
-    """Zeros for the gradient of the features, in the dtype of the logits."""
-    return torch.zeros(features.shape, dtype=accumulate_dtype(features), device=features.device)
+def _empty(features: Tensor) -> Tensor:
+    """Memory for the gradient of the features, in the dtype of the logits."""
+    return torch.empty(features.shape, dtype=accumulate_dtype(features), device=features.device)
+
+
+def _zeros(features: Tensor) -> Tensor:
+    return _empty(features).zero_()
