@@ -56,6 +56,7 @@ scale, vector = torch.tensor(1.0), torch.zeros(6000)
 block = x, x, scale
 ids = torch.arange(6000, dtype=torch.int32) // 2
 backend.positive_logits(*block)
+backend.softmax_losses(*[vector] * 5)
 if architecture == "90":  # the targets together have each kernel with ids, as positives, and without
     backend.multi_positive_statistics(*block, vector, vector, ids, ids)
     backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)

@@ -292,6 +292,26 @@ def test_precision_of_float32(setting: Callable[[], None], least: float, limit: 
     assert least <= relative_error(ours[1], truth[1]) < limit
 
 
+@pytest.mark.parametrize("module", [torch_backend, backend], ids=["torch", "triton"])
+def test_softmax_losses_keep_their_digits(module: Any) -> None:
+    """From odds of e^-60 to e^60; the exponent of an exponential is rounded by its size."""
+    odds_x, odds_y = torch.linspace(-60, 60, 5001, device=DEVICE), torch.linspace(60, -60, 7001, device=DEVICE)
+    zeros = torch.zeros(7001, device=DEVICE)
+    own = odds_y[1000:6001]  # not aligned: a process's part of all columns
+    loss, lse_x, lse_y, coefficient = module.softmax_losses(zeros[:5001], odds_x, own, zeros, odds_y)
+    for lse, odds in ((lse_x, odds_x), (lse_y, odds_y)):
+        expected = torch.nn.functional.softplus(odds.double(), threshold=100)
+        assert ((lse / expected - 1).abs() <= 2e-7 * (2 + odds.abs())).all()
+    expected = -torch.sigmoid(odds_x.double()) - torch.sigmoid(own.double())
+    assert ((coefficient / expected - 1).abs() <= 2e-7 * (2 + odds_x.abs())).all()
+    assert abs(loss.double() / torch.cat((lse_x, lse_y[1000:6001])).double().sum() - 1) <= 1e-6
+    unusual = torch.tensor([-torch.inf, torch.inf], device=DEVICE)
+    loss, lse_x, lse_y, coefficient = module.softmax_losses(zeros[:2], unusual, unusual, zeros[:2] + 3, unusual)
+    assert [loss.item(), *lse_x.tolist(), *lse_y.tolist()] == [torch.inf, 0, torch.inf, 3, torch.inf]
+    assert coefficient.tolist() == [0, -2]
+    assert module.softmax_losses(*[zeros[:2]] * 2, unusual * torch.nan, *[zeros[:2]] * 2)[0].isnan()
+
+
 @pytest.mark.parametrize("diagonal", [None, 0, 5, 40])
 def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of strategies: m images against n texts, with the positives elsewhere, in two launches each."""
@@ -416,6 +436,7 @@ def operators(name: str) -> list[tuple[Any, tuple[Any, ...]]]:
     return [
         (ops.positive_logits, (x, y, scale, name)),
         (ops.softmax_statistics, (x, y, scale, vector, vector, ids, ids, 0, name)),
+        (ops.softmax_losses, (vector, vector, vector, vector, vector, name)),
         (ops.softmax_gradients, (x, y, scale, vector, vector, vector, None, None, 0, *gradients, False, name)),
         (ops.softmax_gradients, (x, y, scale, vector, vector, None, ids, ids, None, gradients[0], None, True, name)),
         (ops.sigmoid_block, (x, y, scale, scale, None, None, 0, *gradients, False, name)),
@@ -451,8 +472,8 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
     compiled = [line.split() for line in output.splitlines()]
-    names = {f"triton_softmax.{name}" for name in ("positives", "softmax_sums", "log_odds", "softmax_coefficients")}
-    names |= {"triton_sigmoid.sigmoid_coefficients", "triton_tiles.id_overlaps"}
+    names = {f"triton_softmax.{name}" for name in ("positives", "softmax_sums", "log_odds", "softmax_losses")}
+    names |= {"triton_softmax.softmax_coefficients", "triton_sigmoid.sigmoid_coefficients", "triton_tiles.id_overlaps"}
     if target == "cuda 90" and backend.triton.__version__.startswith(backend.GLUON):
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
         names |= {f"hopper_kernels.{name}" for name in on_hopper}

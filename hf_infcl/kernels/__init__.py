@@ -51,6 +51,10 @@ class Backend(Protocol):
         diagonal: int | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
+    def softmax_losses(
+        self, positive: Tensor, odds_x: Tensor, odds_y: Tensor, positive_of_columns: Tensor, odds_of_columns: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
     def softmax_gradients(
         self,
         x: Tensor,
@@ -219,6 +223,29 @@ def softmax_statistics(
         ([m], [n]); -inf where there is no negative.
     """
     return torch.ops.hf_infcl.softmax_statistics(x, y, scale, positive_x, positive_y, ids_x, ids_y, diagonal, backend)
+
+
+def softmax_losses(
+    positive: Tensor,
+    odds_x: Tensor,
+    odds_y: Tensor,
+    positive_of_columns: Tensor,
+    odds_of_columns: Tensor,
+    *,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The cross entropies of b pairs, and the vectors that `softmax_gradients` takes.
+
+    Args:
+        positive: [b], the logits of the pairs; odds_x: [b], the log-odds of their images against the negatives of the
+            whole batch; odds_y: [b], those of their texts.
+        positive_of_columns: [n], the positives of a block's columns; odds_of_columns: [n], their log-odds.
+
+    Returns:
+        The sum of the cross entropies of the 2b images and texts, a scalar; the log-sum-exps of the images, [b], and of
+        the columns, [n]; and the coefficients of the positives, [b].
+    """
+    return torch.ops.hf_infcl.softmax_losses(positive, odds_x, odds_y, positive_of_columns, odds_of_columns, backend)
 
 
 def softmax_gradients(
@@ -411,6 +438,15 @@ _register(
     "Tensor? ids_y, int? diagonal, str backend) -> (Tensor, Tensor)",
     lambda x, y, *operands: _module(operands[-1], x, y).softmax_statistics(x, y, *operands[:-1]),
     lambda x, y, scale, positive_x, positive_y, *rest: (torch.empty_like(positive_x), torch.empty_like(positive_y)),
+)
+_register(
+    "softmax_losses(Tensor positive, Tensor odds_x, Tensor odds_y, Tensor positive_of_columns, "
+    "Tensor odds_of_columns, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda positive, *operands: select(operands[-1], positive).softmax_losses(positive, *operands[:-1]),
+    lambda positive, odds_x, odds_y, positive_of_columns, *rest: (
+        *(positive.new_empty(()), torch.empty_like(positive)),
+        *(torch.empty_like(positive_of_columns), torch.empty_like(positive)),
+    ),
 )
 _register(
     "softmax_gradients(Tensor x, Tensor y, Tensor scale, Tensor lse_x, Tensor lse_y, Tensor? positive_coefficient, "

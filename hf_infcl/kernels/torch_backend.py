@@ -63,6 +63,15 @@ def softmax_statistics(
     return log_odds_x, log_odds_y
 
 
+def softmax_losses(
+    positive: Tensor, odds_x: Tensor, odds_y: Tensor, positive_of_columns: Tensor, odds_of_columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    odds = torch.stack((odds_x, odds_y))
+    cross_entropies = _softplus(odds)
+    lse_x, lse_y = positive + cross_entropies[0], positive_of_columns + _softplus(odds_of_columns)
+    return cross_entropies.sum(), lse_x, lse_y, -torch.sigmoid(odds).sum(0)
+
+
 def softmax_gradients(
     x: Tensor,
     y: Tensor,
@@ -116,7 +125,7 @@ def sigmoid_block(
         if ids_x is not None and ids_y is not None:
             logits.masked_fill_(ids_x[r, None] == ids_y[None, c], -torch.inf)
         positives.copy_(negated)
-        loss_sums.append(F.softplus(logits, threshold=40).sum())
+        loss_sums.append(_softplus(logits).sum())
         coefficients = logits.sigmoid_()
         positives.neg_()
         bias_sums.append(coefficients.sum())
@@ -199,13 +208,19 @@ def multi_positive_sigmoid(
         logits = cosines * scale + bias
         equal = ids_x[r, None] == ids_y[None, c]
         negated = torch.where(equal, -logits, logits)  # -t·z
-        loss_sums.append(F.softplus(negated, threshold=40).sum())
+        loss_sums.append(_softplus(negated).sum())
         coefficients = negated.sigmoid_()
         coefficients = torch.where(equal, -coefficients, coefficients)
         bias_sums.append(coefficients.sum())
         scale_sums.append(cosines.mul_(coefficients).sum())
         _accumulate(coefficients, x[r], y[c], grad_x, grad_y, r, c)
     return _sum(loss_sums), _sum(bias_sums), _sum(scale_sums)
+
+
+def _softplus(t: Tensor) -> Tensor:
+    """log(1 + exp(t)), which keeps its digits however small it gets."""
+    # Above its threshold F.softplus returns its input; at the default of 20 that would cost fp64 six of its digits.
+    return F.softplus(t, threshold=40)
 
 
 def _nothing(x: Tensor) -> Tensor:

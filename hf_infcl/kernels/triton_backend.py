@@ -36,6 +36,7 @@ WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster
 # With so much workspace chunks have 8,192 × 16,384 coefficients in half precision. Each chunk's products read and write
 # the gradients of its rows and columns, which is least where chunks are nearly square.
 CHUNK_COLUMNS = 16384
+LOSSES_AT_A_TIME = 2048  # anchors whose cross entropies are in registers at a time
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
 HOPPER_PAYS = 1 << 27  # number of logits from which on `hopper_kernels` are faster
@@ -76,6 +77,18 @@ def softmax_statistics(
 ) -> tuple[Tensor, Tensor]:
     with _on_device(x):
         return _softmax_statistics(Operands.of(x, y, ids_x, ids_y, diagonal), scale, (positive_x, positive_y))
+
+
+def softmax_losses(
+    positive: Tensor, odds_x: Tensor, odds_y: Tensor, positive_of_columns: Tensor, odds_of_columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with _on_device(positive):
+        given = [t.contiguous() for t in (positive, odds_x, odds_y, positive_of_columns, odds_of_columns)]
+        loss, lse_x, coefficient = positive.new_empty(()), torch.empty_like(given[0]), torch.empty_like(given[0])
+        lse_y = torch.empty_like(given[3])
+        outputs, lengths = (loss, lse_x, lse_y, coefficient), (len(positive), len(positive_of_columns))
+        triton_softmax.softmax_losses[(1,)](*given, *outputs, *lengths, B=LOSSES_AT_A_TIME, num_warps=8)
+        return outputs
 
 
 def softmax_gradients(

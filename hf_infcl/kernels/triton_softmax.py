@@ -1,16 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernels of the softmax loss (InfoNCE). `triton_tiles` explains tiles, runs and the two launches of a kernel.
 
-Five steps, with four products of m·n·D multiplications: one in step 2, one in step 4 and two in step 5.
+Six steps, with four products of m·n·D multiplications: one in step 2, one in step 5 and two in step 6.
 1. `positives`: the logits of the pairs, which are the references of their rows and columns. They come from the diagonal
    tiles alone, m·B·D multiplications for tiles of B rows.
 2. `softmax_sums`: the first product. Row sums Σ_j exp(z_ij - reference_x_i), column sums Σ_i exp(z_ij - reference_y_j).
 3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, with a running maximum.
-4. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch
+4. `softmax_losses`: cross entropies and log-sum-exps, once the log-odds of the whole batch are known.
+5. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch
    it stores the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) in the workspace.
-5. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
+6. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
 
-In the fast launch of the steps 2 and 4 one exponential serves a row and a column, because exp(z - row) is
+In the fast launch of the steps 2 and 5 one exponential serves a row and a column, because exp(z - row) is
 exp(z - middle) · exp(middle - row). Runs whose references are far apart are not fast (`_span`): one of the factors
 could underflow although the product is large.
 """
@@ -246,6 +247,45 @@ def log_odds(
     else:
         row = (tl.program_id(0) - of_rows) * B
         _log_odds(y, x, sum_y, reference_y, out_y, scale, ids_y, ids_x, row, n, m, -diagonal, EQUAL, CAREFUL, K, B, BK)
+
+
+# ---- Losses ----
+
+
+@triton.jit
+def _softplus(odds):
+    """log(1 + e^odds), which keeps its digits however small it gets, and the sigmoid of the odds."""
+    u = tl.exp(-tl.abs(odds))
+    v = 1.0 + u
+    # log(v) is exact for the rounded v. The second term is what the rounding has lost.
+    return tl.maximum(odds, 0.0) + tl.log(v) + (u - (v - 1.0)) / v, tl.where(odds > 0, 1.0, u) / v
+
+
+@triton.jit(do_not_specialize=["m", "n"])
+def softmax_losses(
+    positive, odds_x, odds_y, positive_of_columns, odds_of_columns, loss, lse_x, lse_y, coefficient, m, n,
+    B: tl.constexpr,
+):  # fmt: skip
+    """The cross entropies, softplus of the odds, and what `softmax_coefficients` takes; see `hf_infcl.kernels`.
+
+    One program does all, B numbers at a time, so that the sum has one order. Where that takes long, other kernels take
+    thousands of times as long.
+    """
+    total = tl.zeros((B,), tl.float32)
+    for start in range(0, m, B):
+        rows = start + tl.arange(0, B)
+        inside = rows < m
+        of_x, sigmoid_x = _softplus(tl.load(odds_x + rows, inside, float("-inf")))
+        of_y, sigmoid_y = _softplus(tl.load(odds_y + rows, inside, float("-inf")))
+        total += of_x + of_y
+        tl.store(lse_x + rows, tl.load(positive + rows, inside) + of_x, inside)
+        tl.store(coefficient + rows, -(sigmoid_x + sigmoid_y), inside)
+    for start in range(0, n, B):
+        columns = start + tl.arange(0, B)
+        inside = columns < n
+        of_columns, _ = _softplus(tl.load(odds_of_columns + columns, inside, float("-inf")))
+        tl.store(lse_y + columns, tl.load(positive_of_columns + columns, inside) + of_columns, inside)
+    tl.store(loss, tl.sum(total))
 
 
 # ---- Coefficients ----

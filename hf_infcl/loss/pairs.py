@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
@@ -25,78 +23,83 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
     return terms._replace(grad_x=order.restore(terms.grad_x), grad_y=order.restore(terms.grad_y))
 
 
-def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
-    """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
-    scale, ids, (pairs, _, others) = batch.scale, batch.ids_x, batch.counts
+@dataclass(frozen=True)
+class _SoftmaxBlocks:
+    """The kernels of the softmax loss as strategies call them."""
 
-    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
+    scale: Tensor
+    backend: str
+
+    def statistics(self, x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
         (images, positive_x, ids_x), (texts, positive_y, ids_y) = x, y
         odds_x, odds_y = kernels.softmax_statistics(
-            *(images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal), backend=strategy.backend
+            *(images, texts, self.scale, positive_x, positive_y, ids_x, ids_y, diagonal), backend=self.backend
         )
         return (odds_x,), (odds_y,)
 
     def gradients(
-        x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
+        self, x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
     ) -> tuple[Tensor, ...]:
         (images, lse_x, positive_coefficient, ids_x), (texts, lse_y, _, ids_y) = x, y
-        return (
-            kernels.softmax_gradients(
-                *(images, texts, scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal),
-                grad_x=grad_x,
-                grad_y=grad_y,
-                accumulate=accumulate,
-                backend=strategy.backend,
-            ),
+        grad_scale = kernels.softmax_gradients(
+            *(images, texts, self.scale, lse_x, lse_y, positive_coefficient, ids_x, ids_y, diagonal),
+            grad_x=grad_x,
+            grad_y=grad_y,
+            accumulate=accumulate,
+            backend=self.backend,
         )
+        return (grad_scale,)
+
+
+def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
+    """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
+    scale, ids, (pairs, _, others) = batch.scale, batch.ids_x, batch.counts
+    blocks = _SoftmaxBlocks(scale, strategy.backend)
 
     # ---- The log-odds of the negatives against the positive of each row and column ----
     positive = kernels.positive_logits(batch.x, batch.y, scale, backend=strategy.backend)
     x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
     texts, positive_y, ids_y = y.rows
-    (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
+    (odds_x,), (odds_y,) = strategy.statistics(blocks.statistics, (torch.logaddexp,), x, y)
     if batch.negatives is not None:
         # The statistics of these columns are not read, so any reference will do; one near the others is faster.
         near = positive.mean().expand(len(batch.negatives))
         x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
         negatives = strategy.columns(negatives)
         (odds,), _ = strategy.statistics(
-            lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
+            lambda x, y, _: blocks.statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
         )
         odds_x = torch.logaddexp(odds_x, odds)
-    odds = torch.stack((odds_x, strategy.of_this_process(odds_y, pairs)))
-    # ---- The cross entropies, softplus of the log-odds ----
-    # log(1 + exp(odds)) keeps its digits however small it gets. Above its threshold F.softplus returns its input;
-    # at the default of 20 that would cost fp64 six of its digits.
-    softplus = functools.partial(F.softplus, threshold=40)
-    cross_entropies = softplus(odds)
-    loss, divisor = cross_entropies.sum(), 2.0 * sum(pairs)
+
+    # ---- The cross entropies ----
+    own_odds_y = strategy.of_this_process(odds_y, pairs)
+    loss, lse_x, lse_y, coefficient_of_both = kernels.softmax_losses(
+        positive, odds_x, own_odds_y, positive_y, odds_y, backend=strategy.backend
+    )
+    divisor = 2.0 * sum(pairs)
     if not any(wanted):
         return Terms(loss, divisor)
     zero = torch.zeros_like(scale)
     if not any(wanted[:-1]):
         return Terms(loss, divisor, zero, zero)
-    # ---- The gradients of the embeddings and the scale ----
-    lse_x, lse_y = positive + cross_entropies[0], positive_y + softplus(odds_y)
-    # The parts of a pair's coefficient that come from the cross entropies of its image and its text.
-    coefficient_of_x, coefficient_of_y = -torch.sigmoid(odds)
 
+    # ---- The gradients of the embeddings and the scale ----
     def sides(losses_x: bool = True, losses_y: bool = True) -> tuple[Side, Side]:
-        coefficient = coefficient_of_x if losses_x else coefficient_of_y
-        if losses_x and losses_y:
-            coefficient = coefficient_of_x + coefficient_of_y
+        coefficient = coefficient_of_both
+        if not (losses_x and losses_y):
+            coefficient = -torch.sigmoid(odds_x if losses_x else own_odds_y)
         image_lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if losses_y else torch.full_like(lse_y, torch.inf)
         coefficient_y = coefficient if strategy.transposes else None  # the kernels read those of rows alone
         return Side((batch.x, image_lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
-    from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
+    from_pairs = strategy.softmax_gradients(blocks.gradients, sides, wanted.x, wanted.y)
     if batch.negatives is None:
         return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)
     x, negatives = Side((batch.x, lse_x, None, None), pairs), Side((features, no_loss, None, None), others)
-    from_negatives = strategy.gradients(_without_positives(gradients), x, negatives, wanted.x, wanted.negatives)
+    from_negatives = strategy.gradients(_without_positives(blocks.gradients), x, negatives, wanted.x, wanted.negatives)
     (grad_scale,), grad_x = _sum(from_pairs, from_negatives)
     return Terms(loss, divisor, grad_scale, zero, grad_x, from_pairs.y, from_negatives.y)
 
