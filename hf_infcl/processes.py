@@ -163,7 +163,7 @@ class Processes:
         The device goes on with these kernels while the host waits for the numbers. Collectives of one group run in the
         order of their calls, on whichever streams they are.
         """
-        return torch.cuda.stream(_side_stream(self.device)) if self.device.type == "cuda" else nullcontext()
+        return _side_stream(self.device) if self.device.type == "cuda" else nullcontext()
 
 
 class Arriving:

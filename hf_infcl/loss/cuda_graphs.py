@@ -54,14 +54,16 @@ def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *t
     """
     if torch.cuda.is_current_stream_capturing():  # the kernels become a part of the caller's graph
         return function(*tensors)
-    with _lock, torch.cuda.device_of(tensors[0]):
+    first = tensors[0]
+    assert first is not None
+    with _lock, torch.cuda.device_of(first):
         shapes = tuple(None if t is None else (t.shape, t.dtype) for t in tensors)
         state = (
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.cuda.matmul.fp32_precision,
             torch.is_inference_mode_enabled(),
         )
-        return _recording(name, shapes, state, torch.cuda.current_stream())(exchange, function, tensors)
+        return _recording(name, shapes, state, torch.cuda.current_stream(first.device))(exchange, function, tensors)
 
 
 @functools.lru_cache(KEPT)

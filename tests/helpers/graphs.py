@@ -45,7 +45,7 @@ def on_a_cpu() -> Iterator[None]:
         "CUDAGraph": Tape,
         "graph": lambda tape, **options: tape,
         "Stream": lambda: None,
-        "current_stream": lambda: 0,
+        "current_stream": lambda device: 0,
         "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: nullcontext(),
     }
