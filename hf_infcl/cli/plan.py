@@ -81,14 +81,15 @@ def report(options: argparse.Namespace) -> list[str]:
     if found is None:
         least = Choice(options.gpus, 1, rows, offload=True, compiled=options.torch_compile, checkpointing=True)
         parts = planning.memory(counts[True], least)
-        of_model, of_batch = parts.weights + parts.optimizer, parts.features + parts.loss
-        cure = (
-            "freeze a tower, or shard the weights with --fsdp" if of_model > of_batch else "or a smaller global batch"
-        )
+        weights, features = parts.weights + parts.optimizer, parts.features + parts.loss
+        if weights > features:
+            cure = "Take GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
+        else:
+            cure = "Lower --global_batch, or take more GPUs or GPUs with more memory."
         raise ValueError(
             f"Not even micro-batches of one pair fit into {planning.USABLE:.0%} of {memory_gib:g} GiB: weights and "
-            f"optimizer take {of_model / GIB:.1f} GiB, features and loss of {rows:,} pairs {of_batch / GIB:.1f}, all "
-            f"together {parts.total / GIB:.1f}. Take more GPUs or GPUs with more memory, {cure}."
+            f"optimizer take {weights / GIB:.1f} GiB, features and loss of {rows:,} pairs {features / GIB:.1f}, all "
+            f"together {parts.total / GIB:.1f}. {cure}"
         )
     choice = found[1]
     of_model = counts[choice.checkpointing]
