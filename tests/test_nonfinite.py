@@ -218,6 +218,21 @@ def test_a_gradient_that_overflows_without_being_scaled_up_is_refused():
         guard.skipped_by_scaler(0.5)
 
 
+# ---- Losses that are zero ----
+
+
+def test_a_loss_without_negatives_is_told(tmp_path, caplog):
+    equal, one = models.Pairs(8), {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    equal.ids = torch.zeros(8, dtype=torch.int64)
+    for data, options in ((equal, {}), (models.Pairs(1), one)):
+        caplog.clear()
+        trainer_for(tmp_path, data=data, **options).train()
+        assert caplog.text.count("The loss and its gradient are exactly 0, so nothing is learned") == 1
+    caplog.clear()
+    trainer_for(tmp_path).train()
+    assert "nothing is learned" not in caplog.text
+
+
 # ---- Losses that explode ----
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.trainers import TrainedRows, trainer_for
-from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, random_split
+from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
 
 from hf_infcl.processes import Processes
@@ -52,6 +52,22 @@ def test_ranks_see_disjoint_rows_of_full_windows(ranks, tmp_path):
     epochs = [set(zero[i] + one[i] + zero[i + 1] + one[i + 1]) for i in (0, 2)]
     assert all(len(rows) == 32 for rows in epochs)
     assert zero[0] != zero[2]
+
+
+def rank_leaves_a_row_out(rank: int, world_size: int, folder: str) -> None:
+    batches = iter(range(100))
+
+    def collate(items: list[Any]) -> Any:
+        return default_collate(items[:3] if rank == 1 and next(batches) == 5 else items)
+
+    run = trainer_for(folder, max_steps=6, data_collator=collate)
+    with pytest.raises(ValueError, match=r"rows out, or added some: the processes got \[8, 7\] rows of 8 each"):
+        run.train()
+    assert run.state.global_step == 2
+
+
+def test_a_collator_that_leaves_a_row_out_does_not_end_the_epoch(ranks, tmp_path):
+    ranks.run(rank_leaves_a_row_out, 2, str(tmp_path))
 
 
 class Epochs(models.Pairs):

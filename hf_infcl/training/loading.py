@@ -291,9 +291,17 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._stream_too_short([0] * self.args.world_size) from error
                 raise
-        seen = [int(rows) for (rows,) in self._agree([rows])]
+        agreed = self._agree([rows, len(window)])
+        seen = [int(rows) for rows, _ in agreed]
         wanted = self._images_of_window()
         if seen != [wanted] * len(seen):
+            full = source.sampler is not None or source.stream_loader is not None  # all batches of these loaders are
+            if full and any(batches == num_batches for _, batches in agreed):
+                raise ValueError(
+                    f"The data collator has left rows out, or added some: the processes got {seen} rows of {wanted} "
+                    "each for a global batch. Every row has to be in the batch that it is given for: take bad rows out "
+                    "of the data set beforehand."
+                )
             # Training on a short window would change the objective, and Trainer would leave its gradient behind.
             if self.state.global_step == 0:
                 raise self._stream_too_short(seen)

@@ -145,6 +145,7 @@ class GuardedTrainer(LoadingTrainer):
     def _begin_training(self) -> None:
         super()._begin_training()
         self._guard = WindowGuard(self.args.skip_nonfinite, self.args.divergence_factor, self._resumed)
+        self._has_warned_of_zero = False
 
     def _record(self) -> RunRecord:
         guard = self._guard
@@ -275,9 +276,20 @@ class GuardedTrainer(LoadingTrainer):
         ]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds skipped_windows to the training logs, the number since the run began, if any were skipped."""
+        """Adds skipped_windows to the training logs, the number since the run began, if any were skipped.
+
+        Warns once of a loss and a gradient that are exactly 0.
+        """
         if "loss" in logs and self._guard.skipped_windows:
             logs["skipped_windows"] = self._guard.skipped_windows
+        is_zero = logs.get("loss") == logs.get("grad_norm") == 0
+        if is_zero and not self._guard.skipping and not self._has_warned_of_zero:
+            self._has_warned_of_zero = True
+            logger.warning(
+                "The loss and its gradient are exactly 0, so nothing is learned. Either the pairs of a global batch "
+                "have no negatives, as with a single pair or with pair_ids that are all equal, or they are told apart "
+                "as far as the precision goes."
+            )
         super().log(logs, start_time)
 
 
