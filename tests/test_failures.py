@@ -88,8 +88,10 @@ def launch_here(*arguments: str) -> tuple[int, str]:
     return launched(main, *arguments)
 
 
-# A launcher passes SIGTERM on; it cannot handle SIGKILL and dies.
-@pytest.mark.parametrize(("number", "launch"), [("SIGTERM", launch_here), ("SIGKILL", torchrun)])
+# A launcher passes SIGTERM on; SIGUSR1, which it does not handle, and SIGKILL end it at once.
+@pytest.mark.parametrize(
+    ("number", "launch"), [("SIGTERM", launch_here), ("SIGUSR1", launch_here), ("SIGKILL", torchrun)]
+)
 def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, launch):
     code, output = launch(number, "gloo", str(tmp_path))
     assert code != 0

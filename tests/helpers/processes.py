@@ -221,22 +221,24 @@ def launched(
         TimeoutError: the processes have not ended after 120 s; the message holds what they have printed.
     """
     with tempfile.NamedTemporaryFile("r") as printed:
-        job = (printed.name, options, function, *args)
+        end_of_all, held = context().Pipe(duplex=False)  # which a process of a killed launcher holds open
+        job = (held, printed.name, options, function, *args)
         launchers = [context().Process(target=_launch, args=job) for _ in range(nodes)]
         for launcher in launchers:
             launcher.start()
+        held.close()
         end = time.monotonic() + 120
         for launcher in launchers:
             launcher.join(max(0, end - time.monotonic()))
-        if hanging := [launcher for launcher in launchers if launcher.is_alive()]:
-            for launcher in hanging:
+        if not end_of_all.poll(max(0, end - time.monotonic())):
+            for launcher in launchers:
                 launcher.terminate()  # it then ends its processes
                 launcher.join()
             raise TimeoutError(f"The launched processes hang. They have printed:\n{printed.read()}")
         return max((launcher.exitcode for launcher in launchers), key=abs), printed.read()
 
 
-def _launch(path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
+def _launch(held: Any, path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
@@ -247,7 +249,8 @@ def _launch(path: str, options: Sequence[str], function: Callable[..., Any], *ar
 
 
 def _main(path: str, function: Callable[..., Any], *args: Any) -> None:
-    """Calls the function as an interpreter does a script: it prints the error that ends it."""
+    """Calls the function as an interpreter does a script, which prints its error and can outlive its launcher."""
+    mp._prctl_pr_set_pdeathsig(0)  # to processes that run functions torch lets the kernel send SIGINT at that moment
     _print_to(path)
     try:
         function(*args)
