@@ -595,6 +595,8 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --learnin_rate 1", None, "no option --learnin_rate. Did you mean --learning_rate?"),
         ("--modle m", None, "Did you mean --model?"),
         ("--batch_size 8", None, " or --per_device_train_batch_size?"),
+        ("--model m --dataset d --no_bf16", None, "There is no option --no_bf16. Write --bf16 false."),
+        ("c.yaml", "model: m\ndataset: d\nno_dataloader_pin_memory: true\n", "Write dataloader_pin_memory: false."),
         ("--model m --dataset d --learning_rate fast", None, "invalid float value: 'fast'"),
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
         ("--model m more --dataset d", None, "unrecognized arguments: more"),

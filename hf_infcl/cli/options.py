@@ -279,8 +279,12 @@ class Parser(HfArgumentParser):
     def _known(self, name: str) -> str:
         if name in self._kinds:
             return name
-        if name.removeprefix("no_") in self._kinds:
-            return name.removeprefix("no_")
+        plain = name.removeprefix("no_")
+        if f"--{name}" in self._option_string_actions:  # the negative form of an option that is on by default
+            return plain
+        kind = self._kinds.get(plain)
+        if bool in (kind, *typing.get_args(kind)):
+            raise ValueError(f"There is no option --{name}. Write --{plain} false.")
         known = self._kinds.keys() - {"auto_find_batch_size"}  # which is refused
         similar = difflib.get_close_matches(name, known, n=1) or sorted(k for k in known if k.endswith(f"_{name}"))
         hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help lists all options."
@@ -292,6 +296,8 @@ class Parser(HfArgumentParser):
         words: list[str] = []
         for key, (value, text) in _load(path).items():
             name = self._known(key)
+            if name != key:
+                raise ValueError(f"{path}: {key} is for the command line alone. Write {name}: false.")
             kind = self._kinds[name]
             choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
             lists = [choice for choice in choices if typing.get_origin(choice) is list]
