@@ -42,7 +42,7 @@ from transformers import CLIPConfig
 from hf_infcl import planning
 from hf_infcl.planning import GIB, GPUS, PRODUCTS, Choice, Counts
 
-from .common import RESULTS, Row, newest
+from .common import RESULTS, Row, newest, read
 from .training import MODELS
 
 # Commit, micro-batch and implementation of the rows of steps.
@@ -104,8 +104,7 @@ class Compared(NamedTuple):
     @property
     def loss(self) -> tuple[str, ...]:
         """Commit, GPU, number of GPUs, objective, dimension and pairs, which are empty where a step was measured."""
-        named = (self.row.get(name, "") for name in ("objective", "dim", "batch_size"))
-        return self.row["commit"], self.gpu, self.row.get("world_size") or "1", *named
+        return _loss(self.row)
 
     @property
     def name(self) -> str:
@@ -137,9 +136,12 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
     counts: dict[tuple[str, str | None], Counts] = {}
     keys = ("world_size", "model", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
     wanted = lambda row: row["ms"] and row["model"] != "tiny"  # noqa: E731
-    for row, known in _newest(results / "step.csv", keys, wanted, KNOWN_STEPS):
-        name, accumulation = row["implementation"], int(row["accumulation_steps"])
-        fitted = (row["commit"], row["micro_batch_size"], name) in FITTED_STEPS
+
+    def was_fitted(row: Row) -> bool:
+        return (row["commit"], row["micro_batch_size"], row["implementation"]) in FITTED_STEPS
+
+    for row, known in _newest(results / "step.csv", keys, wanted, KNOWN_STEPS, was_fitted):
+        name, accumulation, fitted = row["implementation"], int(row["accumulation_steps"]), was_fitted(row)
         if not (name.startswith("hf_infcl") or fitted):
             continue
         kept = re.match(r"keeps (\d+) graphs", row["note"])
@@ -178,30 +180,46 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
         of_ours = row["implementation"] == "hf_infcl" and row["dtype"] == "bfloat16"
         return of_ours and bool(row["ms"]) and int(row["batch_size"]) >= SMALLEST and row["objective"] in PRODUCTS
 
+    def was_fitted(row: Row) -> bool:
+        return _loss(row) in FITTED_LOSSES
+
     for table, more in (("loss", ()), ("ring", ("world_size",))):
         keys = (*more, "objective", "dim", "batch_size")
-        for row, known in _newest(results / f"{table}.csv", keys, wanted, KNOWN_LOSSES):
+        for row, known in _newest(results / f"{table}.csv", keys, wanted, KNOWN_LOSSES, was_fitted):
             gpus = int(row.get("world_size") or 1)
             choice, dim = Choice(gpus, int(row["batch_size"]) // gpus, 1), int(row["dim"])
             if gpus > 1 and row["commit"] in WITHOUT_REPLAY and planning.is_replayed(dim, choice):
                 continue
             ms = 1000 * planning.loss_seconds(dim, choice, GPUS[_gpu(row)], row["objective"])
-            compared = Compared(row, False, known, float(row["ms"]), ms)
-            yield compared._replace(fitted=compared.loss in FITTED_LOSSES)
+            yield Compared(row, was_fitted(row), known, float(row["ms"]), ms)
 
 
 def _newest(
-    table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], commits: frozenset[str]
+    table: Path,
+    keys: tuple[str, ...],
+    wanted: Callable[[Row], Any],
+    commits: frozenset[str],
+    was_fitted: Callable[[Row], bool],
 ) -> Iterator[tuple[Row, bool]]:
-    """The newest rows of each device that were measured at these commits (True), and the newest others (False)."""
+    """The newest rows of each device that were measured at these commits (True), and the newest others (False).
+
+    Rows that were fitted are among them whether they are the newest or not.
+    """
     for device in ("H200", "H100"):
         for known in (True, False):
 
             def chosen(row: Row, device: str = device, known: bool = known) -> bool:
                 return device in row["device"] and (row["commit"] in commits) == known and bool(wanted(row))
 
-            for row in newest(table, keys, chosen):
+            found = newest(table, keys, chosen)
+            fitted = read(table, lambda row: chosen(row) and was_fitted(row))
+            for row in [*(row for row in fitted if row not in found), *found]:
                 yield row, known
+
+
+def _loss(row: Row) -> tuple[str, ...]:
+    named = (row.get(name, "") for name in ("objective", "dim", "batch_size"))
+    return row["commit"], _gpu(row), row.get("world_size") or "1", *named
 
 
 def _gpu(row: Row) -> str:
