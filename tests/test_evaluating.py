@@ -57,6 +57,31 @@ def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
                 assert metrics == {**expected, "eval_loss": loss}, (n, world_size)
 
 
+def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[float | None, float]:
+    """A metric that rises on rank 0 alone decides on checkpoints, and on the learning rate."""
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "best",
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+    }
+    options |= {
+        "metric_for_best_model": "own",
+        "greater_is_better": True,
+        "lr_scheduler_kwargs": {"patience": 0, "mode": "max"},
+    }
+    measured = iter(range(10))
+    options["compute_metrics"] = lambda prediction: {"own": (1 - 2 * rank) * next(measured)}
+    run = trainer_for(folder, eval_dataset=models.Pairs(8), max_steps=3, **options)
+    run.train()
+    return run.state.best_metric, run.optimizer.param_groups[0]["lr"]
+
+
+def test_what_differs_between_processes_decides_nothing(ranks, tmp_path):
+    assert ranks.run(rank_measures_otherwise, 2, str(tmp_path)) == [(2, 5e-5)] * 2
+    assert (tmp_path / "checkpoint-3").is_dir()
+
+
 def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:
     model = getattr(models, build)()
     trainer = trainer_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -196,6 +197,7 @@ class EvaluatingTrainer(Trainer):
         For pairs these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over all
         captions; for a `ZeroShotDataset` they are accuracies. The loss is that of each image with its first caption,
         or with ``equal_ids="positive"`` with all of its captions. Negative captions count in no metric.
+        Every process gets the numbers of rank 0.
         """
         self.gather_function = gather_rows
         if has_length(dataloader.dataset):
@@ -224,6 +226,9 @@ class EvaluatingTrainer(Trainer):
                     f"itself, not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
                 )
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        # They decide on checkpoints, the learning rate and the end, and rounding may make them differ.
+        numbers = {name: value for name, value in output.metrics.items() if isinstance(value, (int, float))}
+        output.metrics.update(json.loads(Processes().gather_text(json.dumps(numbers))[0]))
         return output
 
     def _zero_shot_metrics(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:

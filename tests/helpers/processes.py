@@ -99,7 +99,7 @@ class Ranks:
 
     def close(self) -> None:
         for process in self._processes:
-            process.terminate()
+            process.kill()  # a training would take SIGTERM for the wish to end its step
         for process in self._processes:
             process.join()
         self._pipes, self._processes = [], []
