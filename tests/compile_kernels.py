@@ -45,7 +45,9 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any)
 triton.runtime.driver.set_active(Driver())
 JITFunction.run = compile_only
 torch.version.hip = "6.4" if of_amd else None
-torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=100)
+torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(
+    multi_processor_count=100, L2_cache_size=50 << 20
+)
 torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture), 10)
 
 from hf_infcl.kernels import triton_backend as backend  # noqa: E402

@@ -539,9 +539,12 @@ def test_large(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("enough_l2", [0, 1 << 40])
 @pytest.mark.parametrize("dim", [64, 192, 320, 512, 576, 768, 1024, 1152])
-def test_pairs_of_runs(dim: int, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pairs of runs for a multiprocessor, some without a second run; all or some boxes of a run stay there."""
+def test_pairs_of_runs(dim: int, enough_l2: int, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several pairs of runs for a multiprocessor, some without a second run; all, some or no boxes of a run stay."""
+    if ON_HOPPER:
+        monkeypatch.setattr("hf_infcl.kernels.hopper_kernels.ENOUGH_L2", enough_l2)
     monkeypatch.setattr(backend, "LONGEST_OF_STATISTICS", 3)
     monkeypatch.setattr(backend, "LONGEST_OF_COEFFICIENTS", 3)
     check(*pairs(66 * 128 + 5, dim, torch.bfloat16), 60.0, objective=objective)

@@ -15,9 +15,9 @@ The product of a tile has STEPS steps, each of a box of x and a box of y.
 
 Slots: where the tensor cores are at work all the time, a step takes 512 cycles. On an H100 the L2 cache sends fewer
 than 40 bytes per cycle to each multiprocessor, but two boxes in a step are 64. All tiles of a pair have the same boxes
-of y. Of these as many as fit, KEPT, stay in slots of their own for the whole pair; they are those of steps spread
-evenly over a tile, so that the loads are spread as well. All other boxes pass through the remaining slots, which are a
-circular buffer, in the order of their use: of each step x, then y. All three partitions count the boxes that pass
+of y. KEPT of these, as many as fit (`kept`), stay in slots of their own for the whole pair; they are those of steps
+spread evenly over a tile, so that the loads are spread as well. All other boxes pass through the remaining slots, which
+are a circular buffer, in the order of their use: of each step x, then y. All three partitions count the boxes that pass
 (`_slots`): number b is the (b // PASSING)-th to lie in its slot. A box of y that stays is the pair's, and pair number p
 of a program is the p-th to have a box in this slot.
 
@@ -63,6 +63,9 @@ _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 
 # Slots of 16 KiB, which fill shared memory. Coefficients need two more for outgoing tiles.
 SLOTS_OF_SUMS, SLOTS_OF_COEFFICIENTS = gl.constexpr(14), gl.constexpr(12)
+# Bytes of an L2 cache that is wide enough: it has as many slices of the cache as memory feeds. An H100 has 50 MiB, an
+# H200 60.
+ENOUGH_L2 = 56 << 20
 # A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
@@ -78,6 +81,17 @@ def described(matrix, rows, columns):
     """A descriptor of boxes [rows, columns] of a matrix. Gluon's also tells the layout of a box in shared memory."""
     layout = _shared_layout(matrix.dtype, rows, columns)
     return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], layout)
+
+
+def kept(slots, steps, device):
+    """KEPT for so many slots and steps of a tile.
+
+    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both. An L2
+    cache that sends enough for two boxes in a step needs no help where only a part of y would stay, which costs more.
+    """
+    if steps <= slots - 4:
+        return steps
+    return slots - 6 if torch.cuda.get_device_properties(device).L2_cache_size < ENOUGH_L2 else 0
 
 
 @gluon.constexpr_function
@@ -115,22 +129,12 @@ def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
     return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
 
-@gluon.constexpr_function
-def _kept(slots, steps):
-    """KEPT, how many boxes of a column block stay in shared memory.
-
-    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both.
-    """
-    return steps if steps <= slots - 4 else slots - 6
-
-
 @gluon.jit
-def _slots(box, k, pair, SLOTS: gl.constexpr, STEPS: gl.constexpr):
+def _slots(box, k, pair, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
     """The slots of the boxes of step k and the parities of their phases: (of x, parity, of y, parity, next box).
 
     ``box`` is the number of the first of them among all boxes that pass.
     """
-    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
     PASSING: gl.constexpr = SLOTS - KEPT
     in_x = KEPT + box % PASSING
     parity_x = box // PASSING & 1
@@ -142,10 +146,12 @@ def _slots(box, k, pair, SLOTS: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS: gl.constexpr, GROUP: gl.constexpr):
+def _produce(
+    x, y, boxes, full, empty, pairs, tiles, blocks, run,
+    KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """The producer: fills the slots."""
     SLOTS: gl.constexpr = boxes.shape[0]
-    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
@@ -155,7 +161,7 @@ def _produce(x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS: gl.cons
         for i in range(first_length + second_length):
             tile = gl.where(i < 2 * second_length, i // 2 + i % 2 * run, i - second_length)
             for k in range(STEPS):
-                in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, STEPS)
+                in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, KEPT, STEPS)
                 mbarrier.wait(empty.index(in_x), parity_x ^ 1)
                 mbarrier.expect(full.index(in_x), BM * BK * 2)
                 _copy_in(x, [(first + tile) * BM, k * BK], full.index(in_x), boxes.index(in_x))
@@ -181,14 +187,13 @@ def _release(
 @gluon.jit
 def _product(
     boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
-    SECOND: gl.constexpr, STEPS: gl.constexpr,
+    SECOND: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """[BM, BN] fp32: the product for tile t of this warpgroup's run.
 
     tiles_before and own_tiles_before count the tiles of earlier pairs: all of them, and this warpgroup's.
     """
     SLOTS: gl.constexpr = boxes.shape[0]
-    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
     BM: gl.constexpr = boxes.shape[1]
     BN: gl.constexpr = boxes.shape[1]
     box = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * (2 * STEPS - KEPT)
@@ -197,7 +202,7 @@ def _product(
     before_x = 0
     before_y = 0
     for k in range(STEPS):
-        in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, STEPS)
+        in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, KEPT, STEPS)
         mbarrier.wait(full.index(in_x), parity_x)
         mbarrier.wait(full.index(in_y), parity_y)
         of_y = boxes.index(in_y).permute((1, 0))
@@ -313,7 +318,7 @@ def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
 def _sigmoid(
     g, boxes, staging, full, empty, turns, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    SECOND: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SECOND: gl.constexpr, GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `sigmoid_coefficients`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = boxes.shape[1]
@@ -334,7 +339,19 @@ def _sigmoid(
         for t in range(length):
             row = (first + t) * BM
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes,
+                full,
+                empty,
+                turns,
+                pair,
+                t,
+                length,
+                second_length,
+                tiles_before,
+                own_tiles_before,
+                SECOND,
+                KEPT,
+                STEPS,
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -402,7 +419,8 @@ def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl
 def _softmax(
     g, boxes, staging, full, empty, turns, scale_sums, lse_x, lse_y, scale,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr,
+    KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `softmax_coefficients`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = boxes.shape[1]
@@ -422,7 +440,19 @@ def _softmax(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes,
+                full,
+                empty,
+                turns,
+                pair,
+                t,
+                length,
+                second_length,
+                tiles_before,
+                own_tiles_before,
+                SECOND,
+                KEPT,
+                STEPS,
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -443,7 +473,7 @@ def _softmax(
 def _sums(
     boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    SECOND: gl.constexpr, SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SECOND: gl.constexpr, SPAN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """A consumer of `softmax_sums`, which takes the first or the SECOND run of each pair."""
     BM: gl.constexpr = boxes.shape[1]
@@ -464,7 +494,19 @@ def _sums(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(reference_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before, SECOND, STEPS
+                boxes,
+                full,
+                empty,
+                turns,
+                pair,
+                t,
+                length,
+                second_length,
+                tiles_before,
+                own_tiles_before,
+                SECOND,
+                KEPT,
+                STEPS,
             )
             # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
@@ -482,9 +524,8 @@ def _sums(
 
 
 @gluon.jit
-def _shared(x, SLOTS: gl.constexpr, STEPS: gl.constexpr):
+def _shared(x, SLOTS: gl.constexpr, KEPT: gl.constexpr):
     """Shared memory: the slots and the barriers."""
-    KEPT: gl.constexpr = _kept(SLOTS, STEPS)
     boxes = gl.allocate_shared_memory(x.dtype, [SLOTS, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -501,21 +542,21 @@ def _shared(x, SLOTS: gl.constexpr, STEPS: gl.constexpr):
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_sums(
     x, y, sum_x, sum_y, reference_x, reference_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    SPAN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SPAN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The NEAR launch of `triton_softmax.softmax_sums`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_SUMS, STEPS)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_SUMS, KEPT)
     gl.warp_specialize(
         [
             (_sums, (
                 boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, KEPT, STEPS, GROUP,
             )),
             (_sums, (
                 boxes, full, empty, turns, sum_x, sum_y, reference_x, reference_y, scale,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, KEPT, STEPS, GROUP,
             )),
-            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, KEPT, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
@@ -525,24 +566,24 @@ def softmax_sums(
 def sigmoid_coefficients(
     x, y, g, loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_sigmoid.sigmoid_coefficients`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, STEPS)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_sigmoid, (
                 g, boxes, staging.index(0), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, GAIN, KEPT, STEPS, GROUP,
             )),
             (_sigmoid, (
                 g, boxes, staging.index(1), full, empty, turns,
                 loss_sums, bias_sums, scale_sums, overflowed, scale, bias,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, GAIN, KEPT, STEPS, GROUP,
             )),
-            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, KEPT, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
@@ -551,24 +592,24 @@ def sigmoid_coefficients(
 @gluon.jit(do_not_specialize=["m", "n", "diagonal", "pairs", "tiles", "blocks", "run"])
 def softmax_coefficients(
     x, y, g, scale_sums, lse_x, lse_y, scale, overlaps, m, n, diagonal, pairs, tiles, blocks, run,
-    SPAN: gl.constexpr, GAIN: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
+    SPAN: gl.constexpr, GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_softmax.softmax_coefficients`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, STEPS)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
             (_softmax, (
                 g, boxes, staging.index(0), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, False, SPAN, GAIN, KEPT, STEPS, GROUP,
             )),
             (_softmax, (
                 g, boxes, staging.index(1), full, empty, turns,
                 scale_sums, lse_x, lse_y, scale,
-                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, STEPS, GROUP,
+                overlaps, m, n, diagonal, pairs, tiles, blocks, run, True, SPAN, GAIN, KEPT, STEPS, GROUP,
             )),
-            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, STEPS, GROUP)),
+            (_produce, (x, y, boxes, full, empty, pairs, tiles, blocks, run, KEPT, STEPS, GROUP)),
         ],
         [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip

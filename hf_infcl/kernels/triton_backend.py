@@ -237,7 +237,9 @@ def _add_softmax_sums(
         pairs = cdiv(tiles, 2 * run) * blocks
         described = (hopper.described(t, tiling.tile, tiling.step) for t in (block.x, block.y))
         arguments = (*described, *sums, *references, scale, *place, pairs, tiles, blocks, run)
-        options = {"STEPS": cdiv(block.x.shape[1], tiling.step), "num_warps": tiling.warps, "enable_fp_fusion": True}
+        steps = cdiv(block.x.shape[1], tiling.step)
+        kept = hopper.kept(hopper.SLOTS_OF_SUMS.value, steps, block.x.device)
+        options = {"KEPT": kept, "STEPS": steps, "num_warps": tiling.warps, "enable_fp_fusion": True}
         hopper.softmax_sums[(min(pairs, tiling.slots // 2),)](*arguments, **span, **options)
     launch_plain(near=False, gated=True)
 
@@ -370,9 +372,11 @@ class _Chunk:
             *(*vectors, block.overlaps, len(block.x), len(block.y), block.diagonal),
             *(pairs, self.tiles, self.blocks, self.run),
         )
+        steps = cdiv(block.x.shape[1], tiling.step)
+        kept = self.hopper.kept(self.hopper.SLOTS_OF_COEFFICIENTS.value, steps, block.x.device)
         constants = {
             **constants,
-            **{"GAIN": self.gain, "STEPS": cdiv(block.x.shape[1], tiling.step), "GROUP": GROUP_OF_COEFFICIENTS},
+            **{"GAIN": self.gain, "KEPT": kept, "STEPS": steps, "GROUP": GROUP_OF_COEFFICIENTS},
             **{"num_warps": tiling.warps, "enable_fp_fusion": True},
         }
         kernel[(min(pairs, tiling.slots // 2),)](*arguments, **constants)
