@@ -45,8 +45,12 @@ def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
     assert outside.keys() == measured.OUTSIDE.keys(), "PLAN.md says why these are not within 15%"
     for row, _, _, _, predicted_ms, *_ in outside.values():  # their deciles spread further
         assert 0.85 * float(row["ms_p10"]) < predicted_ms < 1.15 * float(row["ms_p90"]), row
-    fitted = [measured.beside_products(measured.replayed(gpus)) for gpus in (1, 2)]
-    assert fitted == [1000 * planning.plan.REPLAY, 1000 * planning.plan.REPLAY_AMONG_GPUS]
+    constants = planning.plan
+    of_replay = 1000 * constants.HOST_OF_REPLAY, 1000 * constants.WAIT_OF_REPLAY
+    assert measured.beside_blocks(1) == pytest.approx((0, 1000 * constants.REPLAY))
+    assert measured.beside_blocks(2) == pytest.approx(of_replay)
+    for name, gpu in planning.GPUS.items():
+        assert measured.rates(name) == pytest.approx((gpu.loss_flops / 1e12, gpu.logit * 1e12))
 
 
 def test_small_losses_are_replayed_on_several_gpus_and_keep_their_memory(counted):
@@ -60,7 +64,7 @@ def test_small_losses_are_replayed_on_several_gpus_and_keep_their_memory(counted
 
 
 def test_a_kernel_waits_for_the_host_that_launches_it():
-    gpu = planning.GPU("", 80.0, flops=1e12, bandwidth=1e12, launch=1.0, loss_flops=1e12)
+    gpu = planning.GPU("", 80.0, flops=1e12, bandwidth=1e12, launch=1.0, loss_flops=1e12, logit=0.0)
     short, long, reads = ((0.0, 0.0), (0.0, 10e12), (0.0, 0.0, True))
 
     def of(*operations: tuple) -> float:

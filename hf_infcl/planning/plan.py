@@ -13,13 +13,12 @@ from .counting import ROWS, Counts, Operation
 GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
-# Seconds beside the products where small losses are replayed as CUDA graphs: on one GPU, and on several, where the
-# host calls collectives between the graphs. `scripts/benchmark.py plan --fit` takes both from the rows that it names.
-REPLAY, REPLAY_AMONG_GPUS = 0.11e-3, 1.55e-3
-# Seconds of a loss that is not replayed. The host takes the first time to launch a product of one block, while the
-# device computes earlier ones; how both overlap is measured, see `loss_seconds`. The second time is added for each of
-# the 4 or 3 products.
-HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3
+# `scripts/benchmark.py plan --fit` takes the next three times from measured rows.
+REPLAY = 0.07e-3  # seconds of a loss on one GPU beside its blocks; a small loss is replayed as a CUDA graph
+# On several GPUs: the seconds that the host takes while the device computes (how both overlap is measured, see
+# `loss_seconds`), and those that are added. First a small loss, where the host calls collectives between CUDA graphs.
+HOST_OF_REPLAY, WAIT_OF_REPLAY = 1.12e-3, 0.66e-3
+HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3  # for each of 4 or 3 products, the first also for each block
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class GPU:
         flops: floating point operations per second of matrix products in bf16.
         bandwidth: bytes per second that are read from device memory and written to it.
         launch: seconds of host time that one operation takes in eager mode.
-        loss_flops: floating point operations per second of the loss's kernels.
+        loss_flops: floating point operations per second of the matrix products in the loss's kernels.
+        logit: seconds that the loss takes for each logit beside the products, for its exponential, and to write its
+            coefficient and read it again.
     """
 
     name: str
@@ -41,12 +42,13 @@ class GPU:
     bandwidth: float
     launch: float
     loss_flops: float
+    logit: float
 
 
 # scripts/benchmarks/plan.py names the rows that the rates come from.
 GPUS = {
-    "h100": GPU("H100", 79.6, 480e12, 2.30e12, 21e-6, 584e12),
-    "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 582e12),
+    "h100": GPU("H100", 79.6, 480e12, 2.30e12, 21e-6, 618e12, 0.34e-12),
+    "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 686e12, 1.22e-12),
 }
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
@@ -205,19 +207,24 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
 
 
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
-    """The time of the loss and its gradient: that of its matrix products, and of the host that launches them.
+    """The time of the loss and its gradient: that of its blocks, and of the host that launches them.
 
-    In a ring both overlap in part: the root of the sum of their squares fits where either is the longer one. A loss of
-    less than 3 ms on several GPUs is known to half a millisecond only: so much do its measurements differ.
+    On several GPUs both overlap in part: the root of the sum of their squares fits where either is the longer one.
+    There a loss of less than 3 ms is known to half a millisecond only: so much do its measurements differ.
     """
     products = PRODUCTS[objective]
-    device = products * 2.0 * choice.rows * choice.global_batch * dim / gpu.loss_flops
+    device = block_seconds(dim, choice.rows * choice.global_batch, gpu, objective)
     if choice.gpus == 1:
         return device + REPLAY
     if is_replayed(dim, choice):
-        return device + REPLAY_AMONG_GPUS
+        return math.hypot(device, HOST_OF_REPLAY) + WAIT_OF_REPLAY
     blocks = 1 if is_gathered(dim, choice) else choice.gpus
     return math.hypot(device, products * blocks * HOST_PER_PRODUCT) + products * WAIT_PER_PRODUCT
+
+
+def block_seconds(dim: int, logits: int, gpu: GPU, objective: str) -> float:
+    """The time in which a GPU computes the loss of so many logits and its gradient."""
+    return logits * (2.0 * PRODUCTS[objective] * dim / gpu.loss_flops + gpu.logit)
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
@@ -240,7 +247,8 @@ def hiding_bandwidth(choice: Choice, gpu: GPU) -> float:
 
     While a block of b × b logits is computed, one hop travels: 2 · b · D bytes beside 2 · b² · D operations in the
     forward of the softmax loss, three times both in its backward, and three times both in the sigmoid loss. All need
-    the rate of the kernels divided by b, which is the number of pairs on one GPU.
+    the rate of the products divided by b, which is the number of pairs on one GPU, or less, since a logit takes the
+    kernels some time beside its products.
     """
     return gpu.loss_flops / choice.rows
 

@@ -1,26 +1,32 @@
 """What `infcl plan` predicts beside the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
 
-The rates of `hf_infcl.planning` were taken from the rows marked as fitted, and from no others. The rows marked as new
-were measured after the rates had been chosen; the others were known then, although no rate was taken from them. A
-difference is that of the prediction from the measured value.
+The rates of `hf_infcl.planning` were taken from the rows marked as fitted, and from no others; `plan --fit` takes
+those of the loss once more. The rows marked as new were measured after the rates had been chosen. The others were
+known then, although no rate was taken from them. A difference is that of the prediction from the measured value.
 
-The rates of several GPUs, and the form in which the host's time and the GPU's are added there, were chosen when the
-rows of two, four and eight H200s below were all known; the rows "hf_infcl ring" of four GPUs at 926160b, which also
-went into them, are not in this table. The time that small losses of several GPUs take beside their products was chosen
-anew after two rows had been predicted blindly 18 and 24% too short: the same case takes 1.6 or 2.1 ms from one run to
-the next, and 1.55 ms beside the products lies between them (1.35 before).
+How well rows were predicted before anybody had seen them, with the rates of that time: of 20 losses at d9e0b94 and
+2c3643e 18 within 9.5%, and the two of 2 × 4,096 pairs 18 and 24% too short; of 15 losses on one GPU at e247512 13
+within 7.5%, and the two with D = 256 19 and 21% too short; the first steps on an H100 (d9e0b94) 8.7% too long,
+compiled 12.0%, and their memory 0.5% too small. The form was then mended twice: a logit takes some time beside its
+products, and the host's time of a small loss on several GPUs overlaps the device's in part. The same case of 2 ×
+4,096 pairs takes 1.6 or 2.1 ms from one run to the next, so that no prediction of it can be much better than 15%.
 
-With 65,536 pairs on each of eight GPUs the softmax loss takes 15% longer than predicted. Half of that is no
-communication: eight losses of a GPU's own pairs took 261 ms there, and 243 ms on a GPU alone.
+The rates of larger losses on several GPUs were chosen when the rows of two, four and eight H200s below were known;
+the rows "hf_infcl ring" of four GPUs at 926160b, which also went into them, are not in this table. With 65,536 pairs
+on each of eight GPUs the softmax loss takes longer than predicted. Half of that is no communication: eight losses of
+a GPU's own pairs took 261 ms there, and 243 ms on a GPU alone.
 
-The first steps that were measured on an H100 are those at d9e0b94. With a bandwidth scaled from the H200's by the
-data sheets they were predicted 8.7% too long, compiled 12.0% too long, and their memory 0.5% too small. The bandwidth
-is now that of the plain Trainer's step there.
+Steps with a frozen image tower take a tenth longer than predicted. Their profile (4 × 256 pairs, one H200, e247512;
+the device synchronised around each phase) shows the two passes as long as predicted: 173 + 116 ms, predicted 190 +
+102. Phases that are not predicted take 21 ms in all: the copies of the images in fp32 11, clipping 6, the others 4. A
+step as it ran took 341 ms, in which the GPU computed or copied for 279: the small kernels of the text tower wait for
+the host.
 
-Steps with a frozen image tower take a tenth longer than predicted. The likely reason, which no profile has shown, is
-the host: their second pass consists of the small kernels of the text tower, each of which takes the GPU 23 µs on
-average (256 pairs) and the host 21 µs to launch, so that every hesitation of the host delays the step. Besides, their
-images in fp32 are copied on the stream of the computation, which at 50 GB/s takes 12 ms of the 330.
+`infcl plan --measure` at e247512, one H200, a micro-batch forward and backward: ViT-B/16 with 256 pairs 144 ms and
+28.5 GiB (predicted 145 and 28.3), with a frozen image tower 66 and 6.8 (66 and 6.8), with 64 pairs 67 and 8.2 (55 and
+8.1); ViT-L/14 with 128 pairs 230 and 44.9 (259 and 44.7); SigLIP's ViT-B/16 with 128 pairs 86 and 13.9 (74 and 13.8).
+Each is a single measurement. The one of 64 pairs waits for its host, which launched an operation in 23 µs instead of
+the 21 of the rates.
 
 Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
 memory of older rows includes what such a forward without a graph takes, 1.28 GiB for 256 pairs by the same count.
@@ -31,8 +37,9 @@ for tens of seconds; `infcl plan` predicts the steps after it.
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +47,7 @@ from typing import Any, NamedTuple
 from transformers import CLIPConfig
 
 from hf_infcl import planning
-from hf_infcl.planning import GIB, GPUS, PRODUCTS, Choice, Counts
+from hf_infcl.planning import GIB, GPU, GPUS, PRODUCTS, Choice, Counts
 
 from .common import RESULTS, Row, newest, read
 from .training import MODELS
@@ -54,9 +61,15 @@ FITTED_STEPS = (
 )
 # Commit, GPU, number of GPUs, objective, dimension and pairs of the rows of losses.
 FITTED_LOSSES = (
-    ("600f583", "h200", "1", "softmax", "512", "65536"),
-    ("8461ae9", "h100", "1", "softmax", "512", "65536"),
-    ("3a8623b", "h200", "1", "softmax", "512", "16384"),  # the time beside the products
+    ("e247512", "h200", "1", "softmax", "256", "65536"),  # the time of products and of logits
+    ("e247512", "h200", "1", "softmax", "1024", "65536"),
+    ("e247512", "h200", "1", "sigmoid", "256", "65536"),
+    ("e247512", "h200", "1", "sigmoid", "1024", "65536"),
+    ("d9e0b94", "h100", "1", "softmax", "512", "65536"),
+    ("d9e0b94", "h100", "1", "softmax", "1024", "65536"),
+    ("d9e0b94", "h100", "1", "sigmoid", "512", "65536"),
+    ("8461ae9", "h100", "1", "sigmoid", "1024", "65536"),
+    ("3a8623b", "h200", "1", "softmax", "512", "16384"),  # the time beside them
     ("568ccbd", "h200", "2", "softmax", "512", "8192"),  # the same on several GPUs
     ("568ccbd", "h200", "2", "softmax", "512", "32768"),
     ("568ccbd", "h200", "2", "sigmoid", "512", "8192"),
@@ -66,17 +79,13 @@ FITTED_LOSSES = (
     ("2c3643e", "h200", "2", "sigmoid", "512", "32768"),
 )
 # Rows of losses outside of 15%, and why.
-OUTSIDE = {
-    ("3a8623b", "h200", "1", "softmax", "512", "8192"): "The row is noisy: this case took 0.60 and 0.59 ms at 59872f4.",
-    ("4ac4a5d", "h200", "1", "sigmoid", "512", "16384"): "The row is noisy: its fastest tenth took 1.50 ms or less.",
-}
+OUTSIDE: dict[tuple[str, ...], str] = {}
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 # At these commits some losses of several GPUs were not yet replayed as CUDA graphs; their rows are left out.
 WITHOUT_REPLAY = WITH_EARLIER_GRAPH | {"4ac4a5d", "59872f4", "829e9b3", "8461ae9", "ad4ccdb", "56956b3", "9c0c178"}
 WITHOUT_REPLAY |= {"600f583", "3a8623b", "926160b", "7692cf4"}
 # The commits of all rows that were there when the rates were chosen.
-KNOWN_LOSSES = WITHOUT_REPLAY | {"79c62ae", "568ccbd"}
-KNOWN_STEPS = KNOWN_LOSSES | {"d9e0b94"}
+KNOWN = WITHOUT_REPLAY | {"79c62ae", "568ccbd", "d9e0b94", "2c3643e", "e247512"}
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes for each pair of a ViT-B/16's forward without a graph
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SMALLEST = 8192  # pairs; the time of smaller losses is that of the host alone
@@ -140,7 +149,7 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
     def was_fitted(row: Row) -> bool:
         return (row["commit"], row["micro_batch_size"], row["implementation"]) in FITTED_STEPS
 
-    for row, known in _newest(results / "step.csv", keys, wanted, KNOWN_STEPS, was_fitted):
+    for row, known in _newest(results / "step.csv", keys, wanted, was_fitted):
         name, accumulation, fitted = row["implementation"], int(row["accumulation_steps"]), was_fitted(row)
         if not (name.startswith("hf_infcl") or fitted):
             continue
@@ -185,7 +194,7 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
 
     for table, more in (("loss", ()), ("ring", ("world_size",))):
         keys = (*more, "objective", "dim", "batch_size")
-        for row, known in _newest(results / f"{table}.csv", keys, wanted, KNOWN_LOSSES, was_fitted):
+        for row, known in _newest(results / f"{table}.csv", keys, wanted, was_fitted):
             gpus = int(row.get("world_size") or 1)
             choice, dim = Choice(gpus, int(row["batch_size"]) // gpus, 1), int(row["dim"])
             if gpus > 1 and row["commit"] in WITHOUT_REPLAY and planning.is_replayed(dim, choice):
@@ -195,13 +204,9 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
 
 
 def _newest(
-    table: Path,
-    keys: tuple[str, ...],
-    wanted: Callable[[Row], Any],
-    commits: frozenset[str],
-    was_fitted: Callable[[Row], bool],
+    table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], was_fitted: Callable[[Row], bool]
 ) -> Iterator[tuple[Row, bool]]:
-    """The newest rows of each device that were measured at these commits (True), and the newest others (False).
+    """The newest rows of each device that were known when the rates were chosen (True), and the newest others (False).
 
     Rows that were fitted are among them whether they are the newest or not.
     """
@@ -209,7 +214,7 @@ def _newest(
         for known in (True, False):
 
             def chosen(row: Row, device: str = device, known: bool = known) -> bool:
-                return device in row["device"] and (row["commit"] in commits) == known and bool(wanted(row))
+                return device in row["device"] and (row["commit"] in KNOWN) == known and bool(wanted(row))
 
             found = newest(table, keys, chosen)
             fitted = read(table, lambda row: chosen(row) and was_fitted(row))
@@ -226,29 +231,48 @@ def _gpu(row: Row) -> str:
     return "h200" if "H200" in row["device"] else "h100"
 
 
-def beside_products(fitted: Iterable[Compared]) -> float:
-    """The milliseconds beside the products for which the largest difference of replayed losses is the smallest."""
-    rows = [(compared.ms, _products(compared)) for compared in fitted]
-    hundredths = range(1000)
-    return min(hundredths, key=lambda n: max(abs((products + n / 100) / ms - 1) for ms, products in rows)) / 100
+def rates(gpu: str) -> tuple[float, float]:
+    """`loss_flops` in TFLOP/s and `logit` in ps of a GPU: the largest difference of its fitted rows is the smallest."""
+    rows = [compared for compared in losses() if compared.fitted and compared.loss[1:3] == (gpu, "1")]
+    rows = [compared for compared in rows if not _is_replayed(compared)]
+
+    def worst(rates: tuple[int, float]) -> float:
+        measured = replace(GPUS[gpu], loss_flops=1e12 * rates[0], logit=1e-12 * rates[1])
+        return max(abs(_blocks(compared, measured) / compared.ms - 1) for compared in rows)
+
+    return min(((flops, n / 100) for flops in range(500, 800, 2) for n in range(200)), key=worst)
 
 
-def _products(compared: Compared) -> float:
-    """The milliseconds of a loss's matrix products."""
-    _, gpu, gpus, objective, dim, pairs = compared.loss
-    return 2000 * PRODUCTS[objective] * int(pairs) ** 2 / int(gpus) * int(dim) / GPUS[gpu].loss_flops
+def beside_blocks(gpus: int) -> tuple[float, float]:
+    """`HOST_OF_REPLAY` and `WAIT_OF_REPLAY` in ms, or 0 and `REPLAY` for one GPU, from fitted rows likewise."""
+    rows = [compared for compared in losses() if compared.fitted and int(compared.loss[2]) == gpus]
+    times = [(compared.ms, _blocks(compared, GPUS[compared.gpu])) for compared in rows if _is_replayed(compared)]
+
+    def worst(beside: tuple[float, float]) -> float:
+        host, wait = beside
+        return max(abs((math.hypot(blocks, host) + wait) / ms - 1) for ms, blocks in times)
+
+    hosts = range(200) if gpus > 1 else (0,)
+    return min(((host / 100, wait / 100) for host in hosts for wait in range(200)), key=worst)
 
 
-def replayed(gpus: int) -> list[Compared]:
-    """The fitted rows from which the time of replayed losses beside their products was taken, on one GPU or several."""
-    found = [compared for compared in losses() if compared.fitted and int(compared.loss[2]) == gpus]
-    return [c for c in found if planning.is_replayed(int(c.loss[4]), Choice(gpus, int(c.loss[5]) // gpus, 1))]
+def _is_replayed(compared: Compared) -> bool:
+    gpus, pairs = int(compared.loss[2]), int(compared.loss[5])
+    return planning.is_replayed(int(compared.loss[4]), Choice(gpus, pairs // gpus, 1))
+
+
+def _blocks(compared: Compared, gpu: GPU) -> float:
+    """The milliseconds of a loss's blocks."""
+    _, _, gpus, objective, dim, pairs = compared.loss
+    return 1000 * planning.block_seconds(int(dim), int(pairs) ** 2 // int(gpus), gpu, objective)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.fit:
-        for name, gpus in (("REPLAY", 1), ("REPLAY_AMONG_GPUS", 2)):
-            print(f"{name}: {beside_products(replayed(gpus)):.2f} ms")
+        for name in GPUS:
+            print(f"{name}: %d TFLOP/s of products, %.2f ps for a logit" % rates(name))
+        for gpus in (1, 2):
+            print(f"A replayed loss on {gpus}: %.2f ms of the host, and %.2f" % beside_blocks(gpus))
         return
     found, lost = list(steps()), list(losses())
     lines = [
@@ -307,4 +331,4 @@ def outside_lines(rows: Sequence[Compared]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "PLAN.md")
-    parser.add_argument("--fit", action="store_true", help="print the rates of replayed losses instead")
+    parser.add_argument("--fit", action="store_true", help="print the rates of the loss instead")
