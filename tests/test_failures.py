@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,6 +99,14 @@ def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, 
     assert "trained to the end" not in output
     assert "SIGTERM has ended the training after step" in output
     assert choose(str(tmp_path), "auto") is not None, output
+
+
+def test_a_launcher_that_ends_before_the_training_leaves_no_orphans(tmp_path):
+    """While a model or a data set is loaded, for instance."""
+    code, output = launched(main, "SIGKILL at the start", "gloo", str(tmp_path))
+    assert code == -signal.SIGKILL
+    assert "SIGTERM has ended the training after step 0. Nothing was trained before that." in output
+    assert "trained to the end" not in output
 
 
 class Decide(TrainerCallback):
@@ -213,7 +222,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
     if kind.startswith("SIG"):  # this training lasts longer than it takes the launcher to end
         options |= {"max_steps": 5_000, "save_strategy": "steps", "save_steps": 5_000}
-        options["callbacks"] = [EndLauncher(own)] if own == kind else []
+        options["callbacks"] = [EndLauncher(own)] if own in signal.Signals.__members__ else []
     trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})
     exhaust_memory(model, {"first pass": 5, "second pass": 6}.get(own, 0))
 
@@ -224,6 +233,12 @@ def main(kind: str, backend: str, folder: str = "") -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.visual_projection.weight.register_hook(in_backward)
+    if kind == "SIGKILL at the start":
+        launcher = os.getppid()
+        if own == kind:
+            os.kill(launcher, signal.SIGKILL)
+        while os.getppid() == launcher:
+            time.sleep(0.01)
     trainer.train()
     print("trained to the end")
 

@@ -10,7 +10,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_launcher = os.getppid()  # from the import on: it may end while a model or a data set is loaded
 _ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has sent to all processes already
+
+
+def _note_launcher() -> None:
+    global _launcher
+    _launcher = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_launcher)
 
 
 class Preempted(SystemExit):
@@ -30,7 +39,7 @@ class Preemption:
     def __init__(self) -> None:
         self._noted, self._since = 0, 0.0
         self._before: dict[int, Any] = {}
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._launcher = _launcher if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
