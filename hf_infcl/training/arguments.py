@@ -15,6 +15,7 @@ from ..kernels import BACKENDS
 from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from .dual_encoder import TOWERS
+from .preemption import ended_with_launcher
 
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
@@ -169,10 +170,11 @@ class InfCLTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self.check()
-        if self.use_cpu:
-            # TrainingArguments form the group without the timeout on CPUs; they use an existing group as it is.
-            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
-        super().__post_init__()
+        with ended_with_launcher():
+            if self.use_cpu:
+                # TrainingArguments form the group without the timeout on CPUs; they use an existing group as it is.
+                PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
+            super().__post_init__()
         if getattr(self.accelerator_config, "split_batches", False):
             raise ValueError(
                 "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "

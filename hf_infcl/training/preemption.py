@@ -6,11 +6,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _launcher = os.getppid()  # from the import on: it may end while a model or a data set is loaded
+_POLL = 1.0  # seconds between two looks at the launcher
 _ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has sent to all processes already
 
 
@@ -20,6 +27,33 @@ def _note_launcher() -> None:
 
 
 os.register_at_fork(after_in_child=_note_launcher)
+
+
+def _is_launched() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _launcher_has_gone() -> bool:
+    return _is_launched() and os.getppid() != _launcher
+
+
+@contextmanager
+def ended_with_launcher() -> Iterator[None]:
+    """A context in which this process ends if its launcher does: waiting for the others, it would not notice."""
+    left = threading.Event()
+
+    def watch() -> None:
+        while not left.wait(_POLL):
+            if _launcher_has_gone():
+                logger.error("The launcher has ended while its processes formed their group, and so does this process.")
+                os._exit(128 + signal.SIGTERM)
+
+    if _is_launched():
+        threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 class Preempted(SystemExit):
@@ -39,7 +73,6 @@ class Preemption:
     def __init__(self) -> None:
         self._noted, self._since = 0, 0.0
         self._before: dict[int, Any] = {}
-        self._launcher = _launcher if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
@@ -55,7 +88,7 @@ class Preemption:
     @property
     def signal(self) -> int:
         """The number of the signal that was noted, or 0."""
-        if not self._noted and self._launcher not in (None, os.getppid()):
+        if not self._noted and _launcher_has_gone():
             return signal.SIGTERM
         return self._noted
 
