@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.processes import OtherRankFailedError
 from hf_infcl.training.dual_encoder import DualEncoder
 
 SIZES = range(1, 14)
@@ -80,6 +81,19 @@ def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[fl
 def test_what_differs_between_processes_decides_nothing(ranks, tmp_path):
     assert ranks.run(rank_measures_otherwise, 2, str(tmp_path)) == [(2, 5e-5)] * 2
     assert (tmp_path / "checkpoint-3").is_dir()
+
+
+def rank_cannot_measure(rank: int, world_size: int, folder: str) -> str:
+    options = {"compute_metrics": lambda prediction: {"own": 1 / (1 - rank)}}
+    with pytest.raises((ZeroDivisionError, OtherRankFailedError)) as told:
+        trainer_for(folder, **options).evaluate(models.Pairs(8))
+    return str(told.value)
+
+
+def test_an_error_of_one_process_s_metrics_reaches_all(ranks, tmp_path):
+    here, there = ranks.run(rank_cannot_measure, 2, str(tmp_path))
+    assert there == "division by zero"
+    assert here.endswith("  rank 1: ZeroDivisionError: division by zero")
 
 
 def rank_evaluate(rank: int, world_size: int, folder: str, build: str) -> dict[str, float]:

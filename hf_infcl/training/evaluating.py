@@ -212,7 +212,13 @@ class EvaluatingTrainer(Trainer):
         if not isinstance(dataloader, DataLoaderDispatcher):
             batches = AnnouncingDataLoader(dataloader)
         with fsdp_tower_methods(self.dual_encoder):
-            output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
+            compute = self.compute_metrics
+            self.compute_metrics = None if compute is None else failures_announced()(compute)
+            try:
+                output = super().evaluation_loop(batches, description, False, ignore_keys, metric_key_prefix)
+            finally:
+                self.compute_metrics = compute
+            Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
             if output.num_samples == 0:
                 raise ValueError(f"The evaluation set of {metric_key_prefix}_* is empty: it gave no batch.")
