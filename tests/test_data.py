@@ -94,6 +94,23 @@ class TestLoadPairs:
         with pytest.raises(ValueError, match=r"saved', a folder of save_to_disk, cannot be loaded: \w+: "):
             load_pairs(str(tmp_path / "saved"), split="train")
 
+    def test_paths_in_a_csv(self, tmp_path):
+        images = write_folder(tmp_path / "pairs", ["a", "b"])
+        (tmp_path / "table").mkdir()
+        rows = "".join(f"{images / f'{row}.png'},{caption}\n" for row, caption in enumerate("ab"))
+        (tmp_path / "table" / "train.csv").write_text(f"filepath,title\n{rows}")
+        table = load_pairs(str(tmp_path / "table"), split="train")
+        item = ImageTextDataset(table, image_column="filepath", caption_column="title")[1]
+        assert item["caption"] == ["b"]
+        assert np.array_equal(item["image"], ImageTextDataset(load_pairs(str(images), split="train"))[1]["image"])
+
+    @pytest.mark.parametrize("name", ["train.csv", "*.tar", "{00000..00003}.tar"])
+    def test_files_in_place_of_a_folder_are_told_at_once(self, tmp_path, name, monkeypatch):
+        monkeypatch.setattr(datasets, "load_dataset", None)  # it would ask the Hub for half a minute
+        (tmp_path / "train.csv").write_text("filepath,title\n")
+        with pytest.raises(ValueError, match=r"names files, and a table is loaded from a folder.*--streaming"):
+            load_pairs(str(tmp_path / name), split="train")
+
     def test_no_data(self, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=r"There is no dataset at '.*nothing'"):
             load_pairs(str(tmp_path / "nothing"), split="train")

@@ -15,17 +15,22 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
     Args:
         source: a folder written by `save_to_disk`; or anything that `datasets.load_dataset` takes: a Hub id, or a local
             folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
-            column).
+            column) or one with a `train.csv` whose columns are paths of images and captions.
         split: name of the split, for instance "train". What `load_dataset` loads has slices as well: "train[:10%]".
         name: configuration of the dataset, if it has several.
 
     Raises:
-        ValueError: there is nothing to load at `source`; or it has no such split or configuration, and the message
-            names those that it has.
+        ValueError: there is nothing to load at `source`, or it is a file and not a folder; or it has no such split or
+            configuration, and the message names those that it has.
     """
     import datasets
     from huggingface_hub.errors import HFValidationError
 
+    if Path(source).is_file() or (not Path(source).exists() and set(source) & set("*?{[")):
+        raise ValueError(
+            f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. Training "
+            "data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
+        )
     saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
     if not any((Path(source) / file).is_file() for file in saved):
         try:
