@@ -234,7 +234,7 @@ def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
         assert f"{name} is {here!r} on rank 0 and {there!r} on rank 1" in str(told.value)
     mine = {
         "run_name": f"rank {rank}",
-        "dataloader_pin_memory": bool(rank),
+        "dataloader_num_workers": rank,
         "disable_tqdm": bool(rank),
         "log_level": "error",
     }

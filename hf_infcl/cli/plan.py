@@ -80,17 +80,7 @@ def report(options: argparse.Namespace) -> list[str]:
         found = planning.best(planning.choices(counts, compiled=options.torch_compile, **setting))
     if found is None:
         least = Choice(options.gpus, 1, rows, offload=True, compiled=options.torch_compile, checkpointing=True)
-        parts = planning.memory(counts[True], least)
-        weights, features = parts.weights + parts.optimizer, parts.features + parts.loss
-        if weights > features:
-            cure = "Take GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
-        else:
-            cure = "Lower --global_batch, or take more GPUs or GPUs with more memory."
-        raise ValueError(
-            f"Not even micro-batches of one pair fit into {planning.USABLE:.0%} of {memory_gib:g} GiB: weights and "
-            f"optimizer take {weights / GIB:.1f} GiB, features and loss of {rows:,} pairs {features / GIB:.1f}, all "
-            f"together {parts.total / GIB:.1f}. {cure}"
-        )
+        raise ValueError(why_nothing_fits(counts[True], least, memory_gib))
     choice = found[1]
     of_model = counts[choice.checkpointing]
     if options.plot is not None:
@@ -127,6 +117,21 @@ def report(options: argparse.Namespace) -> list[str]:
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, options.epochs, choice, step)
     return lines
+
+
+def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
+    """Sentences that name the parts of the memory of the least choice and a cure."""
+    parts = planning.memory(counts, least)
+    weights, features = parts.weights + parts.optimizer, parts.features + parts.loss
+    if weights > features:
+        cure = "Take GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
+    else:
+        cure = "Lower --global_batch, or take more GPUs or GPUs with more memory."
+    return (
+        f"Not even micro-batches of one pair fit into {planning.USABLE:.0%} of {memory_gib:g} GiB: weights and "
+        f"optimizer take {weights / GIB:.1f} GiB, features and loss of {least.rows:,} pairs {features / GIB:.1f}, all "
+        f"together {parts.total / GIB:.1f}. {cure}"
+    )
 
 
 def measured_line(config: PretrainedConfig, freeze: str | None, choice: Choice, counts: Counts, gpu: GPU) -> str:
@@ -218,11 +223,11 @@ def memory_lines(counts: Counts, choice: Choice, memory_gib: float) -> list[str]
 
 
 def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
-    """What each GPU sends in a step, and whether the computation of the loss hides it."""
+    """The bytes that each GPU sends in a step, and whether the computation of the loss hides their transfer."""
     sent = planning.link_bytes(counts, choice)
     if planning.is_gathered(counts.dim, choice):
         seconds = (sent["texts"] + sent["gradients of the texts"]) / 100e9
-        hidden = f"So few texts are gathered, which no computation hides: it takes {_duration(seconds)} at 100 GB/s."
+        hidden = f"So few texts are gathered. No computation hides that: it takes {_duration(seconds)} at 100 GB/s."
     else:
         rate = planning.hiding_bandwidth(choice, gpu) / 1e9
         hidden = f"The texts travel around a ring, which the computation hides from {rate:.0f} GB/s in each direction."

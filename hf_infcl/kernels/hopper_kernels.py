@@ -15,11 +15,11 @@ The product of a tile has STEPS steps, each of a box of x and a box of y.
 
 Slots: where the tensor cores are at work all the time, a step takes 512 cycles. On an H100 the L2 cache sends fewer
 than 40 bytes per cycle to each multiprocessor, but two boxes in a step are 64. All tiles of a pair have the same boxes
-of y. KEPT of these, as many as fit (`kept`), stay in slots of their own for the whole pair; they are those of steps
-spread evenly over a tile, so that the loads are spread as well. All other boxes pass through the remaining slots, which
-are a circular buffer, in the order of their use: of each step x, then y. All three partitions count the boxes that pass
-(`_slots`): number b is the (b // PASSING)-th to lie in its slot. A box of y that stays is the pair's, and pair number p
-of a program is the p-th to have a box in this slot.
+of y. KEPT of these (`kept`: all of them, as many as fit, or none) stay in slots of their own for the whole pair; they
+are those of steps spread evenly over a tile, so that the loads are spread as well. All other boxes pass through the
+remaining slots, a circular buffer, in the order of their use: the x of each step, then its y. All three partitions
+count the boxes that pass (`_slots`): number b is the (b // PASSING)-th to lie in its slot. A box of y that stays is the
+pair's, and pair number p of a program is the p-th to have a box in this slot.
 
 Barriers; a phase ends with as many arrivals as said here:
 
@@ -32,8 +32,8 @@ Barriers; a phase ends with as many arrivals as said here:
 
 Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
 all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier box of each slot has
-been there, of the pairs as well whose second run was empty. Nobody can be overtaken: a slot is filled again only after
-the arrival of those that read it, and the producer loads boxes in the order in which they are used.
+been there, including the boxes of pairs whose second run was empty. Nobody can be overtaken: a slot is filled again
+only after the arrival of those that read it, and the producer loads boxes in the order in which they are used.
 
 A run has the number of its program in the plain kernels. Their slow launch does the tiles that are skipped here, adds
 to the same sums, and finds by this number the runs of the sigmoid that have overflowed.
@@ -63,8 +63,8 @@ _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 
 # Slots of 16 KiB, which fill shared memory. Coefficients need two more for outgoing tiles.
 SLOTS_OF_SUMS, SLOTS_OF_COEFFICIENTS = gl.constexpr(14), gl.constexpr(12)
-# Bytes of an L2 cache that is wide enough: it has as many slices of the cache as memory feeds. An H100 has 50 MiB, an
-# H200 60.
+# An L2 cache of so many bytes is taken to send enough for two boxes in a step: it consists of slices that send side by
+# side. An H100 has 50 MiB, an H200 60.
 ENOUGH_L2 = 56 << 20
 # A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -353,7 +353,7 @@ def _sigmoid(
                 KEPT,
                 STEPS,
             )
-            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
                 more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
@@ -454,7 +454,7 @@ def _softmax(
                 KEPT,
                 STEPS,
             )
-            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
                 left, right = _halves(acc)
@@ -508,7 +508,7 @@ def _sums(
                 KEPT,
                 STEPS,
             )
-            # The boxes of the other tiles are in the buffer as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = exp(acc, s, of_x[:, None], 0)
                 gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")
@@ -525,7 +525,7 @@ def _sums(
 
 @gluon.jit
 def _shared(x, SLOTS: gl.constexpr, KEPT: gl.constexpr):
-    """Shared memory: the slots and the barriers."""
+    """Shared memory: the slots and the barriers. Tiles are square, so that boxes of x and of y have the same shape."""
     boxes = gl.allocate_shared_memory(x.dtype, [SLOTS, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

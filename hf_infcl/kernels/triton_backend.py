@@ -36,7 +36,7 @@ WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster
 # With so much workspace chunks have 8,192 × 16,384 coefficients in half precision. Each chunk's products read and write
 # the gradients of its rows and columns, which is least where chunks are nearly square.
 CHUNK_COLUMNS = 16384
-LOSSES_AT_A_TIME = 2048  # anchors whose cross entropies are in registers at a time
+LOSSES_AT_A_TIME = 2048  # images or texts whose cross entropies are in registers at a time
 EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
 NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
 HOPPER_PAYS = 1 << 27  # number of logits from which on `hopper_kernels` are faster

@@ -4,7 +4,7 @@
 Two steps, with three products of m·n·D multiplications: one in step 1 and two in step 2.
 1. `sigmoid_coefficients`: the terms of the loss, -log σ(t_ij z_ij), and the coefficients C_ij = -t_ij σ(-t_ij z_ij),
    from one product.
-2. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
+2. cuBLAS, two products for the gradients: C·y for grad_x and Cᵀ·x for grad_y.
 
 The fast launch computes exp(z) without a bound on z. Runs in which it overflows are marked and left to the slow launch.
 """

@@ -9,7 +9,7 @@ Six steps, with four products of m·n·D multiplications: one in step 2, one in 
 4. `softmax_losses`: cross entropies and log-sum-exps, once the log-odds of the whole batch are known.
 5. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch
    it stores the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) in the workspace.
-6. cuBLAS, two products: grad_x += C·y and grad_y += Cᵀ·x.
+6. cuBLAS, two products for the gradients: C·y for grad_x and Cᵀ·x for grad_y.
 
 In the fast launch of the steps 2 and 5 one exponential serves a row and a column, because exp(z - row) is
 exp(z - middle) · exp(middle - row). Runs whose references are far apart are not fast (`_span`): one of the factors

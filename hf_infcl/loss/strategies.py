@@ -137,8 +137,9 @@ class Strategy(ABC):
 class RingStrategy(Strategy):
     """Inf-CL: texts travel around a ring, one block at a time, in one ring for both directions of the loss.
 
-    The statistics and gradients of a block travel along with it and return to its process complete. Transfers overlap
-    the computation of the block at hand. All blocks travel at the size of the largest.
+    The statistics and gradients of a block travel along with it and return to its process, the gradients without the
+    part of that process itself. Transfers overlap the computation of the block at hand. All blocks travel at the size
+    of the largest.
 
     The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
     for the gradients. The sigmoid loss takes three.

@@ -15,8 +15,8 @@ USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 # `scripts/benchmark.py plan --fit` takes the next three times from measured rows.
 REPLAY = 0.07e-3  # seconds of a loss on one GPU beside its blocks; a small loss is replayed as a CUDA graph
-# On several GPUs: the seconds that the host takes while the device computes (how both overlap is measured, see
-# `loss_seconds`), and those that are added. First a small loss, where the host calls collectives between CUDA graphs.
+# On several GPUs: seconds of the host that overlap those of the device in part (`loss_seconds` says how), and seconds
+# that are added to both. The first two are for a small loss, in which the host calls collectives between CUDA graphs.
 HOST_OF_REPLAY, WAIT_OF_REPLAY = 1.12e-3, 0.66e-3
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3  # for each of 4 or 3 products, the first also for each block
 
@@ -210,7 +210,7 @@ def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
     """The time of the loss and its gradient: that of its blocks, and of the host that launches them.
 
     On several GPUs both overlap in part: the root of the sum of their squares fits where either is the longer one.
-    There a loss of less than 3 ms is known to half a millisecond only: so much do its measurements differ.
+    There a loss of less than 3 ms is known to half a millisecond only, because its measurements differ by that much.
     """
     products = PRODUCTS[objective]
     device = block_seconds(dim, choice.rows * choice.global_batch, gpu, objective)
@@ -230,14 +230,14 @@ def block_seconds(dim: int, logits: int, gpu: GPU, objective: str) -> float:
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
     """The bytes that a GPU sends in one step, by their purpose.
 
-    In the forward of the loss the texts travel around the ring, in its backward the texts and their fp32 gradients.
-    Where the texts are gathered instead, they travel once.
+    In the forward of the softmax loss the texts travel around the ring, in its backward the texts and their fp32
+    gradients. The sigmoid loss has one pass for both, and where texts are gathered they travel once.
     """
     others, values = choice.gpus - 1, counts.dim * choice.rows
-    gathered = is_gathered(counts.dim, choice)
+    passes = 1 if counts.objective == "sigmoid" or is_gathered(counts.dim, choice) else 2
     return {
-        "texts": 2.0 * values * others * (1 if gathered else 2),
-        "gradients of the texts": 4.0 * values * (others if gathered or not others else choice.gpus),
+        "texts": 2.0 * values * others * passes,
+        "gradients of the texts": 4.0 * values * others,
         "gradients of the weights": 2 * 4.0 * counts.trained * others / choice.gpus,
     }
 
@@ -248,7 +248,7 @@ def hiding_bandwidth(choice: Choice, gpu: GPU) -> float:
     While a block of b × b logits is computed, one hop travels: 2 · b · D bytes beside 2 · b² · D operations in the
     forward of the softmax loss, three times both in its backward, and three times both in the sigmoid loss. All need
     the rate of the products divided by b, which is the number of pairs on one GPU, or less, since a logit takes the
-    kernels some time beside its products.
+    kernels some time beside its products. Only the last transfer of gradients, beside half a block, needs a third more.
     """
     return gpu.loss_flops / choice.rows
 

@@ -159,11 +159,11 @@ class CheckpointingTrainer(HubTrainer):
         run |= {**asdict(self._run()), "resume_from_checkpoint": "a folder" if named else resumes or None}
         described = json.dumps(run, default=lambda value: type(value).__name__)
         runs = [json.loads(text) for text in Processes().gather_text(described)]
-        for rank, run in enumerate(runs):
+        for rank, other in enumerate(runs):
             if found := [
-                f"{name} is {value!r} on rank 0 and {run.get(name)!r} on rank {rank}"
+                f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}"
                 for name, value in runs[0].items()
-                if run.get(name) != value
+                if other.get(name) != value
             ]:
                 raise ValueError(
                     f"The ranks would train different runs: {', '.join(found)}. Give every machine the same model, "

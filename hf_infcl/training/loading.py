@@ -295,8 +295,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         seen = [int(rows) for rows, _ in agreed]
         wanted = self._images_of_window()
         if seen != [wanted] * len(seen):
-            full = source.sampler is not None or source.stream_loader is not None  # all batches of these loaders are
-            if full and any(batches == num_batches for _, batches in agreed):
+            # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
+            gives_full_batches = source.sampler is not None or source.stream_loader is not None
+            if gives_full_batches and any(batches == num_batches for _, batches in agreed):
                 raise ValueError(
                     f"The data collator has left rows out, or added some: the processes got {seen} rows of {wanted} "
                     "each for a global batch. Every row has to be in the batch that it is given for: take bad rows out "

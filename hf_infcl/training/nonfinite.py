@@ -287,8 +287,8 @@ class GuardedTrainer(LoadingTrainer):
             self._has_warned_of_zero = True
             logger.warning(
                 "The loss and its gradient are exactly 0, so nothing is learned. Either the pairs of a global batch "
-                "have no negatives, as with a single pair or with pair_ids that are all equal, or they are told apart "
-                "as far as the precision goes."
+                "have no negatives, as with a single pair or with pair_ids that are all equal, or the model tells them "
+                "apart so well that the loss rounds to 0."
             )
         super().log(logs, start_time)
 

@@ -78,8 +78,6 @@ FITTED_LOSSES = (
     ("2c3643e", "h200", "2", "sigmoid", "512", "8192"),
     ("2c3643e", "h200", "2", "sigmoid", "512", "32768"),
 )
-# Rows of losses outside of 15%, and why.
-OUTSIDE: dict[tuple[str, ...], str] = {}
 WITH_EARLIER_GRAPH = frozenset(("ddfe952", "21050b0", "3bd15f2", "e3a3dba"))
 # At these commits some losses of several GPUs were not yet replayed as CUDA graphs; their rows are left out.
 WITHOUT_REPLAY = WITH_EARLIER_GRAPH | {"4ac4a5d", "59872f4", "829e9b3", "8461ae9", "ad4ccdb", "56956b3", "9c0c178"}
@@ -232,7 +230,10 @@ def _gpu(row: Row) -> str:
 
 
 def rates(gpu: str) -> tuple[float, float]:
-    """`loss_flops` in TFLOP/s and `logit` in ps of a GPU: the largest difference of its fitted rows is the smallest."""
+    """`loss_flops` in TFLOP/s and `logit` in ps of a GPU.
+
+    The largest relative error of the predictions for its fitted rows is as small as possible.
+    """
     rows = [compared for compared in losses() if compared.fitted and compared.loss[1:3] == (gpu, "1")]
     rows = [compared for compared in rows if not _is_replayed(compared)]
 
@@ -244,7 +245,7 @@ def rates(gpu: str) -> tuple[float, float]:
 
 
 def beside_blocks(gpus: int) -> tuple[float, float]:
-    """`HOST_OF_REPLAY` and `WAIT_OF_REPLAY` in ms, or 0 and `REPLAY` for one GPU, from fitted rows likewise."""
+    """`HOST_OF_REPLAY` and `WAIT_OF_REPLAY` in ms, or 0 and `REPLAY` for one GPU, chosen as by `rates`."""
     rows = [compared for compared in losses() if compared.fitted and int(compared.loss[2]) == gpus]
     times = [(compared.ms, _blocks(compared, GPUS[compared.gpu])) for compared in rows if _is_replayed(compared)]
 
@@ -320,7 +321,7 @@ def outside_lines(rows: Sequence[Compared]) -> list[str]:
     for compared in rows:
         difference = f"memory {compared.predicted_gib / compared.gib - 1:+.1%}, " if compared.gib else ""
         compiled = "The step contains the compilation, which is not predicted."
-        why = compiled if compared.compiles else OUTSIDE.get(compared.loss, "Not explained.")
+        why = compiled if compared.compiles else "Not explained."
         name = compared.name.replace(" | ", ", ")
         lines.append(
             f"- {name} at {compared.row['commit']}: {difference}"
