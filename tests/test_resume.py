@@ -234,11 +234,12 @@ def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
         assert f"{name} is {here!r} on rank 0 and {there!r} on rank 1" in str(told.value)
     mine = {
         "run_name": f"rank {rank}",
-        "dataloader_num_workers": rank,
         "disable_tqdm": bool(rank),
         "log_level": "error",
     }
-    trainer_for(f"{folder}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"}).train()
+    run = trainer_for(f"{folder}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
+    run.args.dataloader_pin_memory = bool(rank)  # use_cpu has set it to False
+    run.train()
 
 
 def test_a_rank_with_other_options_is_refused_before_the_first_step(ranks, tmp_path):
