@@ -142,7 +142,7 @@ def one_process(options: argparse.Namespace) -> Iterator[Findings]:
 
 
 def begin_worker(begun: Any) -> None:
-    """Sets a worker's threads, and its GPU, of which the workers take turns.
+    """Gives a worker one thread and a GPU: the GPUs are dealt to the workers in turn.
 
     Args:
         begun: the number of workers before this one, shared by all.
