@@ -123,7 +123,7 @@ def stopped(folder: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gradient_accumulation_steps": 1}, r"global_batch_size was 8 and is 4.*resume_with_changes"),
+        ({"gradient_accumulation_steps": 1}, r"global_batch_size was 8 and is 4.*--resume_with_changes on the"),
         ({"objective": "softmax"}, r"objective was 'sigmoid' and is 'softmax'"),
         ({"model": models.siglip()}, r"model was 'CLIPModel with .* parameters' and is 'SiglipModel with "),
         ({"data": models.Pairs(39)}, r"data was 'Pairs, 40 rows, .* and is 'Pairs, 39 rows, "),

@@ -180,7 +180,7 @@ class CheckpointingTrainer(HubTrainer):
         if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
             raise ValueError(
                 f"{checkpoint} is of another run: {', '.join(changes)}. Restore the earlier values, or pass "
-                "resume_with_changes=True to go on all the same."
+                "resume_with_changes=True (--resume_with_changes on the command line) to go on all the same."
             )
         if self._resumed.processes != self.args.world_size:
             logger.warning(
