@@ -349,7 +349,6 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
 
     A logit is the sum of D products, each of them and each sum rounded: it is off by some of its largest possible size,
     |scale|·|x|·|y|, growing with the square root of D. The exponentials of differences of logits are off by a factor.
-    Sums over rows are off by `_roundings` of their terms.
     The coefficients of half precision are rounded once more for the product with the features, the gradients for their
     dtype, in which small numbers vanish. The float64 reference rounds as well, so that fewer digits of a loss below
     1e-12 can be compared.
@@ -363,7 +362,7 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
     texts = len(arguments["text_embeds"])
     scale, bias = _exact_scalar(case, case.scale), _exact_scalar(case, case.bias or 0.0)
     size = scale * x.norm(dim=1).max() * y.norm(dim=1).max() + bias.abs() + 4
-    factor = torch.expm1(eps * (case.d**0.5 / 2 + 4) * size) + eps * (torch.maximum(_roundings(x), _roundings(y)) + 8)
+    factor = torch.expm1(eps * (case.d**0.5 / 2 + 4) * size) + eps * (max(len(x), len(y)) ** 0.5 + 8)
     of_reference = 2.0**-51 * size
 
     logits = (scale * x @ y.t() + bias).requires_grad_()
@@ -398,18 +397,6 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
             "logit_bias": inexact.sum() + 1e-30,
         },
     )
-
-
-def _roundings(rows: Tensor) -> Tensor:
-    """How many times the largest rounding of one term a sum over the rows is off by.
-
-    Roundings of different terms are independent, so that they add up to the square root of their number. Terms of equal
-    rows are equal, and so are their roundings while the sum grows, which are half the largest on average: they add up
-    to half their number, in plain torch as well.
-    """
-    different, counts = rows.unique(dim=0, return_counts=True)
-    equal = counts[different.any(1)].double().norm()  # a row of zeros rounds nothing
-    return torch.clamp(equal / 2, min=len(rows) ** 0.5)
 
 
 def _parts(logits: Tensor, positive: Tensor) -> Tensor:
