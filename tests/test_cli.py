@@ -335,8 +335,12 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
         ("a/lost", True, None),
         ("shards", False, None),
     ]
+    told: list[str] = []
+    monkeypatch.setattr(description.logger, "warning", lambda message, *values: told.append(message % values))
     talk_to("http://127.0.0.1:9", monkeypatch)
     assert description._sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
+    assert len(told) == 1
+    assert told[0].startswith("The model card names no licence of a/b, because the Hub did not tell one: ")
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers.utils import logging
 
 from ..data import ImageTextDataset
 from ..publishing import Evaluation, Source, TrainingRecord, source_name, training_record
 from ..training.trainer import InfCLTrainer
 from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions
+
+logger = logging.get_logger(__name__)
 
 
 def describe_run(
@@ -69,7 +72,8 @@ def _licence(dataset: str) -> str | None:
     """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
     try:
         card = HfApi().dataset_info(dataset).card_data
-    except Exception:  # of the Hub's client or of its HTTP library
+    except Exception as error:  # of the Hub's client or of its HTTP library
+        logger.warning("The model card names no licence of %s, because the Hub did not tell one: %s", dataset, error)
         return None
     stated = getattr(card, "license", None)
     return ", ".join(stated) if isinstance(stated, list) else stated

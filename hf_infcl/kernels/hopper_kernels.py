@@ -86,8 +86,9 @@ def described(matrix, rows, columns):
 def kept(slots, steps, device):
     """KEPT for so many slots and steps of a tile.
 
-    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both. An L2
-    cache that sends enough for two boxes in a step needs no help where only a part of y would stay, which costs more.
+    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both. Where
+    only a part of y could stay, nothing does if the L2 cache sends enough for two boxes in a step: on an H200 losses of
+    65,536 pairs then took 0.98 to 1.02 of the time, in two runs.
     """
     if steps <= slots - 4:
         return steps
@@ -172,9 +173,7 @@ def _produce(
 
 
 @gluon.jit
-def _release(
-    empty, in_x, in_y, t, length, second_length, started, SECOND: gl.constexpr, KEPT: gl.constexpr
-):  # fmt: skip
+def _release(empty, in_x, in_y, t, length, second_length, started, SECOND: gl.constexpr, KEPT: gl.constexpr):
     """Arrives for the boxes of a step of tile t whose product has ended, if it was ``started``."""
     stays = in_y < KEPT
     ends = stays & (t == length - 1)
@@ -339,20 +338,9 @@ def _sigmoid(
         for t in range(length):
             row = (first + t) * BM
             acc = _product(
-                boxes,
-                full,
-                empty,
-                turns,
-                pair,
-                t,
-                length,
-                second_length,
-                tiles_before,
-                own_tiles_before,
-                SECOND,
-                KEPT,
-                STEPS,
-            )
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
+                SECOND, KEPT, STEPS,
+            )  # fmt: skip
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
@@ -440,20 +428,9 @@ def _softmax(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes,
-                full,
-                empty,
-                turns,
-                pair,
-                t,
-                length,
-                second_length,
-                tiles_before,
-                own_tiles_before,
-                SECOND,
-                KEPT,
-                STEPS,
-            )
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
+                SECOND, KEPT, STEPS,
+            )  # fmt: skip
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
@@ -494,20 +471,9 @@ def _sums(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(reference_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes,
-                full,
-                empty,
-                turns,
-                pair,
-                t,
-                length,
-                second_length,
-                tiles_before,
-                own_tiles_before,
-                SECOND,
-                KEPT,
-                STEPS,
-            )
+                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
+                SECOND, KEPT, STEPS,
+            )  # fmt: skip
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = exp(acc, s, of_x[:, None], 0)
