@@ -221,9 +221,13 @@ class Collator:
         return batch
 
 
-def end_of_launcher(ends_it: bool) -> None:
+def end_of_launcher(ends_it: bool, folder: str) -> None:
+    """Ends the launcher once both processes know it, and returns when it has ended."""
     launcher = os.getppid()
+    Path(folder, f"ready {os.environ['RANK']}").touch()
     if ends_it:
+        while len(list(Path(folder).glob("ready *"))) < 2:
+            time.sleep(0.01)
         os.kill(launcher, signal.SIGKILL)
     while os.getppid() == launcher:
         time.sleep(0.01)
@@ -236,7 +240,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
     model = models.clip()
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
     if kind == "before the group":
-        end_of_launcher(own == kind)
+        end_of_launcher(own == kind, folder)
     if kind.startswith("SIG"):  # this training lasts longer than it takes the launcher to end
         options |= {"max_steps": 5_000, "save_strategy": "steps", "save_steps": 5_000}
         options["callbacks"] = [EndLauncher(own)] if own == kind else []
@@ -251,7 +255,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
 
     model.visual_projection.weight.register_hook(in_backward)
     if kind == "before the training":
-        end_of_launcher(own == kind)
+        end_of_launcher(own == kind, folder)
     trainer.train()
     print("trained to the end")
 
