@@ -15,25 +15,31 @@ The product of a tile has STEPS steps, each of a box of x and a box of y.
 
 Slots: where the tensor cores are at work all the time, a step takes 512 cycles. On an H100 the L2 cache sends fewer
 than 40 bytes per cycle to each multiprocessor, but two boxes in a step are 64. All tiles of a pair have the same boxes
-of y. KEPT of these (`kept`: all of them, as many as fit, or none) stay in slots of their own for the whole pair; they
-are those of steps spread evenly over a tile, so that the loads are spread as well. All other boxes pass through the
-remaining slots, a circular buffer, in the order of their use: the x of each step, then its y. All three partitions
-count the boxes that pass (`_slots`): number b is the (b // PASSING)-th to lie in its slot. A box of y that stays is the
-pair's, and pair number p of a program is the p-th to have a box in this slot.
+of y. KEPT of these (`kept`: all, some or none of them) stay in slots of their own for the whole pair; they are those of
+steps spread evenly over a tile, so that the loads are spread as well. The other slots are two rings. Each step takes
+the next stage, which is a slot for its box of x and two barriers. A box of y that passes takes the next slot of the
+other ring. All three partitions count the tiles of all the program's pairs: step k of tile i has the number
+step = i · STEPS + k, its stage is step % STAGES, and it is the (step // STAGES)-th to have this stage.
 
-Barriers; a phase ends with as many arrivals as said here:
+Barriers; a phase of each ends with one arrival:
 
-- full[slot], one: the box has arrived. The arrival is the producer's expect; this phase also waits for the bytes.
-- empty[slot], one, or two if the box stays: the last product that reads the box has ended. The arrival for a box that
-  passes comes from the warpgroup whose tile it was. For a box that stays both warpgroups arrive in the last tile of
-  their runs; if the second run is empty, the first warpgroup arrives twice.
-- turns[0] and turns[1], one: the first or the second warpgroup may issue its products. One arrival for each of its
-  tiles, from the other warpgroup or, in the rest of a first run, from the first itself.
+- full[stage]: the boxes that were loaded for the step have arrived. The arrival is the producer's expect; this phase
+  also waits for the bytes.
+- empty[stage]: the product of the step has ended. The arrival comes from the warpgroup whose tile it was.
+- turns[0] and turns[1]: the first or the second warpgroup may issue its products. One arrival for each of its tiles,
+  from the other warpgroup or, in the rest of a first run, from the first itself.
 
 Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
-all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier box of each slot has
-been there, including the boxes of pairs whose second run was empty. Nobody can be overtaken: a slot is filled again
-only after the arrival of those that read it, and the producer loads boxes in the order in which they are used.
+all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has
+been full, and that the boxes that stay have arrived.
+
+Boxes of y need no barriers of their own. The producer takes the stages in order: where it has waited for the stage of a
+step, the products of all steps up to STAGES before this one have ended.
+
+- A box that passes lies where one has lain that is RING boxes of this kind older. Of STAGES consecutive steps no more
+  than RING have a box that passes (`_stages`), so the product with the older one has ended.
+- A box that stays lies where the box of the same step of the last pair has lain. The last product with that one was
+  STEPS steps earlier, and where boxes stay there are no more stages than steps.
 
 A run has the number of its program in the plain kernels. Their slow launch does the tiles that are skipped here, adds
 to the same sums, and finds by this number the runs of the sigmoid that have overflowed.
@@ -66,6 +72,7 @@ SLOTS_OF_SUMS, SLOTS_OF_COEFFICIENTS = gl.constexpr(14), gl.constexpr(12)
 # An L2 cache of so many bytes is taken to send enough for two boxes in a step: it consists of slices that send side by
 # side. An H100 has 50 MiB, an H200 60.
 ENOUGH_L2 = 56 << 20
+AHEAD = 4  # stages that are enough
 # A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
@@ -86,13 +93,27 @@ def described(matrix, rows, columns):
 def kept(slots, steps, device):
     """KEPT for so many slots and steps of a tile.
 
-    Four steps ahead are enough: four slots for the boxes of x if all those of y stay, and otherwise six for both. Where
-    only a part of y could stay, nothing does if the L2 cache sends enough for two boxes in a step: on an H200 losses of
-    65,536 pairs then took 0.98 to 1.02 of the time, in two runs.
+    All boxes of y stay where AHEAD stages are left. Otherwise as many stay as leave AHEAD stages, or none if the L2
+    cache sends enough for two boxes in a step.
     """
-    if steps <= slots - 4:
+    if steps < AHEAD:
+        return 0
+    if steps <= slots - AHEAD:
         return steps
-    return slots - 6 if torch.cuda.get_device_properties(device).L2_cache_size < ENOUGH_L2 else 0
+    if torch.cuda.get_device_properties(device).L2_cache_size >= ENOUGH_L2:
+        return 0
+    return max(count for count in range(slots) if (slots - count) * steps // (2 * steps - count) >= AHEAD)
+
+
+@gluon.constexpr_function
+def _stages(SLOTS, KEPT, STEPS):
+    """STAGES. What is left of the slots is the ring of the boxes of y that pass, RING slots.
+
+    Boxes pass in STEPS - KEPT of STEPS steps, spread evenly: s consecutive steps have s · (STEPS - KEPT) / STEPS of
+    them, rounded up at most. The slots that do not keep boxes suffice for s stages and so many boxes.
+    """
+    stages = (SLOTS - KEPT) * STEPS // (2 * STEPS - KEPT)
+    return min(stages, STEPS) if KEPT > 0 else stages
 
 
 @gluon.constexpr_function
@@ -131,19 +152,34 @@ def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _slots(box, k, pair, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
-    """The slots of the boxes of step k and the parities of their phases: (of x, parity, of y, parity, next box).
+def _start(tile, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
+    """For the first step of a tile: the stage, the parity of its phase, and the place in the ring of boxes of y."""
+    STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
+    RING: gl.constexpr = SLOTS - KEPT - STAGES
+    step = tile * STEPS
+    return step % STAGES, step // STAGES & 1, tile * (STEPS - KEPT) % max(RING, 1)
 
-    ``box`` is the number of the first of them among all boxes that pass.
-    """
-    PASSING: gl.constexpr = SLOTS - KEPT
-    in_x = KEPT + box % PASSING
-    parity_x = box // PASSING & 1
-    box += 1
-    stays = k * KEPT % STEPS < KEPT
-    in_y = gl.where(stays, k * KEPT // STEPS, KEPT + box % PASSING)
-    parity_y = gl.where(stays, pair // gl.num_programs(0), box // PASSING) & 1
-    return in_x, parity_x, in_y, parity_y, gl.where(stays, box, box + 1)
+
+@gluon.jit
+def _next(place, COUNT: gl.constexpr):
+    """The next place in a ring of so many."""
+    return gl.where(place == COUNT - 1, 0, place + 1)
+
+
+@gluon.jit
+def _slot(k, stage, ring, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
+    """The slot of step k's box of y, whether the box stays, and the place in the ring for the next one that passes."""
+    STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
+    RING: gl.constexpr = SLOTS - KEPT - STAGES
+    if KEPT == 0:
+        result = STAGES + stage, False, 0
+    elif KEPT == STEPS:
+        result = STAGES + k, True, 0
+    else:
+        stays = k * KEPT % STEPS < KEPT
+        slot = gl.where(stays, STAGES + k * KEPT // STEPS, STAGES + KEPT + ring)
+        result = slot, stays, gl.where(stays, ring, _next(ring, RING))
+    return result
 
 
 @gluon.jit
@@ -153,39 +189,49 @@ def _produce(
 ):  # fmt: skip
     """The producer: fills the slots."""
     SLOTS: gl.constexpr = boxes.shape[0]
+    STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     BM: gl.constexpr = x.block_type.shape[0]
     BN: gl.constexpr = y.block_type.shape[0]
     BK: gl.constexpr = x.block_type.shape[1]
-    box = 0
+    stage, parity, ring = _start(0, SLOTS, KEPT, STEPS)
     for pair in range(gl.program_id(0), pairs, gl.num_programs(0)):
         block, first, first_length, second_length = _pair(pair, tiles, blocks, run, GROUP)
         for i in range(first_length + second_length):
             tile = gl.where(i < 2 * second_length, i // 2 + i % 2 * run, i - second_length)
             for k in range(STEPS):
-                in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, KEPT, STEPS)
-                mbarrier.wait(empty.index(in_x), parity_x ^ 1)
-                mbarrier.expect(full.index(in_x), BM * BK * 2)
-                _copy_in(x, [(first + tile) * BM, k * BK], full.index(in_x), boxes.index(in_x))
-                if (i == 0) | (in_y >= KEPT):
-                    mbarrier.wait(empty.index(in_y), parity_y ^ 1)
-                    mbarrier.expect(full.index(in_y), BN * BK * 2)
-                    _copy_in(y, [block * BN, k * BK], full.index(in_y), boxes.index(in_y))
+                slot, stays, ring = _slot(k, stage, ring, SLOTS, KEPT, STEPS)
+                ready = full.index(stage)
+                mbarrier.wait(empty.index(stage), parity ^ 1)
+                if (i > 0) & stays:
+                    mbarrier.expect(ready, BM * BK * 2)
+                else:
+                    mbarrier.expect(ready, (BM + BN) * BK * 2)
+                    _copy_in(y, [block * BN, k * BK], ready, boxes.index(slot))
+                _copy_in(x, [(first + tile) * BM, k * BK], ready, boxes.index(stage))
+                stage = _next(stage, STAGES)
+                parity ^= gl.where(stage == 0, 1, 0)
 
 
 @gluon.jit
-def _release(empty, in_x, in_y, t, length, second_length, started, SECOND: gl.constexpr, KEPT: gl.constexpr):
-    """Arrives for the boxes of a step of tile t whose product has ended, if it was ``started``."""
-    stays = in_y < KEPT
-    ends = stays & (t == length - 1)
-    mbarrier.arrive(empty.index(in_x), count=1, pred=started)
-    mbarrier.arrive(empty.index(in_y), count=1, pred=started & (ends | (stays == 0)))
-    if not SECOND:
-        mbarrier.arrive(empty.index(in_y), count=1, pred=started & ends & (second_length == 0))
+def _multiply(boxes, full, acc, k, stage, parity, ring, KEPT: gl.constexpr, STEPS: gl.constexpr):
+    """Adds the product of step k of a tile, and returns when all products but this one have ended.
+
+    Takes and returns the place of the step and of the one after it, as `_start` does.
+    """
+    SLOTS: gl.constexpr = boxes.shape[0]
+    STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
+    slot, _, ring = _slot(k, stage, ring, SLOTS, KEPT, STEPS)
+    mbarrier.wait(full.index(stage), parity)
+    of_y = boxes.index(slot).permute((1, 0))
+    acc = warpgroup_mma(boxes.index(stage), of_y, acc, use_acc=k > 0, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    stage = _next(stage, STAGES)
+    return acc, stage, parity ^ gl.where(stage == 0, 1, 0), ring
 
 
 @gluon.jit
 def _product(
-    boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
+    boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before,
     SECOND: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
     """[BM, BN] fp32: the product for tile t of this warpgroup's run.
@@ -195,28 +241,26 @@ def _product(
     SLOTS: gl.constexpr = boxes.shape[0]
     BM: gl.constexpr = boxes.shape[1]
     BN: gl.constexpr = boxes.shape[1]
-    box = (tiles_before + t + gl.minimum(t + SECOND, second_length)) * (2 * STEPS - KEPT)
-    acc = gl.zeros((BM, BN), gl.float32, _layout(BN))
+    tile = tiles_before + t + gl.minimum(t + SECOND, second_length)
+    stage, parity, ring = _start(tile, SLOTS, KEPT, STEPS)
+    acc = gl.zeros((BM, BN), gl.float32, _layout(BN))  # not read: the first product overwrites it
     mbarrier.wait(turns.index(1 if SECOND else 0), (own_tiles_before + t + (0 if SECOND else 1)) & 1)
-    before_x = 0
-    before_y = 0
-    for k in range(STEPS):
-        in_x, parity_x, in_y, parity_y, box = _slots(box, k, pair, SLOTS, KEPT, STEPS)
-        mbarrier.wait(full.index(in_x), parity_x)
-        mbarrier.wait(full.index(in_y), parity_y)
-        of_y = boxes.index(in_y).permute((1, 0))
-        acc = warpgroup_mma(boxes.index(in_x), of_y, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))  # all but the product just issued have ended
-        _release(empty, before_x, before_y, t, length, second_length, k > 0, SECOND, KEPT)
-        before_x = in_x
-        before_y = in_y
+    # The first step stands before the loop, so that `before` and `stage` enter the loop with different values. Triton
+    # 3.6 takes a name for unchanged by a loop if it enters with the value that it is given there: here that of `stage`.
+    before = stage
+    acc, stage, parity, ring = _multiply(boxes, full, acc, 0, stage, parity, ring, KEPT, STEPS)
+    for k in range(1, STEPS):
+        this = stage
+        acc, stage, parity, ring = _multiply(boxes, full, acc, k, stage, parity, ring, KEPT, STEPS)
+        mbarrier.arrive(empty.index(before), count=1)
+        before = this
     # Pass the turn while the last product still runs, so that the tensor cores do not wait for the other warpgroup.
     following = 0
     if not SECOND:
         following = gl.where(t < second_length, 1, 0)
     mbarrier.arrive(turns.index(following), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    _release(empty, before_x, before_y, t, length, second_length, True, SECOND, KEPT)
+    mbarrier.arrive(empty.index(before), count=1)
     return acc
 
 
@@ -338,9 +382,8 @@ def _sigmoid(
         for t in range(length):
             row = (first + t) * BM
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
-                SECOND, KEPT, STEPS,
-            )  # fmt: skip
+                boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
+            )
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
@@ -377,7 +420,14 @@ def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
     lowest = gl.minimum(gl.min(of_x, 0), gl.min(of_y, 0))
     highest = gl.maximum(gl.max(finite(of_x), 0), gl.max(finite(of_y), 0))
     bounded = gl.minimum(gl.max(of_x, 0), gl.max(of_y, 0)) < float("inf")
-    return (lowest + highest) * 0.5, (highest - lowest <= REACH) & bounded
+    # All threads have the same result, but the compiler does not see it. What lies behind a branch on it would lose the
+    # units that compute once for a warp: a step of `_product` would take twice as many instructions. Of a value that
+    # comes from one lane the compiler knows it.
+    near = gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [((highest - lowest <= REACH) & bounded).to(gl.int32)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return (lowest + highest) * 0.5, near != 0
 
 
 @gluon.jit
@@ -428,9 +478,8 @@ def _softmax(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(lse_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
-                SECOND, KEPT, STEPS,
-            )  # fmt: skip
+                boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
+            )
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
@@ -471,9 +520,8 @@ def _sums(
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, _layout(BN)))
             of_x = gl.load(reference_x + gl.minimum(rows, m - 1))
             acc = _product(
-                boxes, full, empty, turns, pair, t, length, second_length, tiles_before, own_tiles_before,
-                SECOND, KEPT, STEPS,
-            )  # fmt: skip
+                boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
+            )
             # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = exp(acc, s, of_x[:, None], 0)
@@ -490,15 +538,16 @@ def _sums(
 
 
 @gluon.jit
-def _shared(x, SLOTS: gl.constexpr, KEPT: gl.constexpr):
+def _shared(x, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
     """Shared memory: the slots and the barriers. Tiles are square, so that boxes of x and of y have the same shape."""
+    STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     boxes = gl.allocate_shared_memory(x.dtype, [SLOTS, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2 if i < KEPT else 1)
+        mbarrier.init(empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
@@ -511,7 +560,7 @@ def softmax_sums(
     SPAN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The NEAR launch of `triton_softmax.softmax_sums`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_SUMS, KEPT)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_SUMS, KEPT, STEPS)
     gl.warp_specialize(
         [
             (_sums, (
@@ -535,7 +584,7 @@ def sigmoid_coefficients(
     GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_sigmoid.sigmoid_coefficients`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT, STEPS)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
@@ -561,7 +610,7 @@ def softmax_coefficients(
     SPAN: gl.constexpr, GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The FAST launch of `triton_softmax.softmax_coefficients`."""
-    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT)
+    boxes, full, empty, turns = _shared(x, SLOTS_OF_COEFFICIENTS, KEPT, STEPS)
     staging = gl.allocate_shared_memory(g.dtype, [2, g.block_type.shape[0], g.block_type.shape[1]], g.layout)
     gl.warp_specialize(
         [
