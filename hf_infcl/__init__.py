@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The modules of the public names. They are loaded on first use, so that `import hf_infcl` is light and needs neither
-# triton nor datasets nor evaluate.
+# The modules that define the public names. They are imported on first use, so that `import hf_infcl` is fast and does
+# not require triton, datasets or evaluate.
 _MODULES = {
     "contrastive_loss": "loss",
     "ContrastiveLoss": "loss",

@@ -1,6 +1,7 @@
-"""Both losses written as their definitions, with the matrix of logits in memory. Every test compares with them.
+"""Both losses exactly as they are defined, with the whole matrix of logits in memory: the truth for every test.
 
-Plain differentiable torch for one process that holds the whole batch, in any floating dtype. Compare in float64.
+This is plain differentiable torch for one process that holds the whole batch, in any floating dtype. Comparisons should
+use float64.
 """
 
 from __future__ import annotations
@@ -24,29 +25,30 @@ def contrastive_loss(
 ) -> Tensor:
     """The contrastive loss of a batch of n images and m texts.
 
-    The logits are z_ij = logit_scale · x_i·y_j + logit_bias, and a cell (i, j) is positive if image i and text j belong
-    together: on the diagonal, or with ids wherever image_ids_i = text_ids_j. Let n' be the number of images, and m' the
-    number of texts, that have a positive. The others have no loss of their own and are negatives of the other side.
+    The logits are z_ij = logit_scale · x_i·y_j + logit_bias. A cell (i, j) is positive if image i and text j belong
+    together: on the diagonal or, if ids are given, wherever image_ids_i = text_ids_j. Let n' be the number of images
+    that have a positive, and m' the number of such texts. Images and texts without a positive have no loss of their
+    own and only serve as negatives.
 
     - ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020; with ids UniCL, arXiv 2204.03610): the cross entropy of a row of z
-      is the mean of -log softmax(z_i)_j over its positives j, that of a column likewise. The loss is half the mean over
-      the n' rows plus half the mean over the m' columns.
-    - ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1): -½(1/n' + 1/m') Σ_ij log σ(t_ij z_ij), t = +1 for positives, -1
-      for all other cells. Of B pairs the factor is 1/B.
+      is the mean of -log softmax(z_i)_j over its positives j; likewise for a column. The loss is half the mean over the
+      n' rows plus half the mean over the m' columns.
+    - ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1): -½(1/n' + 1/m') Σ_ij log σ(t_ij z_ij) with t = +1 for positives
+      and -1 for all other cells. For B pairs the factor ½(1/n' + 1/m') is 1/B.
 
     Args:
         image_embeds: [n, D] floating.
         text_embeds: [m, D] floating; n = m unless ids are given.
         logit_scale: one element, the multiplier of the cosines (already exponentiated).
-        logit_bias: one element; None is 0.
+        logit_bias: one element; None means 0.
         objective: ``"softmax"`` or ``"sigmoid"``.
-        pair_ids: [n] int64. Off the diagonal, a cell whose row and column have equal ids is no negative: it drops out
-            of both denominators (softmax) or out of the sum (sigmoid).
-        image_ids: [n] int64, text_ids: [m] int64, both or neither, and not beside pair_ids.
+        pair_ids: [n] int64. Off the diagonal, a cell whose row and column have equal ids is not a negative: it is left
+            out of both denominators (softmax) or out of the sum (sigmoid).
+        image_ids: [n] int64, text_ids: [m] int64. Give both or neither, and not together with pair_ids.
         negative_texts: [h, D], further columns without a positive: hard negatives (NegCLIP, arXiv 2210.01936).
 
     Returns:
-        The loss, a scalar in the dtype of the embeddings; not finite if nothing is positive.
+        The loss, a scalar in the dtype of the embeddings. It is not finite if no cell is positive.
 
     Raises:
         ValueError: the objective is unknown.
@@ -74,7 +76,7 @@ def contrastive_loss(
 
 
 def _cross_entropy(logits: Tensor, positive: Tensor) -> Tensor:
-    """The mean over the rows with positives of the mean of -log softmax over their positives."""
+    """The mean, over all rows with positives, of the row's mean of -log softmax over its positives."""
     log_probabilities = F.log_softmax(logits, 1).masked_fill(~positive, 0)
     positives = positive.sum(1)
     return (-log_probabilities.sum(1) / positives.clamp_min(1))[positives > 0].mean()

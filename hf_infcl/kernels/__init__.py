@@ -1,19 +1,19 @@
 """The contrastive losses of a block of images and texts, computed without ever storing the logits.
 
-Operators of `torch.library`, which know nothing of autograd and torch.distributed. Each is computed by one of two
-modules, the `Backend` that its argument ``backend`` selects: `torch_backend` in plain torch on any device, or
-`triton_backend`, which launches Triton's kernels.
+These are operators of `torch.library` that know nothing of autograd or torch.distributed. The argument ``backend``
+selects the module that computes an operator (see `Backend`): `torch_backend`, in plain torch on any device, or
+`triton_backend`, which launches Triton kernels.
 
-Common words: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j
-(+ bias). scale and bias are 0-dim tensors on the features' device, so that nothing waits for their values. Scalars,
-vectors and gradients are fp32 (fp64 for fp64 features). ``ids_x`` [m] and ``ids_y`` [n] are int32, in any order; the
-kernels are faster where rows and columns are sorted by them, because only few tiles then hold equal ids.
+Terms: a *block* is m images against n texts, x [m, D] and y [n, D], with the logits z_ij = scale · x_i·y_j (+ bias).
+scale and bias are 0-dim tensors on the device of the features, so that the host never waits for their values. Scalars,
+vectors and gradients are fp32 (fp64 for fp64 features). ``ids_x`` [m] and ``ids_y`` [n] are int32, in any order. The
+kernels are faster if rows and columns are sorted by id, because few tiles then contain equal ids.
 
-The operators of *pairs* take ``diagonal``, which says where the block's positives lie: image i belongs to text
-i + diagonal; None: the block has no positives. Ids are given for both sides or for neither: a cell with equal ids that
-is not a positive is excluded, as if it were not there.
+The operators of *pairs* take ``diagonal``, the position of the positives in the block: image i belongs to text
+i + diagonal. None means that the block has no positives. Ids are given for both sides or for neither. A cell with equal
+ids that is not a positive is excluded from all sums.
 
-The operators of *several positives*, whose names begin with ``multi_positive``, take ids for both sides: cells with
+The operators of *several positives*, whose names begin with ``multi_positive``, take ids for both sides. Cells with
 equal ids are positives, all others are negatives.
 """
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """A module that computes the operators of this package; the functions below explain them."""
+    """A module that computes the operators of this package. The functions of the same names below document them."""
 
     def positive_logits(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor: ...
 
@@ -132,7 +132,7 @@ class Backend(Protocol):
 
 
 def obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why ``backend`` cannot compute features of this dtype on this device, as a sentence; empty if it can."""
+    """A message that says why ``backend`` cannot compute features of this dtype on this device; empty if it can."""
     reason = _obstacle_to_triton(device, dtype) if backend == "triton" else ""
     return reason and f'backend="triton" cannot run here: {reason}. Use "auto" or "torch".'
 
@@ -140,11 +140,11 @@ def obstacle(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 def select(backend: str, x: Tensor) -> Backend:
     """The module that computes blocks of features like ``x``.
 
-    ``"auto"`` is ``"triton"`` on GPUs where that can run, and ``"torch"`` elsewhere; the choice and its reason are
-    logged once.
+    ``"auto"`` is ``"triton"`` on GPUs that can run it and ``"torch"`` elsewhere. The choice and its reason are logged
+    once.
 
     Raises:
-        ValueError: ``"triton"`` was asked for and cannot run.
+        ValueError: ``backend`` is ``"triton"``, which cannot run.
     """
     if problem := obstacle(backend, x.device, x.dtype):
         raise ValueError(problem)
@@ -169,7 +169,7 @@ def _auto_is_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.lru_cache
 def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
-    """Why Triton's kernels cannot run, as a clause; empty if they can."""
+    """The reason why the Triton kernels cannot run, as a clause; empty if they can."""
     if dtype == torch.float64:
         return "its kernels compute in float32, and the features are float64"
     try:
@@ -192,8 +192,8 @@ def _obstacle_to_triton(device: torch.device, dtype: torch.dtype) -> str:
 def positive_logits(x: Tensor, y: Tensor, scale: Tensor, *, backend: str = "auto") -> Tensor:
     """scale · x_i·y_i, [m], computed by the same product as the tiles.
 
-    The statistics are differences to these logits. A product that rounds otherwise would shift a small loss by
-    percents.
+    The statistics are differences from these logits. A product that rounds differently would change a small loss by
+    several percent.
     """
     return torch.ops.hf_infcl.positive_logits(x, y, scale, backend)
 
@@ -212,15 +212,16 @@ def softmax_statistics(
 ) -> tuple[Tensor, Tensor]:
     """The log-odds of the block's negatives against the positive of each row and of each column.
 
-    Rows: log Σ_j exp(z_ij - positive_x_i), columns: log Σ_i exp(z_ij - positive_y_j), over the negatives alone, both
-    from one tile of logits. Log-odds of blocks combine by `torch.logaddexp`; the cross entropy of a row is softplus of
-    its log-odds, which keeps its digits however small it gets.
+    These are log Σ_j exp(z_ij - positive_x_i) for row i and log Σ_i exp(z_ij - positive_y_j) for column j, with sums
+    over the negatives alone, and both from the same tiles of logits. The log-odds of several blocks are combined with
+    `torch.logaddexp`. The cross entropy of a row is the softplus of its log-odds, which has full relative precision
+    however small it is.
 
     Args:
-        positive_x: [m], the logit of each image's positive, wherever in the batch that is; positive_y: [n] likewise.
+        positive_x: [m], the logit of each image's positive, which may lie in another block; positive_y: [n] likewise.
 
     Returns:
-        ([m], [n]); -inf where there is no negative.
+        The log-odds of the rows, [m], and of the columns, [n]; -inf where there is no negative.
     """
     return torch.ops.hf_infcl.softmax_statistics(x, y, scale, positive_x, positive_y, ids_x, ids_y, diagonal, backend)
 
@@ -237,13 +238,15 @@ def softmax_losses(
     """The cross entropies of b pairs, and the vectors that `softmax_gradients` takes.
 
     Args:
-        positive: [b], the logits of the pairs; odds_x: [b], the log-odds of their images against the negatives of the
-            whole batch; odds_y: [b], those of their texts.
-        positive_of_columns: [n], the positives of a block's columns; odds_of_columns: [n], their log-odds.
+        positive: [b], the logits of the pairs.
+        odds_x: [b], the log-odds of their images against the negatives of the whole batch (`softmax_statistics`).
+        odds_y: [b], the log-odds of their texts.
+        positive_of_columns: [n], the positives of the columns of a block.
+        odds_of_columns: [n], the log-odds of these columns.
 
     Returns:
-        The sum of the cross entropies of the 2b images and texts, a scalar; the log-sum-exps of the images, [b], and of
-        the columns, [n]; and the coefficients of the positives, [b].
+        The sum of the cross entropies of the b images and b texts, a scalar; the log-sum-exps of the images, [b], and
+        of the columns, [n]; and the coefficients of the positives, [b].
     """
     return torch.ops.hf_infcl.softmax_losses(positive, odds_x, odds_y, positive_of_columns, odds_of_columns, backend)
 
@@ -264,16 +267,17 @@ def softmax_gradients(
     accumulate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x`` (None: not wanted).
+    """Computes the products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
-    C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, positive_coefficient_i for positives, 0 for excluded
-    cells. With the global log-sum-exps, C is 2B times the derivative of the symmetric InfoNCE by z.
+    C_ij is exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) for negatives, positive_coefficient_i for positives, and 0 for
+    excluded cells. With the log-sum-exps of the whole batch of B pairs, C is 2B times the derivative of the symmetric
+    InfoNCE loss by z.
 
     Args:
-        lse_x: [m] log-sum-exp of each image's logits over the whole batch; lse_y: [n] of each text's.
-        positive_coefficient: [m], used where ``diagonal`` is given.
-        grad_x: [m, D], grad_y: [n, D].
-        accumulate: add to what they hold instead of replacing it.
+        lse_x: [m], the log-sum-exp of each image's logits over the whole batch; lse_y: [n], that of each text's logits.
+        positive_coefficient: [m], used if ``diagonal`` is given.
+        grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
+        accumulate: add to the contents of grad_x and grad_y instead of replacing them.
 
     Returns:
         Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
@@ -297,14 +301,14 @@ def sigmoid_block(
     accumulate: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The block's sigmoid loss and, from the same tiles, its gradients.
+    """Computes the sigmoid loss of a block and, from the same tiles, ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
-    With C_ij = -t_ij σ(-t_ij z_ij), B times the derivative of the loss by z: ``grad_x = C·y``, ``grad_y = Cᵀ·x``
-    (None: not wanted). With ``accumulate`` these are added to what grad_x and grad_y hold.
+    C_ij = -t_ij σ(-t_ij z_ij) is B times the derivative of the loss by z. grad_x and grad_y may be None if they are not
+    needed. If ``accumulate``, the products are added to the contents of grad_x and grad_y instead of replacing them.
 
     Returns:
-        (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij, Σ_ij C_ij x_i·y_j), scalars: the loss, its derivatives by bias and by scale.
-        Unlike the products they are computed from C in fp32.
+        (-Σ_ij log σ(t_ij z_ij), Σ_ij C_ij, Σ_ij C_ij x_i·y_j), scalars: the loss and its derivatives by bias and by
+        scale. Unlike the products they are computed from C in fp32.
     """
     return torch.ops.hf_infcl.sigmoid_block(
         x, y, scale, bias, ids_x, ids_y, diagonal, grad_x, grad_y, accumulate, backend
@@ -326,17 +330,18 @@ def multi_positive_statistics(
 
     With d_ij = z_ij - reference_x_i, the statistics of row i are
 
-    - the negatives' log Σ_j exp(d_ij), over the columns with other ids; -inf if there is none,
-    - the positives' log Σ_j exp(d_ij), over the columns with the same id; -inf if there is none,
-    - the positives' distance Σ_j d_ij, a plain sum; 0 if there is none,
+    - negatives: log Σ_j exp(d_ij) over the columns with a different id; -inf if there are none,
+    - positives: log Σ_j exp(d_ij) over the columns with the same id; -inf if there are none,
+    - distance: Σ_j d_ij over the columns with the same id, a plain sum; 0 if there are none.
 
-    and those of the columns likewise with z_ij - reference_y_j and sums over i. The statistics of blocks combine by
-    `torch.logaddexp`, `torch.logaddexp` and addition.
+    The statistics of column j are defined likewise, with z_ij - reference_y_j and sums over i. To combine those of
+    several blocks, use `torch.logaddexp` for negatives and positives, and addition for the distance.
 
     Args:
-        reference_x: [m], one logit of each image, preferably with a positive and computed by `positive_logits`;
-            reference_y: [n] likewise. No result overflows, whichever logits these are. A sum of terms that all lie 87
-            or more below the reference may be -inf: beside the term of the reference it does not matter.
+        reference_x: [m], one logit of each image, preferably that of a positive computed by `positive_logits`.
+            No result overflows, whichever logits are chosen. If all terms of a sum lie 87 or more below the reference,
+            the result may be -inf; such a sum is negligible beside the term of the reference.
+        reference_y: [n] likewise for the texts.
 
     Returns:
         Negatives, positives and distance of the rows, each [m], and of the columns, each [n].
@@ -362,27 +367,27 @@ def multi_positive_gradients(
     accumulate: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x`` (None: not wanted).
+    """Computes the products of the block's coefficients: ``grad_x = C·y`` and ``grad_y = Cᵀ·x``.
 
-    C_ij is a term of the row plus a term of the column. With e = exp((z_ij - reference_x_i) - relative_x_i), that of
-    the row is
+    C_ij is the sum of a row term and a column term. With e = exp((z_ij - reference_x_i) - relative_x_i), the row term
+    is
 
     - e for negatives,
     - e - share_x_i for positives of a row with share_x_i >= 0,
-    - share_x_i itself for positives of a row with share_x_i < 0, which has a single positive: the difference would
-      lose the digits of a small gradient;
+    - share_x_i itself for positives of a row with share_x_i < 0. Such a row has a single positive, for which the
+      difference would lose the digits of a small gradient.
 
-    that of the column likewise. All terms are at most 1 in magnitude. A row without a loss of its own has
+    The column term is defined likewise. All terms are at most 1 in magnitude. A row without a loss of its own has
     relative_x_i = +inf and share_x_i = 0.
 
     Args:
         reference_x: [m], as in `multi_positive_statistics`; reference_y: [n] likewise.
-        relative_x: [m], the log-sum-exp of each image's logits over the whole batch, less its reference and less the
-            logarithm of its weight; relative_y: [n] likewise. Reference and relative are apart, because the rounding of
-            their sum would be that of a large number.
+        relative_x: [m], the log-sum-exp of each image's logits over the whole batch, minus its reference and minus the
+            logarithm of its weight; relative_y: [n] likewise. References and relatives are separate arguments, because
+            their sum is large and would lose digits in rounding.
         share_x: [m], share_y: [n].
-        grad_x: [m, D], grad_y: [n, D].
-        accumulate: add to what they hold instead of replacing it.
+        grad_x: [m, D], an output; None if it is not needed. grad_y: [n, D] likewise.
+        accumulate: add to the contents of grad_x and grad_y instead of replacing them.
 
     Returns:
         Σ_ij C_ij x_i·y_j, a scalar: the derivative by scale. Unlike the products it is computed from C in fp32.
@@ -406,21 +411,22 @@ def multi_positive_sigmoid(
     accumulate: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sigmoid_block`, with t = +1 for all cells with equal ids and -1 for all others."""
+    """Like `sigmoid_block`, with t = +1 for all cells with equal ids and -1 for all others."""
     return torch.ops.hf_infcl.multi_positive_sigmoid(
         x, y, scale, bias, ids_x, ids_y, grad_x, grad_y, accumulate, backend
     )
 
 
 def _module(backend: str, x: Tensor, y: Tensor) -> Backend:
-    """The module that `select` gives, but plain torch for an empty block, for which no kernel can be launched."""
+    """The module that `select` returns, or plain torch for an empty block, for which no kernel can be launched."""
     return select(backend, x) if len(x) and len(y) else torch_backend
 
 
 def _register(signature: str, compute: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Defines an operator.
 
-    `torch.library.custom_op` is not used, because it takes 0.1 ms a call, longer than the kernels of a small batch.
+    It does not use `torch.library.custom_op`, whose overhead of 0.1 ms per call exceeds the kernel time of a small
+    batch.
     """
     name = signature[: signature.index("(")]
     torch.library.define(f"hf_infcl::{name}", signature[len(name) :])

@@ -1,48 +1,65 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The fast launches on Hopper, in Gluon: the results of Triton's kernels up to rounding, in less time.
+"""The fast launches on Hopper, in Gluon: the same results as the plain Triton kernels up to rounding, in less time.
 
-`triton_tiles`, `triton_softmax` and `triton_sigmoid` explain the algorithm and its formulas; this text explains how
-they are scheduled on Hopper.
+`triton_tiles`, `triton_softmax` and `triton_sigmoid` explain the algorithm and its formulas. This text explains how the
+work is scheduled on Hopper.
 
-In CUTLASS's words the kernels are persistent, warp-specialised and ping-pong: one producer warp loads boxes of
-features by TMA into slots of shared memory, and two consumer warpgroups multiply in turn. While one has the tensor
-cores, the other makes sums or coefficients of its product.
+The kernels are what CUTLASS calls persistent, warp-specialised and ping-pong. One program runs on each multiprocessor.
+Its producer warp loads boxes of features by TMA into a multistage pipeline in shared memory. Its two consumer
+warpgroups take turns on the tensor cores: while one multiplies, the other turns its product into sums or coefficients.
 
-Work: a *run* is the work of one program of the plain kernels, ``run`` row tiles of one column block. A program here
-takes pairs of runs of the same column block, one for each warpgroup; the second run is never longer than the first, and
-may be empty. The tiles alternate between the runs until the second one ends, and then the rest of the first follows.
-The product of a tile has STEPS steps, each of a box of x and a box of y.
+Work
+    A *run* is the work of one program of the plain kernels: ``run`` row tiles of one column block. A *pair* is two
+    consecutive runs of one column block, one for each warpgroup; each program loops over several pairs. The second run
+    is never longer than the first and may be empty. Tiles alternate between the two runs until the second run ends; the
+    rest of the first run follows. The product of a tile has STEPS steps along D. Each step multiplies a box of x
+    [BM, BK] by a box of y [BN, BK].
 
-Slots: where the tensor cores are at work all the time, a step takes 512 cycles. On an H100 the L2 cache sends fewer
-than 40 bytes per cycle to each multiprocessor, but two boxes in a step are 64. All tiles of a pair have the same boxes
-of y. KEPT of these (`kept`: all, some or none of them) stay in slots of their own for the whole pair; they are those of
-steps spread evenly over a tile, so that the loads are spread as well. The other slots are two rings. Each step takes
-the next stage, which is a slot for its box of x and two barriers. A box of y that passes takes the next slot of the
-other ring. All three partitions count the tiles of all the program's pairs: step k of tile i has the number
-step = i · STEPS + k, its stage is step % STAGES, and it is the (step // STAGES)-th to have this stage.
+    Each partition numbers the steps in the same way, across all tiles of all pairs of the program: step k of tile i is
+    step number i · STEPS + k.
 
-Barriers; a phase of each ends with one arrival:
+Slots
+    Shared memory is divided into SLOTS slots of one box each. While the tensor cores are busy, a step takes 512 cycles.
+    Two boxes per step would be 64 bytes per cycle, but the L2 cache of an H100 delivers fewer than 40 bytes per cycle
+    to each multiprocessor. All tiles of a pair need the same boxes of y, so KEPT of these (all, some or none: `kept`)
+    are loaded with the first tile and kept for the rest of the pair. The other boxes of y are *streamed*: they are
+    loaded again for every tile. The slots are used as follows:
 
-- full[stage]: the boxes that were loaded for the step have arrived. The arrival is the producer's expect; this phase
-  also waits for the bytes.
-- empty[stage]: the product of the step has ended. The arrival comes from the warpgroup whose tile it was.
-- turns[0] and turns[1]: the first or the second warpgroup may issue its products. One arrival for each of its tiles,
-  from the other warpgroup or, in the rest of a first run, from the first itself.
+    - STAGES slots are the stages of the pipeline. Step s loads its box of x into stage s % STAGES, and is number
+      s // STAGES to use that stage.
+    - KEPT slots hold the kept boxes of y. The steps of these boxes are spread evenly over the tile, and so are the
+      loads of the streamed ones.
+    - RING slots, the remaining ones, are a ring buffer for the streamed boxes of y.
 
-Phases are known by their parity alone, so no partition may be two phases behind. A turn is therefore passed only after
-all boxes of the tile have been waited for: the warpgroup that gets it knows that every earlier use of each stage has
-been full, and that the boxes that stay have arrived.
+Barriers
+    These are mbarriers with an arrival count of one.
 
-Boxes of y need no barriers of their own. The producer takes the stages in order: where it has waited for the stage of a
-step, the products of all steps up to STAGES before this one have ended.
+    - full[stage]: all boxes loaded for the step have arrived. The producer arrives, with the number of bytes that the
+      phase also waits for.
+    - empty[stage]: the product of the step is complete. The warpgroup that computed it arrives.
+    - turns[0], turns[1]: the first or the second warpgroup may issue the products of its next tile. The other warpgroup
+      arrives when it has issued the last product of a tile. Once the second run has ended, the first warpgroup arrives
+      for itself.
 
-- A box that passes lies where one has lain that is RING boxes of this kind older. Of STAGES consecutive steps no more
-  than RING have a box that passes (`_stages`), so the product with the older one has ended.
-- A box that stays lies where the box of the same step of the last pair has lain. The last product with that one was
-  STEPS steps earlier, and where boxes stay there are no more stages than steps.
+Phase parity
+    A wait on a barrier sees only the parity of its phase, so no partition may fall two phases behind. A warpgroup
+    therefore passes the turn only after it has waited for all full barriers of its tile. The warpgroup that receives
+    the turn then knows that every earlier phase of every full barrier is complete. It also knows that the kept boxes
+    have arrived, which full barriers cover only in the first tile of a pair.
 
-A run has the number of its program in the plain kernels. Their slow launch does the tiles that are skipped here, adds
-to the same sums, and finds by this number the runs of the sigmoid that have overflowed.
+Boxes of y have no barriers of their own
+    The producer takes the stages in order. Once it has waited for the empty barrier of step s, the products of all
+    steps up to s - STAGES are complete. That is enough to overwrite a box of y:
+
+    - The box that a streamed box overwrites was streamed RING boxes earlier. Any STAGES consecutive steps stream at
+      most RING boxes (`_stages`), so that box belongs to step s - STAGES or an earlier one.
+    - The box that a kept box overwrites is that of the same step of a tile in the previous pair. It was last used in
+      step s - STEPS, and where boxes are kept STAGES is at most STEPS.
+
+Plain kernels
+    Each run is identified by the number of the plain kernels' program that has the same run (`_number`). The slow
+    launch of the plain kernels computes the tiles that are skipped here, adds to the same sums, and finds by this
+    number the runs of the sigmoid loss that have overflowed.
 """
 
 import functools
@@ -63,17 +80,19 @@ from .triton_sigmoid import LIMIT, log1p
 from .triton_softmax import REACH, exp, finite
 from .triton_tiles import LOG2E, column_sums, is_inside, masked_tiles, place, thread_sums, whole_sum
 
-# The first names are those of newer releases of Triton.
+# Newer releases of Triton have the first of each two names.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Slots of 16 KiB, which fill shared memory. Coefficients need two more for outgoing tiles.
+# The number of slots, 16 KiB each, that fills shared memory. The kernels of coefficients need the space of two more
+# slots to stage their output.
 SLOTS_OF_SUMS, SLOTS_OF_COEFFICIENTS = gl.constexpr(14), gl.constexpr(12)
-# An L2 cache of so many bytes is taken to send enough for two boxes in a step: it consists of slices that send side by
-# side. An H100 has 50 MiB, an H200 60.
+# An L2 cache of at least this size, in bytes, is assumed to deliver two boxes per step, because it consists of slices
+# that deliver in parallel. An H100 has 50 MiB, an H200 60 MiB.
 ENOUGH_L2 = 56 << 20
-AHEAD = 4  # stages that are enough
-# A multiprocessor has 168 registers for each thread of three warpgroups. The producer's one warp counts as a warpgroup.
+AHEAD = 4  # a pipeline with this many stages is deep enough
+# Registers per thread. A multiprocessor has enough for 168 in each thread of three warpgroups; the producer's single
+# warp counts as a warpgroup.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(3 * 168 - 2 * 240)
 
@@ -85,16 +104,17 @@ def _shared_layout(dtype, rows, columns):
 
 
 def described(matrix, rows, columns):
-    """A descriptor of boxes [rows, columns] of a matrix. Gluon's also tells the layout of a box in shared memory."""
+    """A TMA descriptor for boxes [rows, columns] of a matrix, with the layout of a box in shared memory."""
     layout = _shared_layout(matrix.dtype, rows, columns)
     return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], layout)
 
 
 def kept(slots, steps, device):
-    """KEPT for so many slots and steps of a tile.
+    """KEPT, the number of boxes of y that are kept, for the numbers of slots and of steps per tile.
 
-    All boxes of y stay where AHEAD stages are left. Otherwise as many stay as leave AHEAD stages, or none if the L2
-    cache sends enough for two boxes in a step.
+    All boxes are kept if that leaves AHEAD stages. Otherwise none are kept if the L2 cache can deliver two boxes per
+    step, and if it cannot, as many as leave AHEAD stages. Tiles of fewer than AHEAD steps keep none, because kept boxes
+    limit the stages to the steps of a tile (`_stages`).
     """
     if steps < AHEAD:
         return 0
@@ -107,10 +127,11 @@ def kept(slots, steps, device):
 
 @gluon.constexpr_function
 def _stages(SLOTS, KEPT, STEPS):
-    """STAGES. What is left of the slots is the ring of the boxes of y that pass, RING slots.
+    """STAGES; the SLOTS - KEPT - STAGES other slots are the ring of streamed boxes of y.
 
-    Boxes pass in STEPS - KEPT of STEPS steps, spread evenly: s consecutive steps have s · (STEPS - KEPT) / STEPS of
-    them, rounded up at most. The slots that do not keep boxes suffice for s stages and so many boxes.
+    A tile streams STEPS - KEPT boxes of y in steps that are spread evenly, so s consecutive steps stream at most
+    s · (STEPS - KEPT) / STEPS boxes, rounded up. STAGES is the largest s for which the SLOTS - KEPT slots have room for
+    s boxes of x and this many boxes of y. Where boxes are kept it is at most STEPS (see the top of this file).
     """
     stages = (SLOTS - KEPT) * STEPS // (2 * STEPS - KEPT)
     return min(stages, STEPS) if KEPT > 0 else stages
@@ -118,13 +139,13 @@ def _stages(SLOTS, KEPT, STEPS):
 
 @gluon.constexpr_function
 def _layout(columns):
-    """The layout of a product with so many columns in the registers of a warpgroup."""
+    """The layout of a product with this many columns in the registers of a warpgroup."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
-    """A pair's column block, its first row tile, and the number of row tiles of its first and of its second run."""
+    """The column block of a pair, its first row tile, and the numbers of row tiles in its first and second run."""
     block, first = place(pair, tiles, blocks, 2 * run, GROUP)
     left = tiles - first
     return block, first, gl.minimum(left, run), gl.maximum(gl.minimum(left - run, run), 0)
@@ -132,9 +153,9 @@ def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
 
 @gluon.jit
 def _own_run(pair, tiles, blocks, run, SECOND: gl.constexpr, GROUP: gl.constexpr):
-    """A pair's column block and, of the run that one consumer takes, the first row tile and the number of row tiles.
+    """The column block of a pair, and the first row tile and the number of row tiles of this consumer's run.
 
-    The last two numbers are the row tiles of the second run and of both runs.
+    The last two results are the numbers of row tiles in the second run and in both runs.
     """
     block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
     together = length + second_length
@@ -146,14 +167,14 @@ def _own_run(pair, tiles, blocks, run, SECOND: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def _number(block, first, tiles, blocks, run, GROUP: gl.constexpr):
-    """The number of the plain program to which `place` gives this column block and first row tile."""
+    """The number of the plain kernels' program to which `place` gives this column block and first row tile."""
     group = block // GROUP * GROUP
     return group * gl.cdiv(tiles, run) + first // run * gl.minimum(blocks - group, GROUP) + block - group
 
 
 @gluon.jit
 def _start(tile, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
-    """For the first step of a tile: the stage, the parity of its phase, and the place in the ring of boxes of y."""
+    """For the first step of a tile: its stage, the parity of the stage's phase, and the ring index of the next box."""
     STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     RING: gl.constexpr = SLOTS - KEPT - STAGES
     step = tile * STEPS
@@ -162,13 +183,13 @@ def _start(tile, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
 
 @gluon.jit
 def _next(place, COUNT: gl.constexpr):
-    """The next place in a ring of so many."""
+    """The index that follows ``place`` in a ring of COUNT slots."""
     return gl.where(place == COUNT - 1, 0, place + 1)
 
 
 @gluon.jit
 def _slot(k, stage, ring, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
-    """The slot of step k's box of y, whether the box stays, and the place in the ring for the next one that passes."""
+    """The slot of step k's box of y, whether that box is kept, and the ring index of the next streamed box."""
     STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     RING: gl.constexpr = SLOTS - KEPT - STAGES
     if KEPT == 0:
@@ -187,7 +208,7 @@ def _produce(
     x, y, boxes, full, empty, pairs, tiles, blocks, run,
     KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills the slots."""
+    """The producer, which loads all boxes."""
     SLOTS: gl.constexpr = boxes.shape[0]
     STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     BM: gl.constexpr = x.block_type.shape[0]
@@ -214,9 +235,9 @@ def _produce(
 
 @gluon.jit
 def _multiply(boxes, full, acc, k, stage, parity, ring, KEPT: gl.constexpr, STEPS: gl.constexpr):
-    """Adds the product of step k of a tile, and returns when all products but this one have ended.
+    """Issues the product of step k of a tile, and waits until all earlier products are complete.
 
-    Takes and returns the place of the step and of the one after it, as `_start` does.
+    Takes the stage, parity and ring index of this step (see `_start`), and returns those of the next step.
     """
     SLOTS: gl.constexpr = boxes.shape[0]
     STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
@@ -236,7 +257,7 @@ def _product(
 ):  # fmt: skip
     """[BM, BN] fp32: the product for tile t of this warpgroup's run.
 
-    tiles_before and own_tiles_before count the tiles of earlier pairs: all of them, and this warpgroup's.
+    tiles_before is the number of tiles in the program's earlier pairs, own_tiles_before this warpgroup's share of them.
     """
     SLOTS: gl.constexpr = boxes.shape[0]
     BM: gl.constexpr = boxes.shape[1]
@@ -245,8 +266,9 @@ def _product(
     stage, parity, ring = _start(tile, SLOTS, KEPT, STEPS)
     acc = gl.zeros((BM, BN), gl.float32, _layout(BN))  # not read: the first product overwrites it
     mbarrier.wait(turns.index(1 if SECOND else 0), (own_tiles_before + t + (0 if SECOND else 1)) & 1)
-    # The first step stands before the loop, so that `before` and `stage` enter the loop with different values. Triton
-    # 3.6 takes a name for unchanged by a loop if it enters with the value that it is given there: here that of `stage`.
+    # Step 0 is peeled off the loop so that `before` differs from `stage` when the loop begins. Triton 3.6 considers a
+    # variable loop-invariant if the loop assigns to it the value that it had on entry. Without the peeling that would
+    # happen to `before`, to which the loop assigns `stage`.
     before = stage
     acc, stage, parity, ring = _multiply(boxes, full, acc, 0, stage, parity, ring, KEPT, STEPS)
     for k in range(1, STEPS):
@@ -254,7 +276,7 @@ def _product(
         acc, stage, parity, ring = _multiply(boxes, full, acc, k, stage, parity, ring, KEPT, STEPS)
         mbarrier.arrive(empty.index(before), count=1)
         before = this
-    # Pass the turn while the last product still runs, so that the tensor cores do not wait for the other warpgroup.
+    # The turn is passed while the last product is still running, so that the tensor cores do not become idle.
     following = 0
     if not SECOND:
         following = gl.where(t < second_length, 1, 0)
@@ -266,7 +288,7 @@ def _product(
 
 @gluon.jit
 def _halves(tile):
-    """The left and the right half of a tile's columns, each in the layout of a product of its shape."""
+    """The left and right halves of a tile's columns, each in the layout of a product of that shape."""
     BM: gl.constexpr = tile.shape[0]
     BN: gl.constexpr = tile.shape[1]
     left, right = gl.split(gl.permute(gl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
@@ -278,7 +300,7 @@ def _halves(tile):
 
 @gluon.jit
 def _joined(left, right):
-    """The tile that _halves takes apart."""
+    """The inverse of `_halves`."""
     BM: gl.constexpr = left.shape[0]
     BN: gl.constexpr = 2 * left.shape[1]
     tile = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), (BM, BN))
@@ -287,7 +309,7 @@ def _joined(left, right):
 
 @gluon.jit
 def _product_less_one(u):
-    """As in `triton_sigmoid`."""
+    """The same as `triton_sigmoid._product_less_one`."""
     BM: gl.constexpr = u.shape[0]
     BN: gl.constexpr = u.shape[1]
     if BN > 4:
@@ -305,7 +327,7 @@ def _product_less_one(u):
 
 @gluon.jit
 def _quotients(tile, u, GAIN: gl.constexpr):
-    """As in `triton_sigmoid`."""
+    """The same as `triton_sigmoid._quotients`."""
     a, b = _halves(u)
     of_a, of_b = _halves(tile)
     of_a, of_b = gl.fma(of_a, b, of_a), gl.fma(of_b, a, of_b)
@@ -321,7 +343,7 @@ def _quotients(tile, u, GAIN: gl.constexpr):
 
 @gluon.jit
 def _store(g, tile, staging, row, column):
-    """Stores a tile by way of shared memory. The copy out goes on after the return; the next store waits for it."""
+    """Stores a tile through shared memory. The copy is still in flight on return; the next store waits for it."""
     tma.store_wait(0)
     staging.store(tile.to(g.dtype))
     fence_async_shared()
@@ -330,13 +352,13 @@ def _store(g, tile, staging, row, column):
 
 @gluon.jit
 def _no_sums(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Zeros in the layout of the `thread_sums` of a product of this shape."""
+    """Zeros, in the layout of the `thread_sums` of a product of this shape."""
     return thread_sums(gl.zeros((ROWS, COLUMNS), gl.float32, _layout(COLUMNS)), ROWS, COLUMNS)
 
 
 @gluon.jit
 def _sigmoid_cells(acc, s, b, GAIN: gl.constexpr):
-    """`triton_sigmoid._sigmoid_cells`, if FAST."""
+    """The FAST case of `triton_sigmoid._sigmoid_cells`."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     u = gl.exp2(acc * s + b)
@@ -346,7 +368,7 @@ def _sigmoid_cells(acc, s, b, GAIN: gl.constexpr):
 
 @gluon.jit
 def _sigmoid_half(acc, g, staging, s, b, row, column, GAIN: gl.constexpr):
-    """`triton_sigmoid._sigmoid_tile` of half a tile, which has the width of a stored box."""
+    """The FAST case of `triton_sigmoid._sigmoid_tile`, for half a tile, which is as wide as a stored box."""
     left, right = _halves(acc)
     c, product, of_bias, of_scale = _sigmoid_cells(left, s, b, GAIN)
     more_c, more_product, more_of_bias, more_of_scale = _sigmoid_cells(right, s, b, GAIN)
@@ -363,7 +385,7 @@ def _sigmoid(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, GAIN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer of `sigmoid_coefficients`, which takes the first or the SECOND run of each pair."""
+    """A consumer of `sigmoid_coefficients`: it computes the first run of each pair, or the second one if SECOND."""
     BM: gl.constexpr = boxes.shape[1]
     BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale) * LOG2E
@@ -384,7 +406,7 @@ def _sigmoid(
             acc = _product(
                 boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
             )
-            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the pipeline as well; their products are not used.
             if fitting & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 left, right = _halves(acc)
                 more_loss, more_of_bias, more_of_scale = _sigmoid_half(left, g, staging, s, b, row, column, GAIN)
@@ -414,15 +436,15 @@ def _sigmoid(
 
 @gluon.jit
 def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
-    """As in `triton_softmax`."""
+    """The same as `triton_softmax._span`."""
     strip = first + gl.arange(0, SPAN, gl.BlockedLayout([1], [32], [4], [0]))
     of_x = gl.load(lse_x + gl.minimum(strip, gl.minimum(first + rows, m) - 1))
     lowest = gl.minimum(gl.min(of_x, 0), gl.min(of_y, 0))
     highest = gl.maximum(gl.max(finite(of_x), 0), gl.max(finite(of_y), 0))
     bounded = gl.minimum(gl.max(of_x, 0), gl.max(of_y, 0)) < float("inf")
-    # All threads have the same result, but the compiler does not see it. What lies behind a branch on it would lose the
-    # units that compute once for a warp: a step of `_product` would take twice as many instructions. Of a value that
-    # comes from one lane the compiler knows it.
+    # The result is the same in all threads, but the compiler cannot infer that. Code after a branch on it could not use
+    # the uniform datapath, which computes once per warp, and a step of `_product` would take twice as many
+    # instructions. A shuffle from a fixed lane tells the compiler that the value is uniform.
     near = gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [((highest - lowest <= REACH) & bounded).to(gl.int32)],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -432,7 +454,7 @@ def _span(lse_x, of_y, first, rows, m, SPAN: gl.constexpr):
 
 @gluon.jit
 def _softmax_cells(acc, s, middle, of_x, lse_y, column, GAIN: gl.constexpr):
-    """`triton_softmax._softmax_cells`, if FAST."""
+    """The FAST case of `triton_softmax._softmax_cells`."""
     BM: gl.constexpr = acc.shape[0]
     BN: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
@@ -445,7 +467,7 @@ def _softmax_cells(acc, s, middle, of_x, lse_y, column, GAIN: gl.constexpr):
 
 @gluon.jit
 def _softmax_half(acc, g, staging, s, middle, of_x, lse_y, row, column, GAIN: gl.constexpr):
-    """`triton_softmax._softmax_tile` of half a tile, which has the width of a stored box."""
+    """The FAST case of `triton_softmax._softmax_tile`, for half a tile, which is as wide as a stored box."""
     left, right = _halves(acc)
     c, sums = _softmax_cells(left, s, middle, of_x, lse_y, column, GAIN)
     more_c, more_sums = _softmax_cells(right, s, middle, of_x, lse_y, column + left.shape[1], GAIN)
@@ -460,7 +482,7 @@ def _softmax(
     SECOND: gl.constexpr, SPAN: gl.constexpr, GAIN: gl.constexpr,
     KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer of `softmax_coefficients`, which takes the first or the SECOND run of each pair."""
+    """A consumer of `softmax_coefficients`: it computes the first run of each pair, or the second one if SECOND."""
     BM: gl.constexpr = boxes.shape[1]
     BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale)
@@ -480,7 +502,7 @@ def _softmax(
             acc = _product(
                 boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
             )
-            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the pipeline as well; their products are not used.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 of_x = gl.exp2((middle - of_x) * LOG2E + GAIN)
                 left, right = _halves(acc)
@@ -501,7 +523,7 @@ def _sums(
     overlaps, m, n, diagonal, pairs, tiles, blocks, run,
     SECOND: gl.constexpr, SPAN: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer of `softmax_sums`, which takes the first or the SECOND run of each pair."""
+    """A consumer of `softmax_sums`: it computes the first run of each pair, or the second one if SECOND."""
     BM: gl.constexpr = boxes.shape[1]
     BN: gl.constexpr = boxes.shape[1]
     s = gl.load(scale)
@@ -522,7 +544,7 @@ def _sums(
             acc = _product(
                 boxes, full, empty, turns, t, second_length, tiles_before, own_tiles_before, SECOND, KEPT, STEPS
             )
-            # The boxes of the other tiles pass through the slots as well, so they are multiplied and dropped.
+            # The boxes of the other tiles pass through the pipeline as well; their products are not used.
             if near & is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = exp(acc, s, of_x[:, None], 0)
                 gl.atomic_add(sum_x + rows, gl.sum(e, 1), sem="relaxed")
@@ -530,7 +552,8 @@ def _sums(
                 partials += column_sums(e, BM, BN, 4)
         tiles_before += together
         own_tiles_before += length
-        # The sums of the warps are added in memory: to add them up here would take the shared memory of a slot.
+        # Atomics add up the sums of the warps in global memory. A reduction here would take the shared memory of a
+        # slot.
         of_warps = gl.reshape(gl.sum(partials, 1), (4 * BN,))
         columns = column + gl.arange(0, 4 * BN, of_warps.type.layout) % BN
         factors = gl.exp2((middle - gl.load(reference_y + gl.minimum(columns, n - 1))) * LOG2E)
@@ -539,7 +562,7 @@ def _sums(
 
 @gluon.jit
 def _shared(x, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
-    """Shared memory: the slots and the barriers. Tiles are square, so that boxes of x and of y have the same shape."""
+    """Allocates the slots and the barriers. Tiles are square, so boxes of x and of y have the same shape."""
     STAGES: gl.constexpr = _stages(SLOTS, KEPT, STEPS)
     boxes = gl.allocate_shared_memory(x.dtype, [SLOTS, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

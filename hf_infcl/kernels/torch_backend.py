@@ -1,8 +1,8 @@
-"""Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the words.
+"""Computes blocks in plain torch, tile by tile, on CPU, MPS and GPUs without Triton; see the package for the terms.
 
-The tiles of a block have at most `TILE_ELEMENTS` logits, so that the memory beyond inputs and outputs is a constant
-(about six such tiles in fp32), whatever the block's size. Logits, statistics and sums are fp32, or fp64 for fp64
-inputs. Half precision products accumulate in fp32.
+A tile has at most `TILE_ELEMENTS` logits (`TILE_ELEMENTS_GPU` on devices other than CPUs). The memory beyond inputs and
+outputs is therefore constant, about six such tiles in fp32, regardless of the size of the block. Logits, statistics and
+sums are fp32, or fp64 for fp64 inputs. Products in half precision accumulate in fp32.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits: near a CPU core's cache, and several tiles are alive at once
-TILE_ELEMENTS_GPU = 1 << 24  # a GPU without Triton needs larger products to fill it
+TILE_ELEMENTS = 1 << 20  # 4 MiB of fp32 logits, about a CPU core's cache; several tiles are alive at once
+TILE_ELEMENTS_GPU = 1 << 24  # it takes larger products to keep a GPU busy
 TILE_ROWS = 1024
 
 
 def tile_shape(m: int, n: int, device_type: str = "cpu") -> tuple[int, int]:
-    """Rows and columns of the tiles of an m × n block: near square, wider where there are few rows."""
+    """Rows and columns of the tiles of an m × n block: nearly square, and wider if the block has few rows."""
     elements = TILE_ELEMENTS if device_type == "cpu" else TILE_ELEMENTS_GPU
     side = TILE_ROWS if device_type == "cpu" else 4 * TILE_ROWS
     rows = max(1, min(m, side))
@@ -218,18 +218,18 @@ def multi_positive_sigmoid(
 
 
 def _softplus(t: Tensor) -> Tensor:
-    """log(1 + exp(t)), which keeps its digits however small it gets."""
-    # Above its threshold F.softplus returns its input; at the default of 20 that would cost fp64 six of its digits.
+    """log(1 + exp(t)), with full relative precision however small it is."""
+    # Above its threshold F.softplus returns its input. With the default of 20, fp64 would lose six digits.
     return F.softplus(t, threshold=40)
 
 
 def _nothing(x: Tensor) -> Tensor:
-    """The sum over the tiles of a block without tiles."""
+    """Zero, the sum over no tiles."""
     return torch.zeros((), dtype=accumulate_dtype(x), device=x.device)
 
 
 def _sum(sums_of_tiles: list[Tensor]) -> Tensor:
-    """The sum of the tiles' sums; one by one, 4,096 equal ones would add up to an error of 2e-5 in fp32."""
+    """The sum of the tiles' sums. Added up one after another, 4,096 equal sums would have an error of 2e-5 in fp32."""
     return torch.stack(sums_of_tiles).sum()
 
 
@@ -238,7 +238,7 @@ def _chunks(length: int, size: int) -> Iterator[slice]:
 
 
 def _tiles(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Row slice, column slice and the tile's products x_i·y_j, for the caller to overwrite."""
+    """Yields row slice, column slice and products x_i·y_j of each tile. The caller may overwrite the products."""
     rows, columns = tile_shape(len(x), len(y), x.device.type)
     for r in _chunks(len(x), rows):
         for c in _chunks(len(y), columns):
@@ -246,7 +246,7 @@ def _tiles(x: Tensor, y: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with the accumulator's precision in the result."""
+    """a @ b in the precision of its accumulator."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b
     if a.is_cuda:
@@ -272,7 +272,7 @@ def _accumulate(
 
 
 def _positives(tile: Tensor, r: slice, c: slice, diagonal: int | None) -> tuple[Tensor, slice]:
-    """The tile's positives as a view, and the block's rows that they lie in; empty where the tile has none."""
+    """A view of the tile's positives, and the rows of the block that contain them; both empty if there are none."""
     if diagonal is None:
         return tile[:0, 0], slice(0, 0)
     offset = r.start + diagonal - c.start

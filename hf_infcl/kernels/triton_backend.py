@@ -1,18 +1,18 @@
-"""Computes blocks by Triton kernels, on NVIDIA GPUs from compute capability 8.0 and on ROCm.
+"""Computes blocks with Triton kernels, on NVIDIA GPUs of compute capability 8.0 or higher and on ROCm.
 
-The device code, which explains the algorithm, lies in `triton_tiles`, `triton_softmax` and `triton_sigmoid`. On Hopper,
-with releases of Triton that are known to compile them, `hopper_kernels` take large blocks of bf16 or fp16 features.
+The device code in `triton_tiles`, `triton_softmax` and `triton_sigmoid` explains the algorithm. On Hopper, with the
+releases of Triton that are known to compile them, `hopper_kernels` compute large blocks of bf16 or fp16 features.
 
-Memory beyond inputs, outputs and O(m + n) vectors is `WORKSPACE_BYTES` at most, apart from copies for the tensor cores:
-of features whose rows are not 16-byte aligned, and of fp32 features, which are split (below).
+Beyond inputs, outputs and vectors of size O(m + n), at most `WORKSPACE_BYTES` of memory is used, plus copies of
+features whose rows are not 16-byte aligned, and of fp32 features, which are split as follows.
 
-fp32 features, and with them the gradients' products, are as precise as torch's own. Each number is the sum of three
-bfloat16 numbers (all 24 bits), or of two where `torch.set_float32_matmul_precision` or Trainer's ``tf32`` option allow
-TF32. These are multiplied on tensor cores pair by pair, and the smallest products are dropped. That is 6 or 3 times the
-work of bf16 features, and as many times their size in copies of the features.
+Results for fp32 features, gradients included, are as precise as torch's own. Each fp32 element becomes the sum of three
+bfloat16 numbers (all 24 bits), or of two if `torch.set_float32_matmul_precision` or Trainer's ``tf32`` option allows
+TF32. Tensor cores multiply these parts pair by pair; the pairs with the smallest products are dropped. That takes 6 or
+3 times the work of bf16 features, and copies of the features that are as many times their size.
 
-Under `torch.are_deterministic_algorithms_enabled()` no sum depends on the order of programs; the softmax's statistics
-then take two products instead of one, a third of the time more in all.
+If `torch.are_deterministic_algorithms_enabled()`, no sum depends on the order of programs. The statistics of the
+softmax loss then take two products instead of one, and the loss as a whole a third more time.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from . import triton_sigmoid, triton_softmax, triton_tiles
 from .triton_operands import PAIRS, Operands
 from .triton_tiling import INTERPRETED, boxes, cdiv
 
-WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much is 0 to 5% faster on an H200
-# With so much workspace chunks have 8,192 × 16,384 coefficients in half precision. Each chunk's products read and write
-# the gradients of its rows and columns, which is least where chunks are nearly square.
+WORKSPACE_BYTES = 256 << 20  # for coefficients; twice as much would be 0 to 5% faster on an H200
+# This workspace holds chunks of 8,192 × 16,384 coefficients in half precision. The products of each chunk read and
+# write the gradients of its rows and columns, which is the least traffic if chunks are nearly square.
 CHUNK_COLUMNS = 16384
 LOSSES_AT_A_TIME = 2048  # images or texts whose cross entropies are in registers at a time
-EXACT_SUM = 2048  # addends in one product for fp32: the error of tensor cores' sums grows with their length
-NEAR_PAYS = 1 << 25  # number of logits from which on the saved exponentials are worth a second launch
-HOPPER_PAYS = 1 << 27  # number of logits from which on `hopper_kernels` are faster
-HOPPER_SUMS_PAY = 512  # dimensions from which on they are faster for the sums; at 256 they take a quarter longer
-GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton that compile `hopper_kernels`: Gluon is experimental
+EXACT_SUM = 2048  # addends of one product for fp32, because the error of sums on tensor cores grows with their length
+NEAR_PAYS = 1 << 25  # the number of logits from which the saved exponentials are worth a second launch
+HOPPER_PAYS = 1 << 27  # the number of logits from which `hopper_kernels` are faster
+HOPPER_SUMS_PAY = 512  # the dimension from which their sums are faster; at 256 they take a quarter longer
+GLUON = ("3.6.", "3.7.", "3.8.", "3.9.")  # releases of Triton that compile `hopper_kernels`; Gluon is experimental
 
-# The most row tiles of a program. Statistics keep the sums of their columns for the whole run, so that long runs need
-# fewer atomics; coefficients keep no sums, and shorter runs fill the last wave better.
+# The maximum number of row tiles of a program. The statistics keep column sums for the whole run, so longer runs need
+# fewer atomics. The coefficients keep no column sums, and shorter runs fill the last wave better.
 LONGEST_OF_STATISTICS, LONGEST_OF_COEFFICIENTS = 64, 16
-# Column blocks that share row tiles in the L2 cache. On a Hopper GPU 264 programs run at a time: 8 runs of 33 blocks.
-# The kernels of coefficients have fewer, since their output takes a part of the cache.
+# The number of column blocks that share row tiles in the L2 cache. A Hopper GPU runs 264 programs at a time: 8 runs of
+# each of 33 blocks. It is smaller for the coefficients, because their output takes up a part of the cache.
 GROUP_OF_STATISTICS, GROUP_OF_COEFFICIENTS = 33, 16
 
 
@@ -163,7 +163,7 @@ def multi_positive_gradients(
         block = Operands.of(x, y, ids_x, ids_y, equal_are_positive=True)
         lse: tuple[Tensor, Tensor] = (reference_x, reference_y)
         relative: tuple[Tensor | None, Tensor | None] = (relative_x, relative_y)
-        if block.parts == 1:  # coefficients in half precision do not show the rounding of the sum
+        if block.parts == 1:  # the rounding of the sum is negligible beside that of coefficients in half precision
             lse, relative = (reference_x + relative_x, reference_y + relative_y), (None, None)
         shares, grads = (share_x, share_y), (grad_x, grad_y)
         return _softmax_gradients(block, scale, lse, relative, shares, grads, accumulate, x.shape[1])
@@ -196,7 +196,7 @@ def _softmax_statistics(block: Operands, scale: Tensor, references: tuple[Tensor
     references = references[0].contiguous(), references[1].contiguous()
     new: dict[str, Any] = {"dtype": torch.float32, "device": block.x.device}
     if torch.are_deterministic_algorithms_enabled():
-        # Marked as if every sum had overflowed, so that all of them are computed in a fixed order.
+        # Infinite sums count as overflowed, so `log_odds` recomputes all of them, in a fixed order.
         sums = torch.full((sum(lengths),), torch.inf, **new).split(lengths)
     else:
         sums = torch.zeros(sum(lengths), **new).split(lengths)
@@ -230,7 +230,7 @@ def _add_softmax_sums(
     if block.parts > 1 or m * n < NEAR_PAYS:
         launch_plain(near=False, gated=False)
         return
-    # The first launch does the programs whose references lie near each other, the second one all others.
+    # The first launch computes the programs whose references lie near each other, the second one all the rest.
     if hopper is None:
         launch_plain(near=True, gated=True)
     else:
@@ -256,7 +256,7 @@ def _softmax_gradients(
 ) -> Tensor:
     """Puts C·y and Cᵀ·x into grads, with the C of `triton_softmax.softmax_coefficients`, and returns Σ C_ij x_i·y_j.
 
-    lse, relative, share and grads are pairs: one of the rows, one of the columns.
+    lse, relative, share and grads are pairs, with one tensor for the rows and one for the columns.
     """
     m, n = len(block.x), len(block.y)
     sums: Tensor | None = None
@@ -291,7 +291,7 @@ def _sigmoid(
     """
     sums: Tensor | None = None
     for chunk in _chunks(block, *grads, accumulate, dimension):
-        if sums is None:  # no later chunk has more programs; rows of 16 bytes, for which kernels are compiled
+        if sums is None:  # no later chunk has more programs; kernels are compiled for rows of a multiple of 16 bytes
             sums = torch.zeros(4, cdiv(chunk.programs, 4) * 4, dtype=torch.float32, device=block.x.device)
         vectors = (*sums, scale, bias)
         if chunk.hopper is not None:
@@ -305,7 +305,7 @@ def _sigmoid(
     return loss, of_bias.clone(), of_scale.clone()  # outputs of an operator do not share memory
 
 
-# ---- Chunks of a block, whose coefficients fit the workspace ----
+# ---- Chunks: parts of a block whose coefficients fit into the workspace ----
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class _Chunk:
     workspace: Tensor  # [parts, rows or more, columns or more]
     grad_x: Tensor | None  # [rows, D], or None if not wanted
     grad_y: Tensor | None  # [columns, D]
-    add_to_x: bool  # whether grad_x holds a part of the sum already; what it holds is replaced otherwise
+    add_to_x: bool  # add to the content of grad_x instead of replacing it
     add_to_y: bool
     dimension: int  # D
     hopper: ModuleType | None  # `hopper_kernels`, if they are to be used
@@ -330,7 +330,7 @@ class _Chunk:
         return cdiv(self.tiles, self.run) * self.blocks
 
     def both(self, vectors: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
-        """This chunk's part of vectors of the rows and of the columns."""
+        """This chunk's part of a vector of the rows and of a vector of the columns."""
         of_x, of_y = vectors
         return (
             None if of_x is None else of_x[self.rows].contiguous(),
@@ -343,10 +343,10 @@ class _Chunk:
         return 14.0 if self.workspace.dtype == torch.float16 else 0.0  # the largest are 2, and fp16 reaches 2^16
 
     def launch(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
-        """Makes the coefficients by a plain kernel."""
+        """Computes the coefficients with a plain kernel."""
         block, tile = self.block, self.block.tiling.tile
         _, rows, columns = self.workspace.shape
-        strip = max(tile // 2, 32)  # of tiles of 128: rows of 128 bytes, the widest that TMA spreads over all banks
+        strip = max(tile // 2, 32)  # for tiles of 128: rows of 128 bytes, the widest swizzle that TMA supports
         arguments = (
             *(*block.features(), boxes(self.workspace.view(-1, columns), tile, strip), *vectors),
             *(block.ids_x, block.ids_y, block.overlaps, len(block.x), len(block.y), block.diagonal),
@@ -361,7 +361,7 @@ class _Chunk:
         kernel[(self.programs,)](*arguments, **constants)
 
     def launch_on_hopper(self, kernel: Any, vectors: tuple[Tensor | None, ...], constants: dict[str, Any]) -> None:
-        """Makes the coefficients by a persistent kernel of `hopper_kernels`, one program on each multiprocessor."""
+        """Computes the coefficients with a persistent kernel of `hopper_kernels`, one program per multiprocessor."""
         assert self.hopper is not None
         block, tiling = self.block, self.block.tiling
         pairs = cdiv(self.tiles, 2 * self.run) * self.blocks
@@ -382,12 +382,12 @@ class _Chunk:
         kernel[(min(pairs, tiling.slots // 2),)](*arguments, **constants)
 
     def multiply(self) -> None:
-        """Puts the products of the coefficients into the gradients."""
+        """Computes this chunk's part of the gradients from its coefficients."""
         block, parts = self.block, self.block.parts
         coefficients = self.workspace[:, : len(block.x), : len(block.y)]
         for i, (a, b) in enumerate(PAIRS[parts]):
             c = coefficients[a]
-            # The other products, and with them their errors, are small beside that of the largest parts.
+            # The other products are small beside that of the largest parts, and so are their errors.
             longest = EXACT_SUM if parts > 1 and a == b == 0 else 1 << 30
             if self.grad_x is not None:
                 of_y, add = self._part(block.y, b, 1), self.add_to_x or i > 0
@@ -397,7 +397,7 @@ class _Chunk:
                 _put_product(self.grad_y, c.t(), of_x, 2.0**-self.gain, longest, add)
 
     def _part(self, features: Tensor, part: int, side: int) -> Tensor:
-        """[m, D]: one part of the features of images (side 0) or texts (1), as `triton_operands.split` put it."""
+        """[m, D]: one part of the features of images (side 0) or texts (1), as laid out by `triton_operands.split`."""
         pairs = PAIRS[self.block.parts]
         place = [pair[side] for pair in pairs].index(part)
         return features[:, features.shape[1] // len(pairs) * place :][:, : self.dimension]
@@ -417,8 +417,8 @@ def _chunks(
         for column in range(0, n, columns):
             r, s = slice(row, min(row + rows, m)), slice(column, min(column + columns, n))
             size = r.stop - r.start, s.stop - s.start
-            # On Hopper two runs of a column block are the work of one program. Both kinds of kernels number the runs
-            # alike, so that the sigmoid's slow launch finds the runs that the fast one has left.
+            # On Hopper a program computes two runs of a column block. Both kinds of kernels number the runs in the same
+            # way, so that the slow launch of the sigmoid loss finds the runs that the fast launch has left.
             tiles, blocks, run = block.tiling.split(*size, LONGEST_OF_COEFFICIENTS, 1 if hopper is None else 2)
             yield _Chunk(
                 block=block.part(r, s),
@@ -438,13 +438,13 @@ def _chunks(
 
 
 def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int, add: bool) -> None:
-    """out = alpha · a·b in fp32, from tensor cores, or out += alpha · a·b if ``add``.
+    """out = alpha · a·b in fp32, on tensor cores; out += alpha · a·b if ``add``.
 
-    Sums of more than ``longest`` addends are broken up.
+    Sums of more than ``longest`` addends are split into several products.
     """
     for start in range(0, len(b), longest):
         left, right = a[:, start : start + longest], b[start : start + longest]
-        beta = int(add or start > 0)  # with 0 what out holds is not read
+        beta = int(add or start > 0)  # if 0, out is not read
         if out.is_cuda:
             torch.ops.aten.addmm.dtype_out(out, left, right, torch.float32, beta=beta, alpha=alpha, out=out)
         else:
@@ -452,23 +452,23 @@ def _put_product(out: Tensor, a: Tensor, b: Tensor, alpha: float, longest: int, 
 
 
 def _even(length: int, most: int, unit: int) -> int:
-    """The size of chunks: at most ``most``, a multiple of ``unit``, all about equal."""
+    """The size of chunks that are all about equal: at most ``most``, and a multiple of ``unit``."""
     count = cdiv(length, most)
     return cdiv(cdiv(length, count), unit) * unit
 
 
 def _power_of_two(number: int) -> int:
-    """The least power of two that is not below the number."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()
 
 
 def _on_device(t: Tensor) -> Any:
-    """Makes the tensor's device the current one, on which Triton launches; on a CPU it does nothing."""
+    """Makes the tensor's device the current one, on which Triton launches kernels; does nothing on a CPU."""
     return torch.cuda.device_of(t)
 
 
 def _hopper_kernels_for(block: Operands) -> ModuleType | None:
-    """The module `hopper_kernels`, if it takes such blocks and is faster at their size."""
+    """The module `hopper_kernels`, if it supports this block and is faster at its size."""
     if block.parts > 1 or len(block.x) * len(block.y) < HOPPER_PAYS:
         return None
     return hopper_kernels(block.x.device)

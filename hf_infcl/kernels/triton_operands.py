@@ -1,4 +1,4 @@
-"""Converts features to the form that the kernels on tensor cores take, and finds the tiles that have to compare ids."""
+"""Converts features to the form that the tensor-core kernels take, and finds the tiles that have to compare ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from . import triton_tiles
 from .triton_tiling import INTERPRETED, Tiling, boxes, cdiv, tiling_for
 
-# Pairs of parts (of x, of y), the largest product last: tensor cores round an addition by the size of the sum so far.
+# The pairs of parts (of x, of y) that are multiplied. The largest product comes last, because the rounding error of
+# each addition on tensor cores is proportional to the sum so far.
 PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))}
 
 
@@ -20,9 +21,9 @@ PAIRS = {1: ((0, 0),), 2: ((1, 0), (0, 1), (0, 0)), 3: ((2, 0), (0, 2), (1, 1), 
 class Operands:
     """The operands of all kernels for a block of m images and n texts."""
 
-    x: Tensor  # [m, pairs · D'], contiguous rows of a multiple of 16 bytes
+    x: Tensor  # [m, pairs · D'], rows contiguous and a multiple of 16 bytes long
     y: Tensor  # [n, pairs · D']
-    parts: int  # each number is the sum of so many parts; above 1 for fp32 features
+    parts: int  # the number of parts that add up to an element; more than 1 for fp32 features
     ids_x: Tensor | None  # [m] int32
     ids_y: Tensor | None  # [n] int32
     equal: int  # the meaning of equal ids: one of the three constants of `triton_tiles`
@@ -55,7 +56,7 @@ class Operands:
         return cls(x, y, parts, ids_x, ids_y, equal.value, overlaps, place, tiling)
 
     def part(self, rows: slice, columns: slice) -> Operands:
-        """The operands of a part of the block, which begins with a tile."""
+        """The operands of a part of the block. The part begins at the first row and column of a tile."""
         tile = self.tiling.tile
         return dataclasses.replace(
             self,
@@ -68,17 +69,17 @@ class Operands:
         )
 
     def features(self) -> tuple[Any, Any]:
-        """x and y to be read in boxes."""
+        """x and y in the form in which kernels read boxes."""
         tile, step = self.tiling.tile, self.tiling.step
         return boxes(self.x, tile, step), boxes(self.y, tile, step)
 
     def constants(self) -> dict[str, Any]:
         """The compile-time constants of all kernels, and Triton's options."""
-        # Triton 3.6 cannot pipeline loops of one step: short features are read into the zeros beyond their end, and
-        # no loop of `triton_tiles.tile_product` has a single step.
+        # Triton 3.6 cannot pipeline a loop with a single step, so no loop of `triton_tiles.tile_product` has only one.
+        # For short features the second step reads zeros, which follow the end of each row.
         length, step = self.x.shape[1], self.tiling.step
         steps = max(2, cdiv(length, step))
-        careful = 0  # the last steps, which hold all numbers of the last pair of parts
+        careful = 0  # the number of last steps that contain all elements of the last pair of parts
         if self.parts > 1:
             careful = max(2, steps - (length - length // len(PAIRS[self.parts])) // step)
             careful += steps - careful == 1
@@ -93,20 +94,25 @@ class Operands:
 
 
 def _features(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Features in the form for tensor cores and descriptors, and the number of parts that each of them is the sum of.
+    """Features in the form that tensor cores and descriptors need, and the number of parts of each element.
 
-    With several parts, one product of the concatenations along D is the sum of the products of all pairs of parts.
+    If there are several parts, they are concatenated along D such that a single product of x and y is the sum of the
+    products of all pairs of parts.
     """
     if x.dtype != torch.float32:
         return _aligned(x), _aligned(y), 1
-    # get_float32_matmul_precision() would raise where this setting has been made by its present name.
+    # torch.get_float32_matmul_precision() raises an error if the precision was set through this newer attribute.
     parts = 2 if torch.backends.cuda.matmul.fp32_precision == "tf32" else 3
     order_x, order_y = zip(*PAIRS[parts], strict=True)
     return split(x, parts, order_x), split(y, parts, order_y), parts
 
 
 def split(t: Tensor, parts: int, order: tuple[int, ...]) -> Tensor:
-    """[m, D] fp32 to [m, len(order)·D'] bfloat16 with D' a multiple of 8: parts of t, the largest first, by order."""
+    """[m, D] fp32 to [m, len(order) · D'] bfloat16, where D' is D rounded up to a multiple of 8.
+
+    Each element of t is rounded to a sum of ``parts`` bfloat16 numbers, from part 0, the largest, to the smallest.
+    ``order`` lists the parts to concatenate.
+    """
     m, dimension = t.shape
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     out = torch.zeros(m, len(order), cdiv(dimension, 8) * 8, dtype=dtype, device=t.device)
@@ -120,7 +126,7 @@ def split(t: Tensor, parts: int, order: tuple[int, ...]) -> Tensor:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """``t`` itself if its rows lie as descriptors need them (16-byte aligned), or else a copy padded with zeros."""
+    """``t`` itself if its rows are aligned to 16 bytes, as descriptors require; otherwise a copy padded with zeros."""
     if INTERPRETED and t.dtype == torch.bfloat16:
         t = t.float()  # the interpreter cannot multiply bfloat16
     m, dimension = t.shape

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernel of the sigmoid loss (SigLIP). `triton_tiles` explains tiles, runs and the two launches of a kernel.
 
-Two steps, with three products of m·n·D multiplications: one in step 1 and two in step 2.
+There are two steps, with three products of m·n·D multiplications: one in step 1 and two in step 2.
 1. `sigmoid_coefficients`: the terms of the loss, -log σ(t_ij z_ij), and the coefficients C_ij = -t_ij σ(-t_ij z_ij),
-   from one product.
-2. cuBLAS, two products for the gradients: C·y for grad_x and Cᵀ·x for grad_y.
+   both from one product.
+2. cuBLAS: two products for the gradients, C·y for grad_x and Cᵀ·x for grad_y.
 
-The fast launch computes exp(z) without a bound on z. Runs in which it overflows are marked and left to the slow launch.
+The fast launch computes exp(z) although z has no upper bound. Runs in which it overflows are marked and left to the
+slow launch.
 """
 
 import triton
@@ -34,10 +35,10 @@ LIMIT = tl.constexpr(1e36)  # the reciprocals of smaller products are normal num
 
 @triton.jit
 def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM / 16, 8, 4]: the products of 1 + u over the elements that one thread holds, less 1.
+    """[BM / 16, 8, 4]: Π (1 + u) - 1, each over the elements in one thread.
 
-    One logarithm then serves many elements. (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so that small elements
-    keep their digits. 32 factors with u <= 1, those of 64 columns, do not overflow.
+    A single logarithm then serves many elements. (1 + a)(1 + b) - 1 = ab + a + b has no cancellation, so small elements
+    keep their precision. With u <= 1, the 32 factors of 64 columns do not overflow.
     """
     if BN > 4:
         if BN > 8:
@@ -54,15 +55,15 @@ def _product_less_one(u, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
-    """[BM, BN]: 2^GAIN · tile / (1 + u), by one reciprocal for four elements; and `_product_less_one` of u."""
+    """2^GAIN · tile / (1 + u) [BM, BN], with one reciprocal for four elements; and the `_product_less_one` of u."""
     a, b = halves(u, BM, BN)
     tile_a, tile_b = halves(tile, BM, BN)
-    tile_a, tile_b = tl.fma(tile_a, b, tile_a), tl.fma(tile_b, a, tile_b)  # over one denominator, (1 + a)(1 + b)
+    tile_a, tile_b = tl.fma(tile_a, b, tile_a), tl.fma(tile_b, a, tile_b)  # common denominator: (1 + a)(1 + b)
     two = a + tl.fma(b, a, b)  # the denominator less 1, [BM, BN / 2]
     left, right = halves(two, BM, BN // 2)
     whole_left, whole_right = halves(1.0 + two, BM, BN // 2)
-    four = tl.fma(left, whole_right, right)  # likewise of four elements, [BM, BN / 4]
-    root = tl.rsqrt(1.0 + four)  # one instruction, where a division takes six
+    four = tl.fma(left, whole_right, right)  # the same for four elements, [BM, BN / 4]
+    root = tl.rsqrt(1.0 + four)  # one instruction; a division takes six
     inverse = root * root * 2.0**GAIN
     inverse = joined(inverse * whole_right, inverse * whole_left, BM, BN // 2)
     return joined(tile_a * inverse, tile_b * inverse, BM, BN), _product_less_one(four, BM, BN // 4)
@@ -70,7 +71,7 @@ def _quotients(tile, u, BM: tl.constexpr, BN: tl.constexpr, GAIN: tl.constexpr):
 
 @triton.jit
 def log1p(p):
-    """log(1 + p), by its series where 1 + p would lose digits of p."""
+    """log(1 + p), from its series where 1 + p would lose digits of p."""
     series = p * (1 - p * (1 / 2 - p * (1 / 3 - p * (1 / 4 - p * (1 / 5)))))
     return tl.where(p < 0.03, series, tl.log2(1 + p) / LOG2E)
 
@@ -80,10 +81,10 @@ def _sigmoid_cells(
     acc, s, b, ids_x, ids_y, row, column, m, n, diagonal,
     FAST: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients [BM, BN] of a part of a tile, and four [BM / 16, 8, 4] results of the cells of each thread.
+    """The coefficients [BM, BN] of a part of a tile, and four results [BM / 16, 8, 4] for the cells of each thread.
 
-    The first two, p and r, give the sum of the cells' losses, log(1 + p) + r. The third is the sum of their
-    coefficients, and the fourth that of their coefficients times cosines.
+    The first two, p and r, are such that the losses of the cells add up to log(1 + p) + r. The third is the sum of
+    their coefficients, and the fourth is the sum of their coefficients times their cosines.
     """
     z = acc * s + b
     rows = row + tl.arange(0, BM)
@@ -115,11 +116,11 @@ def _sigmoid_tile(
     FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile's coefficients; three [BM / 16, 8, 4] sums: of losses, of g, and of g times cosines.
+    """Stores a tile's coefficients g, and returns three sums [BM / 16, 8, 4]: of losses, of g, and of g times cosines.
 
-    To spare registers, it takes one strip of STRIP columns after the other, and each in two halves. s and b are
-    multiplied by log2(e), and so is z. FAST is for tiles that `is_inside` accepts and whose products of 1 + 2^z stay
-    below LIMIT. If one does not, the loss is infinite.
+    To save registers, it processes one strip of STRIP columns at a time, and each strip in two halves. s and b, and
+    with them z, are multiplied by log2(e). FAST is for tiles that `is_inside` accepts and whose products of 1 + 2^z
+    stay below LIMIT. If a product reaches LIMIT, the returned loss is infinite.
     """
     left, right = halves(acc, BM, BN)
     if STRIP < BN:
@@ -154,11 +155,11 @@ def sigmoid_coefficients(
     FAST: tl.constexpr, PARTS: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """g_ij = 2^GAIN · C_ij; adds Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j to the program's sums.
+    """Stores g_ij = 2^GAIN · C_ij; adds Σ softplus(-t·z), Σ C_ij and Σ C_ij x_i·y_j to the program's sums.
 
-    Two launches share the work. In the FAST one, a program whose logits are too large marks itself as overflowed and
-    adds nothing. The other launch does all the work of the overflowed programs, which the fast launches of later chunks
-    skip. No two programs share a sum, so the result does not depend on their order.
+    The work is shared by two launches. In the FAST launch, a program whose logits are too large marks itself as
+    overflowed and adds nothing. The other launch then computes all tiles of that program, and the fast launches of
+    later chunks skip it. No two programs share a sum, so the result does not depend on their order.
     """
     s = tl.load(scale) * LOG2E
     b = tl.load(bias) * LOG2E

@@ -1,19 +1,20 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """The kernels of the softmax loss (InfoNCE). `triton_tiles` explains tiles, runs and the two launches of a kernel.
 
-Six steps, with four products of m·n·D multiplications: one in step 2, one in step 5 and two in step 6.
-1. `positives`: the logits of the pairs, which are the references of their rows and columns. They come from the diagonal
-   tiles alone, m·B·D multiplications for tiles of B rows.
+There are six steps, with four products of m·n·D multiplications: one in step 2, one in step 5 and two in step 6.
+1. `positives`: the logits of the pairs, which are the references of their rows and columns. Only the diagonal tiles are
+   computed, which takes m·B·D multiplications for tiles of B rows.
 2. `softmax_sums`: the first product. Row sums Σ_j exp(z_ij - reference_x_i), column sums Σ_i exp(z_ij - reference_y_j).
-3. `log_odds`: the logarithms of these sums. A sum that has overflowed is computed again, with a running maximum.
+3. `log_odds`: the logarithms of these sums. A sum that has overflowed is recomputed with a running maximum.
 4. `softmax_losses`: cross entropies and log-sum-exps, once the log-odds of the whole batch are known.
 5. `softmax_coefficients`: the same product again, since no logit was stored. With the log-sum-exps of the whole batch
    it stores the coefficients C_ij = exp(z_ij - lse_x_i) + exp(z_ij - lse_y_j) in the workspace.
-6. cuBLAS, two products for the gradients: C·y for grad_x and Cᵀ·x for grad_y.
+6. cuBLAS: two products for the gradients, C·y for grad_x and Cᵀ·x for grad_y.
 
-In the fast launch of the steps 2 and 5 one exponential serves a row and a column, because exp(z - row) is
-exp(z - middle) · exp(middle - row). Runs whose references are far apart are not fast (`_span`): one of the factors
-could underflow although the product is large.
+In the fast launch of steps 2 and 5 a single exponential of each logit serves both its row and its column. With r the
+reference of the row (or of the column) and M the middle of all references of a run, exp(z - r) is
+exp(z - M) · exp(M - r). Runs whose references are far apart belong to the slow launch (`_span`), because one of these
+factors could underflow although their product is large.
 """
 
 import triton
@@ -38,18 +39,18 @@ from .triton_tiles import (
     whole_sum,
 )
 
-# The largest distance between the references of a fast run. An exponential that underflows for its row, below e^-87, is
-# then below e^-43 for its column, and may be lost.
+# The largest distance between the references of a fast run. An exponential that underflows relative to its row, below
+# e^-87, is then below e^-43 relative to its column, where it can be neglected.
 REACH = tl.constexpr(44.0)
 
 
 @triton.jit
 def exp(acc, scale, reference, CAREFUL: tl.constexpr):
-    """exp(scale · acc - reference), [BM, BN], with the references of rows [BM, 1] or columns [1, BN], or one for all.
+    """exp(scale · acc - reference), [BM, BN], with references for rows [BM, 1] or columns [1, BN], or one for all.
 
-    For fp32 features the logit is rounded before the reference is subtracted, as in plain torch. Otherwise, at a scale
-    of 1e4, a row's largest logit would differ from its log-sum-exp where the two should be equal. For half precision
-    the exponent is one fused multiply-add.
+    For fp32 features the logit is rounded before the reference is subtracted, as in plain torch. Without this rounding,
+    at a scale of 1e4, the largest logit of a row would differ from its log-sum-exp where the two should be equal. For
+    half precision the exponent is a single fused multiply-add.
     """
     exponent = acc * (scale * LOG2E) - reference * LOG2E if CAREFUL == 0 else (acc * scale - reference) * LOG2E
     return tl.exp2(exponent)
@@ -57,17 +58,17 @@ def exp(acc, scale, reference, CAREFUL: tl.constexpr):
 
 @triton.jit
 def finite(references):
-    """The references, -inf in place of +inf."""
+    """The references with -inf in place of +inf."""
     return tl.where(references < float("inf"), references, float("-inf"))
 
 
 @triton.jit
 def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
-    """The middle of the references of a program's rows and columns, and whether they lie within REACH.
+    """The middle of the references of a program's rows and columns, and whether all of these lie within REACH.
 
-    of_x points to the references of all rows, of_y [BN] holds those of the columns. SPAN is a power of two, at least
-    ``rows``. Rows or columns without a part in the coefficients have infinite references, which do not count. If there
-    are such rows and such columns, the answer is no: nothing would bound the logit of one with the other.
+    of_x points to the references of all rows, of_y [BN] holds those of the program's columns. SPAN is a power of two
+    and at least ``rows``. Rows and columns that have no part in the coefficients have infinite references, which are
+    ignored. If there are both such rows and such columns, the answer is no, because nothing bounds their common logits.
     """
     strip = first + tl.arange(0, SPAN)
     all_x = tl.load(of_x + tl.minimum(strip, tl.minimum(first + rows, m) - 1))
@@ -82,7 +83,7 @@ def _span(of_x, of_y, first, rows, m, SPAN: tl.constexpr):
 
 @triton.jit(do_not_specialize=["m"])
 def positives(x, y, scale, out, m, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr):
-    """scale · x_i·y_i from the diagonal of a product, to be rounded as the logits in the other kernels are."""
+    """scale · x_i·y_i, from the diagonals of tile products, so that it is rounded like the logits of other kernels."""
     row = tl.program_id(0) * B
     acc = tile_product(x, y, row, row, CAREFUL, K, B, B, BK)
     rows = tl.arange(0, B)
@@ -92,16 +93,16 @@ def positives(x, y, scale, out, m, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl
 
 @triton.jit
 def _negative(rows, columns, m, n, diagonal):
-    """[BM, BN] bool: which cells of a tile are in the block and not on the diagonal."""
+    """[BM, BN] bool: the cells of a tile that are in the block and not on the diagonal."""
     return ((rows + diagonal)[:, None] != columns[None, :]) & (rows < m)[:, None] & (columns < n)[None, :]
 
 
 @triton.jit
 def _add_positives(logits, positive, sums, numbers, length, AXIS: tl.constexpr):
-    """Adds the positives of a tile to rows 1 and 2 of the sums [3, length]: Σ exp(logits) and Σ logits along AXIS.
+    """Adds Σ exp(logits) and Σ logits along AXIS, over a tile's positives, to rows 1 and 2 of ``sums`` [3, length].
 
-    The logits [BM, BN] are relative to the reference of their row (AXIS 1) or of their column (AXIS 0); ``numbers`` are
-    the rows [BM] or the columns [BN] of the block.
+    The logits [BM, BN] are relative to the references of their rows (AXIS 1) or columns (AXIS 0). ``numbers`` are the
+    indices of these rows [BM] or columns [BN] in the block.
     """
     e = tl.sum(tl.where(positive, tl.exp2(logits * LOG2E), 0.0), AXIS)
     tl.atomic_add(sums + length + numbers, e, mask=numbers < length, sem="relaxed")
@@ -117,8 +118,9 @@ def softmax_sums(
 ):  # fmt: skip
     """sum_x_i += Σ_j exp(z_ij - reference_x_i), sum_y_j += Σ_i exp(z_ij - reference_y_j) over the negatives.
 
-    If equal ids are POSITIVE, sum_x is [3, m]: row 1 gets the same sum over the positives, and row 2 the sum of their
-    z_ij - reference_x_i; likewise sum_y [3, n]. If GATED, two launches share the work, and NEAR is the fast one.
+    If equal ids are POSITIVE, sum_x is [3, m]: row 1 receives the same sum over the positives, and row 2 the sum of
+    their z_ij - reference_x_i; likewise for sum_y [3, n]. If GATED, the work is shared by two launches, of which NEAR
+    is the fast one.
     """
     s = tl.load(scale)
     block, first = place(tl.program_id(0), tiles, blocks, run, GROUP)
@@ -130,7 +132,7 @@ def softmax_sums(
     masked_start, masked_stop = masked_tiles(overlaps, block, diagonal, BM, BN)
     start, ordinary, count = first, end - first, end - first
     limit = n
-    base = of_y  # the reference of the column sums, until they are stored
+    base = of_y  # the reference of the column sums until they are stored
     if GATED:
         middle, near = _span(reference_x, of_y, first * BM, run * BM, m, SPAN)
         if NEAR:
@@ -154,7 +156,7 @@ def softmax_sums(
             if not is_inside(row, column, m, n, masked_start, masked_stop, BM, BN):
                 e = tl.zeros_like(e)
             row_sums = tl.sum(e, 1)  # [BM]
-            e *= tl.exp2((of_x - middle) * LOG2E)  # now relative to the middle, for the sums of columns
+            e *= tl.exp2((of_x - middle) * LOG2E)  # now relative to the middle, for the column sums
         else:
             negative = _negative(rows, columns, m, n, diagonal)
             if EQUAL != NO_IDS:
@@ -175,7 +177,7 @@ def softmax_sums(
 
 @triton.jit
 def _continued(highest, total, logits):
-    """The running maximum [B] and the sum of exponentials relative to it [B], continued over more logits [B, B]."""
+    """Continues a running maximum [B], and the sum of exponentials relative to it [B], over more logits [B, B]."""
     higher = tl.maximum(highest, tl.max(logits, 1))
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     total *= tl.exp2((highest - anchor) * LOG2E)
@@ -187,7 +189,7 @@ def _log_odds(
     x, y, sums, reference, out, scale, ids_x, ids_y, row, m, n, diagonal,
     EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, B: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Stores log(sums) of B rows from ``row`` on; see `log_odds`. For columns x and y have changed places."""
+    """Stores log(sums) of B rows from ``row`` on; see `log_odds`. For columns, x and y are exchanged."""
     rows = row + tl.arange(0, B)
     in_x = tl.minimum(rows, m - 1)
     total = tl.load(sums + in_x)  # [B]
@@ -236,9 +238,9 @@ def log_odds(
 ):  # fmt: skip
     """The logarithms of the results of `softmax_sums`. The first programs take B rows each, the others B columns each.
 
-    A sum is infinite if a logit is 88 above the reference of its row or column. Such rows are computed again, with a
-    running maximum and without atomics, by the program that finds them. If equal ids are POSITIVE, out_x is [3, m] and
-    out_y [3, n]; row 2 of each is copied without taking a logarithm.
+    A sum is infinite if a logit is more than 88 above the reference of its row or column. A program that finds one
+    recomputes its rows or columns with a running maximum and without atomics. If equal ids are POSITIVE, out_x is
+    [3, m] and out_y [3, n], and row 2 of each is copied without taking the logarithm.
     """
     of_rows = tl.cdiv(m, B)  # programs
     if tl.program_id(0) < of_rows:
@@ -254,10 +256,10 @@ def log_odds(
 
 @triton.jit
 def _softplus(odds):
-    """log(1 + e^odds), which keeps its digits however small it gets, and the sigmoid of the odds."""
+    """log(1 + e^odds), with full relative precision however small it is, and the sigmoid of the odds."""
     u = tl.exp(-tl.abs(odds))
     v = 1.0 + u
-    # log(v) is exact for the rounded v. The second term is what the rounding has lost.
+    # log(v) is the logarithm of the rounded v. The second term corrects for the rounding.
     return tl.maximum(odds, 0.0) + tl.log(v) + (u - (v - 1.0)) / v, tl.where(odds > 0, 1.0, u) / v
 
 
@@ -266,10 +268,10 @@ def softmax_losses(
     positive, odds_x, odds_y, positive_of_columns, odds_of_columns, loss, lse_x, lse_y, coefficient, m, n,
     B: tl.constexpr,
 ):  # fmt: skip
-    """The cross entropies, softplus of the odds, and what `softmax_coefficients` takes; see `hf_infcl.kernels`.
+    """The cross entropies (softplus of the log-odds), and the inputs of `softmax_coefficients`; see `hf_infcl.kernels`.
 
-    One program does all, B numbers at a time, so that the sum has one order. Where that takes long, other kernels take
-    thousands of times as long.
+    A single program computes everything, B elements at a time, so that the order of the sum is fixed. For batches for
+    which this takes long, the other kernels take thousands of times as long.
     """
     total = tl.zeros((B,), tl.float32)
     for start in range(0, m, B):
@@ -293,7 +295,7 @@ def softmax_losses(
 
 @triton.jit
 def _term(acc, scale, lse, relative, places, CAREFUL: tl.constexpr):
-    """A negative's term from its row or its column, exp(z - lse - relative); ``relative`` points to [m] or [n]."""
+    """The row or column term of a negative, exp(z - lse - relative). ``relative`` points to [m] or [n]."""
     if relative is None:
         term = exp(acc, scale, lse, CAREFUL)
     else:
@@ -303,7 +305,7 @@ def _term(acc, scale, lse, relative, places, CAREFUL: tl.constexpr):
 
 @triton.jit
 def _positive_term(term, share):
-    """A positive's term, where equal ids are POSITIVE; `softmax_coefficients` explains the share."""
+    """The row or column term of a positive, if equal ids are POSITIVE. `softmax_coefficients` explains the share."""
     return tl.where(share < 0, share, term - share)
 
 
@@ -313,9 +315,9 @@ def _softmax_cells(
     FAST: tl.constexpr, GAIN: tl.constexpr, EQUAL: tl.constexpr, CAREFUL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The coefficients [BM, BN] of a part of a tile, and the thread_sums of coefficients times cosines.
+    """The coefficients [BM, BN] of a part of a tile, and the `thread_sums` of coefficients times cosines.
 
-    of_x [BM] are the rows' factors 2^GAIN · exp(middle - lse_x) if FAST, and otherwise lse_x - GAIN · log(2).
+    of_x [BM] is 2^GAIN · exp(middle - lse_x), the factors of the rows, if FAST, and otherwise lse_x - GAIN · log(2).
     """
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
@@ -335,7 +337,7 @@ def _softmax_cells(
             terms = _positive_term(term_x, of_positives)
             terms += _positive_term(term_y, tl.load(share_y + in_y)[None, :] * 2.0**GAIN)
             c = tl.where(equal_ids(ids_x, ids_y, in_x, in_y), terms, c)
-        c = tl.where((rows < m)[:, None] & (columns < n)[None, :], c, 0.0)  # beyond the block it may be infinite
+        c = tl.where((rows < m)[:, None] & (columns < n)[None, :], c, 0.0)  # c may be infinite outside of the block
         if EQUAL != POSITIVE:
             c = tl.where((rows + diagonal)[:, None] == columns[None, :], of_positives, c)
     return c, thread_sums(c * acc, BM, BN)
@@ -350,7 +352,7 @@ def _softmax_tile(
 ):  # fmt: skip
     """Stores a tile's coefficients and returns the `thread_sums` of coefficients times cosines.
 
-    To spare registers, it takes one strip of STRIP columns after the other, and each in two halves.
+    To save registers, it processes one strip of STRIP columns at a time, and each strip in two halves.
     """
     left, right = halves(acc, BM, BN)
     if STRIP < BN:
@@ -383,13 +385,13 @@ def softmax_coefficients(
     EQUAL: tl.constexpr, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STRIP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """g_ij = 2^GAIN · C_ij; adds Σ C_ij x_i·y_j to the program's scale_sums.
+    """Stores g_ij = 2^GAIN · C_ij; adds Σ C_ij x_i·y_j to the program's element of scale_sums.
 
-    C_ij is the sum of a term of the row, exp(z_ij - lse_x_i - relative_x_i), and one of the column. relative_x and
-    relative_y are both given, or both None, which counts as 0. Excluded cells are 0, and those on the diagonal
-    share_x_i. If equal ids are POSITIVE, the row's term of such a cell is share_x_i where that is negative, and is
-    reduced by share_x_i elsewhere; likewise the column's term with share_y_j. If GATED, two launches share the work,
-    and FAST says which.
+    C_ij is the sum of a row term, exp(z_ij - lse_x_i - relative_x_i), and a column term, exp(z_ij - lse_y_j -
+    relative_y_j). relative_x and relative_y are both given, or both None, which means 0. Excluded cells have C_ij = 0,
+    and cells on the diagonal C_ij = share_x_i. If equal ids are POSITIVE, the row term of a cell with equal ids is
+    share_x_i where that is negative, and is reduced by share_x_i otherwise; likewise the column term with share_y_j. If
+    GATED, the work is shared by two launches, of which FAST is the fast one.
     """
     s = tl.load(scale)
     program = tl.program_id(0)

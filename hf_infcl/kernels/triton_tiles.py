@@ -2,26 +2,27 @@
 """Tiles of logits: the device code that the kernels of both losses share.
 
 A block has m images and n texts, with the cosines a_ij = x_i·y_j and the logits z_ij = s·a_ij (+ b). The logits are
-never stored: a kernel computes a tile of them ([BM, BN], in registers, from tensor cores), uses it and forgets it. A
-program owns BN columns and goes through a *run* of consecutive row tiles, so that the sums of its columns stay in
+never stored: a kernel computes a tile of them ([BM, BN], on tensor cores, in registers), uses it and discards it. A
+program has BN columns and loops over a *run* of consecutive row tiles, so that the sums of its columns stay in
 registers.
 
-The gradients come in two steps. A kernel of `triton_softmax` or `triton_sigmoid` stores the coefficients C_ij, which
-are the derivatives of the loss by z_ij up to a constant factor, in a workspace and in the features' dtype. Two products
-of cuBLAS then add C·y to grad_x and Cᵀ·x to grad_y.
+The gradients take two steps. A kernel of `triton_softmax` or `triton_sigmoid` stores the coefficients C_ij, the
+derivatives of the loss by z_ij up to a constant factor, in a workspace, in the dtype of the features. Two cuBLAS
+products then add C·y to grad_x and Cᵀ·x to grad_y.
 
-The kernels also sum C_ij·a_ij, the derivative by s, from the tile in fp32. The products of cuBLAS could give this sum
-as well, but from rounded coefficients: where its terms cancel, their rounding errors do not.
+The kernels also compute Σ C_ij·a_ij, the derivative by s, from the fp32 tile. The cuBLAS products could provide this
+sum as well, but from rounded coefficients: where its terms cancel, their rounding errors do not.
 
-Besides the tensor cores, the arithmetic on single logits and its registers limit the speed. Two launches therefore
-share the work of one kernel. The fast launch has the shortest arithmetic and skips the tiles for which that is not
-enough; the slow launch does these. Tiles that need masks are never fast: they hold a positive or equal ids, or lie at
-the end of the block (`is_inside`, `left_over`). Where rows and columns are sorted by their ids, few tiles can hold
-equal ones (`id_overlaps`). Each loss has one more reason for the slow launch, which its file explains.
+Speed is limited not only by the tensor cores, but also by the arithmetic on each logit and the registers it needs. Each
+kernel is therefore launched twice. The fast launch does the least arithmetic and skips the tiles for which that is not
+enough; the slow launch computes these. Tiles that need a mask always belong to the slow launch: those that contain
+positives or equal ids, and those that extend beyond the block (`is_inside`, `left_over`). If rows and columns are
+sorted by id, few tiles can contain equal ids (`id_overlaps`). Each loss has one further reason for the slow launch,
+explained in its file.
 
-fp32 features come as sums of bfloat16 parts (`triton_operands.split`). Each row is then the concatenation of its parts,
-in an order by which one product adds up all pairs of parts. The pair of the largest parts is the last one: it takes the
-last CAREFUL steps of BK numbers. For features in half precision CAREFUL is 0.
+fp32 features are given as sums of bfloat16 parts (`triton_operands.split`). The parts of a row are concatenated in such
+an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest parts
+comes last, in the last CAREFUL steps of BK elements. CAREFUL is 0 for features in half precision.
 """
 
 import triton
@@ -30,9 +31,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # the `diagonal` of a block without positives on a diagonal: far from every tile
 
-# The constant EQUAL of the kernels: what the ids of rows and columns mean.
-NO_IDS = tl.constexpr(0)  # there are none
-EXCLUDED = tl.constexpr(1)  # cells with equal ids take no part, but for those on the diagonal, which are positives
+# Values of the kernels' constant EQUAL, the meaning of equal ids of a row and a column.
+NO_IDS = tl.constexpr(0)  # no ids are given
+EXCLUDED = tl.constexpr(1)  # cells with equal ids are ignored, except for the positives on the diagonal
 POSITIVE = tl.constexpr(2)  # cells with equal ids are positives
 
 
@@ -41,11 +42,11 @@ POSITIVE = tl.constexpr(2)  # cells with equal ids are positives
 
 @triton.jit
 def place(program, tiles, blocks, run, GROUP: tl.constexpr):
-    """A program's column block and its first row tile.
+    """The column block of a program, and its first row tile.
 
-    The first programs take all runs of the first GROUP column blocks, the next ones those of the next GROUP. Within a
-    group the column block changes first. Programs that run at the same time have numbers near each other, so that they
-    read the same row tiles and column blocks from the L2 cache.
+    The first programs take all runs of the first GROUP column blocks, the following programs those of the next GROUP.
+    Within a group, consecutive programs have different column blocks and the same row tiles. Programs that run at the
+    same time have similar numbers, so they read the same row tiles and column blocks from the L2 cache.
     """
     width = GROUP * tl.cdiv(tiles, run)  # programs of a whole group
     first = program // width * GROUP
@@ -58,15 +59,16 @@ def place(program, tiles, blocks, run, GROUP: tl.constexpr):
 def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr):
     """out [blocks, 2]: for each column block the first row tile that may hold equal ids or positives, and the last + 1.
 
-    Between them lie all rows whose id is within the range of the column block's ids, and the rows of its diagonal. That
-    is right for ids in any order, and saves work if rows and columns are sorted by id. A program does one column block.
+    This range covers all rows whose ids lie between the smallest and the largest id of the column block, and the rows
+    of its diagonal. It is correct for ids in any order, and narrow if rows and columns are sorted by id. Each program
+    computes one column block.
     """
     column = tl.program_id(0) * BN
     of_y = tl.load(ids_y + tl.minimum(column + tl.arange(0, BN), n - 1))  # [BN]
     lowest = tl.min(of_y)
     highest = tl.max(of_y)
-    first = tl.zeros((STRIP,), tl.int32) + m  # the least of the rows i, i + STRIP, ... that overlap
-    last = tl.zeros((STRIP,), tl.int32) - 1  # the largest of them
+    first = tl.zeros((STRIP,), tl.int32) + m  # element i: the first overlapping row among i, i + STRIP, ...
+    last = tl.zeros((STRIP,), tl.int32) - 1  # the last one among them
     for row in range(0, m, STRIP):
         rows = row + tl.arange(0, STRIP)
         of_x = tl.load(ids_x + tl.minimum(rows, m - 1))
@@ -83,7 +85,7 @@ def id_overlaps(ids_x, ids_y, out, m, n, diagonal, BM: tl.constexpr, BN: tl.cons
 def masked_tiles(overlaps, block, diagonal, BM: tl.constexpr, BN: tl.constexpr):
     """The first row tile of a column block that may hold positives or equal ids, and the last + 1."""
     if overlaps is None:
-        beyond = block * BN - diagonal  # the diagonal's rows in this column block: from here to BN further on
+        beyond = block * BN - diagonal  # the diagonal crosses this column block in rows beyond to beyond + BN - 1
         start = tl.maximum(beyond, 0) // BM
         stop = tl.cdiv(tl.maximum(beyond + BN, 0), BM)
     else:
@@ -94,7 +96,7 @@ def masked_tiles(overlaps, block, diagonal, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def is_inside(row, column, m, n, masked_start, masked_stop, BM: tl.constexpr, BN: tl.constexpr):
-    """Whether a tile lies within the block and is not `masked_tiles`."""
+    """Whether a tile lies entirely within the block and needs no mask (see `masked_tiles`)."""
     unmasked = (row < masked_start * BM) | (row >= masked_stop * BM)
     return (row + BM <= m) & (column + BN <= n) & unmasked
 
@@ -103,10 +105,10 @@ def is_inside(row, column, m, n, masked_start, masked_stop, BM: tl.constexpr, BN
 def left_over(
     first, end, column, m, n, masked_start, masked_stop, tiles, whole, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """The row tiles of a run that are not `is_inside`, or all of them if ``whole``: (start, ordinary, count).
+    """The row tiles of a run that the slow launch computes: all if ``whole``, otherwise those that are not `is_inside`.
 
-    There are ``count`` such tiles: ``ordinary`` consecutive ones from the row tile ``start`` on and, if ``count`` is
-    larger by one, the last row tile of the block.
+    Returns (start, ordinary, count). There are ``count`` such row tiles: ``ordinary`` consecutive ones from ``start``
+    on and, if ``count`` is ``ordinary`` + 1, the last row tile of the block.
     """
     start = tl.minimum(tl.maximum(masked_start, first), end)
     stop = tl.minimum(tl.maximum(masked_stop, start), end)
@@ -119,7 +121,7 @@ def left_over(
 
 @triton.jit
 def equal_ids(ids_x, ids_y, in_x, in_y):
-    """[BM, BN] bool: whether rows in_x [BM] and columns in_y [BN] of the block have equal ids."""
+    """[BM, BN] bool: where rows in_x [BM] and columns in_y [BN] of the block have equal ids."""
     return tl.load(ids_x + in_x)[:, None] == tl.load(ids_y + in_y)[None, :]
 
 
@@ -128,7 +130,7 @@ def equal_ids(ids_x, ids_y, in_x, in_y):
 
 @triton.jit
 def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pointers to a box of a matrix that has no descriptor, and whether they are inside the matrix: [ROWS, COLUMNS]."""
+    """[ROWS, COLUMNS] twice: pointers to a box of a matrix without a descriptor, and which are inside the matrix."""
     base, m, n, stride = matrix
     rows = row + tl.arange(0, ROWS)
     columns = column + tl.arange(0, COLUMNS)
@@ -137,7 +139,7 @@ def _cells(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS]: the box of a matrix that begins at (row, column); zeros beyond the matrix's end."""
+    """[ROWS, COLUMNS]: the box of a matrix that begins at (row, column), with zeros outside of the matrix."""
     if isinstance(matrix, tl.core.tensor_descriptor_base):
         box = matrix.load([row, column])
     else:
@@ -150,30 +152,30 @@ def _load(matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def tile_product(
     x, y, row, column, CAREFUL: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """[BM, BN] fp32: x[row:][:BM] · y[column:][:BN]ᵀ, over the K numbers of a row.
+    """[BM, BN] fp32: x[row:][:BM] · y[column:][:BN]ᵀ, over the K elements of a row.
 
-    Tensor cores round every addition towards zero, by the size of the sum so far. The products of the largest parts of
-    fp32 features are therefore summed for one step at a time and added up by ordinary additions, which round to
-    nearest. Those of the smaller parts come before and are too small to matter.
+    Tensor cores round every addition towards zero, with an error in proportion to the sum so far. For fp32 features,
+    they therefore add up the products of the largest parts over a single step only; ordinary additions, which round to
+    nearest, add up the steps. The products of the smaller parts come first and are too small for this to matter.
     """
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, tl.cdiv(K, BK) - CAREFUL):
         acc = tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, acc)
     for k in range(tl.cdiv(K, BK) - CAREFUL, tl.cdiv(K, BK)):
-        # The option is meant for fp8. With it Triton adds to acc outside of the tensor cores.
+        # With max_num_imprecise_acc, an option meant for fp8, Triton adds to acc outside of the tensor cores.
         acc += tl.dot(_load(x, row, k * BK, BM, BK), _load(y, column, k * BK, BN, BK).T, max_num_imprecise_acc=BK)
     return acc
 
 
 @triton.jit
 def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, BN / 2] twice: the left and the right half of a tile's columns."""
+    """[BM, BN / 2] twice: the left and right halves of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, BN]: the tile that halves takes apart."""
+    """[BM, BN]: the inverse of `halves`."""
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (BM, BN))
 
 
@@ -181,9 +183,10 @@ def joined(left, right, BM: tl.constexpr, BN: tl.constexpr):
 def store_tile(
     g, tile, row, column, part_rows, BM: tl.constexpr, BN: tl.constexpr, STRIP: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Stores a tile [BM, BN] in g [PARTS · part_rows, columns] as the sum of PARTS numbers in low precision each.
+    """Stores a tile [BM, BN] in g [PARTS · part_rows, columns], each element as a sum of PARTS numbers of g's dtype.
 
-    The first part of all rows comes first in g, then the next part. Boxes of STRIP columns are stored one by one.
+    g holds the first part of all rows, followed by the second part of all rows, and so on. Boxes of STRIP columns are
+    stored one at a time.
     """
     if STRIP < BN:
         left, right = halves(tile, BM, BN)
@@ -203,27 +206,27 @@ def store_tile(
 
 # ---- Sums within a thread ----
 #
-# Hopper's products leave a tile in registers so: warp w of W holds rows 16w to 16w + 15 of each slab of 16·W rows. In
-# these, lane l holds the rows l // 4 and l // 4 + 8 and, in every 8 columns, the two from 2·(l % 4) on. The reshapes
-# below name the axes accordingly; a sum over the axes marked "register" moves nothing between threads. With another
-# layout the result is the same, and the sum slower.
+# Hopper's tensor cores leave a product in registers as follows. Warp w of W holds rows 16w to 16w + 15 of each slab of
+# 16·W rows. Of these, lane l holds rows l // 4 and l // 4 + 8 and, of every 8 columns, the two from 2·(l % 4) on. The
+# comments on the reshapes below name the axes accordingly; a sum over axes marked "register" moves no data between
+# threads. For any other layout the result is the same but the sum is slower.
 
 
 @triton.jit
 def column_sums(tile, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr):
-    """[WARPS, 8, BN]: sums of columns as far as one thread holds the addends."""
+    """[WARPS, 8, BN]: sums of columns, each over the elements in one thread."""
     # [slab (register), warp, 2 (register), 8 (lane), BN]
     return tl.sum(tl.sum(tl.reshape(tile, (BM // (16 * WARPS), WARPS, 2, 8, BN)), 2), 0)
 
 
 @triton.jit
 def thread_sums(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM / 16, 8, 4]: sums of a tile as far as one thread holds the addends (for each slab)."""
+    """[BM / 16, 8, 4]: sums of a tile, each over the elements of a slab in one thread."""
     # [slab and warp, 2 (register), 8 (lane), BN / 8 (register), 4 (lane), 2 (register)]
     return tl.sum(tl.sum(tl.sum(tl.reshape(tile, (BM // 16, 2, 8, BN // 8, 4, 2)), 5), 3), 1)
 
 
 @triton.jit
 def whole_sum(sums):
-    """The scalar that the [BM / 16, 8, 4] sums of threads add up to."""
+    """The total of the `thread_sums` [BM / 16, 8, 4], a scalar."""
     return tl.sum(tl.sum(tl.sum(sums, 2), 1), 0)

@@ -1,7 +1,7 @@
-"""The layout of blocks on a device: tiles, the programs for them, and boxes of memory.
+"""How a device divides blocks into tiles and tiles among programs, and descriptors for boxes of memory.
 
-Nothing is tuned at run time: tiles are a function of the architecture. On Hopper they were chosen by measurement; on
-other architectures they are as large as fits, which the tests compile for Ampere and for AMD's CDNA 3 but never run.
+Nothing is tuned at run time: the tiling depends on the architecture alone. On Hopper it was chosen by measurement. On
+other architectures tiles are as large as fits; the tests compile them for Ampere and AMD's CDNA 3 but never run them.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ INTERPRETED = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True)
 class Tiling:
-    """The shape of tiles, and how many programs a device runs."""
+    """The shape of tiles, and how many programs a device runs at a time."""
 
     tile: int  # rows and columns of a tile
-    step: int  # numbers of a row of features that are multiplied at a time
+    step: int  # elements of each row of features that are multiplied at a time
     warps: int
-    stages: int  # the number of steps whose features are in shared memory at a time
+    stages: int  # depth of the software pipeline: the number of steps whose features are in shared memory at a time
     slots: int  # programs that run at the same time
 
     @functools.lru_cache  # noqa: B019 (tilings live as long as the module)
     def split(self, m: int, n: int, longest: int, together: int = 1) -> tuple[int, int, int]:
-        """The row tiles, the column blocks, and the run: row tiles of a program, so that the last wave is full.
+        """The number of row tiles, the number of column blocks, and the run, the number of row tiles of a program.
+
+        The run is the one with the shortest estimated time; a last wave that is nearly empty counts against it.
 
         Args:
-            longest: the longest run.
-            together: the number of programs of one column block that one launched program does together.
+            longest: the longest run allowed.
+            together: the number of runs of one column block that each launched program computes.
         """
         tiles, blocks = cdiv(m, self.tile), cdiv(n, self.tile)
 
-        def time(run: int) -> int:  # in tiles; to start a program takes as long as one tile
+        def time(run: int) -> int:  # in units of one tile; starting a program takes as long as one tile
             return cdiv(blocks * cdiv(tiles, run * together), self.slots // together) * (run * together + 1)
 
         return tiles, blocks, min(range(1, min(longest, cdiv(tiles, together)) + 1), key=time)
@@ -46,7 +48,7 @@ class Tiling:
 
 @functools.lru_cache
 def tiling_for(device: torch.device, parts: int) -> Tiling:
-    """The tiling of a device for features of so many parts (`triton_operands.split`)."""
+    """The tiling of a device for features that are split into this many parts (`triton_operands.split`)."""
     if INTERPRETED:
         return Tiling(tile=32, step=32, warps=1, stages=1, slots=4)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -54,18 +56,22 @@ def tiling_for(device: torch.device, parts: int) -> Tiling:
         return Tiling(tile=64, step=64, warps=4, stages=2, slots=4 * processors)
     if torch.cuda.get_device_capability(device)[0] < 9:
         return Tiling(tile=128, step=32, warps=8, stages=4, slots=processors)
-    # From Hopper on: 3 stages of 32 KiB, so that a processor's shared memory holds two programs.
+    # Hopper and newer: with 3 stages of 32 KiB, the shared memory of a multiprocessor has room for two programs.
     if parts == 1:
         return Tiling(tile=128, step=64, warps=4, stages=3, slots=2 * processors)
-    # The sums of fp32 features take twice the registers (`triton_tiles.tile_product`), hence twice the threads.
+    # The sums of fp32 features take twice the registers (`triton_tiles.tile_product`), so programs have twice the
+    # threads.
     return Tiling(tile=128, step=64, warps=8, stages=3, slots=processors)
 
 
 def boxes(matrix: Tensor, rows: int, columns: int) -> Any:
-    """A matrix to be read or written in boxes [rows, columns]: from Hopper on by the tensor memory accelerator."""
+    """A matrix in the form in which kernels read or write boxes [rows, columns]: with a TMA descriptor from Hopper on.
+
+    On other devices it is the matrix, its numbers of rows and columns, and the stride of its rows.
+    """
     if has_descriptors(matrix.device):
         return TensorDescriptor(matrix, matrix.shape, matrix.stride(), [rows, columns])
-    # Triton emulates descriptors elsewhere, but does not know their alignment: it would load single elements.
+    # Triton emulates descriptors here, but loads single elements because it does not know their alignment.
     return matrix, len(matrix), matrix.shape[1], matrix.stride(0)
 
 
@@ -75,4 +81,4 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def cdiv(a: int, b: int) -> int:
-    return -(-a // b)  # Triton's own cdiv takes microseconds of the host, a dozen times a block
+    return -(-a // b)  # triton.cdiv takes microseconds on the host, and a block needs it a dozen times
