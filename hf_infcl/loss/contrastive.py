@@ -17,10 +17,10 @@ from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
 from .strategies import Strategy, select_strategy
 
-# The most multiplications in one product of matrices, n·m·D, for which the host takes longer to launch the kernels of a
-# loss than the GPU to run them. With several processes the host also starts the collectives. Losses of this size take
-# 2 ms on one H100, and 8 ms on several.
-RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 160e9, 560e9
+# The largest product of matrices, in multiplications n·m·D, up to which launching the kernels of a loss can take the
+# host longer than running them takes the GPU: 2.3 to 3.7 ms were measured, and losses of this size take 4 ms on one
+# H100. With several processes the host also starts the collectives, and losses of this size take 8 ms.
+RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 320e9, 560e9
 
 
 def contrastive_loss(
@@ -55,7 +55,7 @@ def contrastive_loss(
 
     On GPUs the kernels of small batches are replayed as CUDA graphs, from the third call with the same shapes on,
     because launching them takes longer than running them. Collectives are made between the graphs. A batch is small if
-    n images of this process and m texts of all have n·m·D <= 1.6e11 on one process (17,677 pairs of 512 dimensions) and
+    n images of this process and m texts of all have n·m·D <= 3.2e11 on one process (25,000 pairs of 512 dimensions) and
     <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings keep their
     memory: in bf16 about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384 pairs of
     512 dimensions on one process, 448 MiB for as many on each of two, and 544 MiB on each of four. Without enough
