@@ -89,7 +89,7 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     assert 0 <= results["eval_zero_shot_acc1"] <= 1
     card = (trained / "README.md").read_text()
     assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes |" in card
-    assert "but those of equal `label`" in card
+    assert "except those with equal `label`" in card
     assert f"{results['eval_zero_shot_acc1']:.4f}" in card
     assert str(demo) not in card
     assert (trained / "curves.png").stat().st_size > 10_000

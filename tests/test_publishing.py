@@ -92,7 +92,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
     for fact in (
         "**32 pairs** = 8 per device × 4 accumulation steps × 1 process |",
         "60 optimizer steps, 1,920 pairs seen, 1.6 epochs of 38 full batches",
-        "| negatives | all other pairs of the batch, those with equal captions included |",
+        "| negatives | all other pairs of the batch, including those with equal captions |",
         "0.001, cosine",
         "licence cc-by-4.0",
         "| frozen | image tower |",
@@ -121,7 +121,7 @@ def test_what_weakens_a_result_is_told(tmp_path):
         pairs=None,
     )
     text = read(made, tmp_path).text
-    assert "all other pairs of the batch but those of equal `url`" in text
+    assert "all other pairs of the batch except those with equal `url`" in text
     assert "| bad samples | 3 replaced by another row or left out |" in text
     assert "measured during training; the figures are those of the last step" in text
     assert "`a/b` (split train, 70.0% of the draws, no licence stated) and `folder`" in text
@@ -137,7 +137,7 @@ def test_positives_and_negatives_of_several_captions_are_told(tmp_path):
     assert "| positives | up to 5 captions of the image, drawn anew each epoch |" in text
     assert "| negatives | all other captions of the batch; for all images also one of `swapped` of each image" in text
     text = read(record(equal_ids="positive", pair_id_column="label"), tmp_path).text
-    assert "| positives | the caption of the image, and those of equal `label` |" in text
+    assert "| positives | the caption of the image, and those with equal `label` |" in text
 
 
 def test_the_guide_s_callback_writes_the_card_of_a_training_from_python(tmp_path):
@@ -150,7 +150,7 @@ def test_the_guide_s_callback_writes_the_card_of_a_training_from_python(tmp_path
     text = (tmp_path / "mine" / "README.md").read_text()
     assert "**8 pairs** = 4 per device × 2 accumulation steps × 1 process |" in text
     assert "`someone/pairs` (split train, licence cc-by-4.0)" in text
-    assert "| negatives | all other pairs of the batch but those of equal `caption` |" in text
+    assert "| negatives | all other pairs of the batch except those with equal `caption` |" in text
 
 
 @pytest.mark.parametrize(

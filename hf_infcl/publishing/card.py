@@ -117,16 +117,16 @@ def _training_rows(record: TrainingRecord) -> Iterable[tuple[str, str]]:
 
 
 def _positives_and_negatives(record: TrainingRecord) -> Iterator[tuple[str, str]]:
-    of_equal = f"those of equal {_code(record.pair_id_column)}" if record.pair_id_column else ""
+    with_equal = f"those with equal {_code(record.pair_id_column)}" if record.pair_id_column else ""
     if record.equal_ids == "positive":
         own = "the caption of the image"
         if record.captions_per_image > 1:
             own = f"up to {record.captions_per_image} captions of the image, drawn anew each epoch"
-        yield "positives", f"{own}, and {of_equal}" if of_equal else own
+        yield "positives", f"{own}, and {with_equal}" if with_equal else own
         negatives = "all other captions of the batch"
     else:
         negatives = "all other pairs of the batch"
-        negatives += f" but {of_equal}" if of_equal else ", those with equal captions included"
+        negatives += f" except {with_equal}" if with_equal else ", including those with equal captions"
     if record.negative_caption_column:
         negatives += f"; for all images also one of {_code(record.negative_caption_column)} of each image that has any"
     yield "negatives", negatives
@@ -202,7 +202,7 @@ def _results(record: TrainingRecord) -> str:
             shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
             rows.append((where, f"{evaluation.size:,}", _metric_name(metric), shown))
         if evaluation.guard:
-            notes.append(f"{where} is a guard set: it shows what the training has made worse.")
+            notes.append(f"{where} is a guard set: it shows what the training made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):
             repeating.append(where)
         if evaluation.templates:
@@ -214,7 +214,7 @@ def _results(record: TrainingRecord) -> str:
     if repeating:
         notes.append(
             f"Some captions of {'; '.join(repeating)} belong to several images, but only an image's own captions count "
-            "as right. Where the table says “at most”, no model can reach a higher recall."
+            "as correct. Where the table says “at most”, no model can reach a higher recall."
         )
     if record.measured_during_training:
         which = "the best of these evaluations" if record.best else "the last step, not of the best"
