@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import launcher as launcher  # notes the process that has started this one
+
 __version__ = "0.1.0"
 
 # The modules that define the public names. They are imported on first use, so that `import hf_infcl` is fast and does

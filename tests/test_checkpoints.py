@@ -579,3 +579,27 @@ def test_a_launcher_that_has_gone_counts_as_a_signal(monkeypatch):
     assert preemption.signal == 0
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert preemption.signal == signal.SIGTERM
+
+
+def test_a_launcher_that_ends_while_torch_is_imported_has_gone():
+    """Importing torch and transformers takes seconds; the process is watched from the import of the package on."""
+    process = """
+import os, sys, time, hf_infcl
+assert "torch" not in sys.modules
+print("imported", flush=True)
+parent = os.getppid()
+while os.getppid() == parent:
+    time.sleep(0.01)
+print("its launcher has gone:", hf_infcl.launcher.has_gone())
+"""
+    launch = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "some"}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", launch, process], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert launcher.stdout is not None
+    with launcher.stdout as printed:
+        assert printed.readline() == "imported\n"
+        launcher.kill()
+        launcher.wait()
+        assert printed.read() == "its launcher has gone: True\n"

@@ -16,6 +16,7 @@ from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import hypothesis
@@ -24,6 +25,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from helpers import models
 from helpers.demo import DEMO, accelerate, infcl, run, start
 from helpers.hub import hub_for_this_process, talk_to
 from helpers.processes import launched
@@ -34,7 +36,7 @@ from transformers import TrainingArguments
 
 import hf_infcl
 from hf_infcl import ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, cli
-from hf_infcl.cli import description, train
+from hf_infcl.cli import description, plan, train
 from hf_infcl.cli.options import (
     ColumnOptions,
     DataOptions,
@@ -671,6 +673,32 @@ def test_version_says_what_a_bug_report_needs(capsys):
     assert lines[0] == f"hf_infcl {hf_infcl.__version__}"
     for package in ("torch", "transformers"):
         assert f"{package} {metadata.version(package)}" in lines
+
+
+def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
+    """As in `infcl ... | head`, whether Python buffers what it prints or not."""
+    models.clip().config.save_pretrained(tmp_path)
+    command = ["plan", "--model", tmp_path, "--global_batch", 64]
+    before = os.dup(1)
+    for buffering, words in ((1, command), (-1, command), (-1, ["plan", "--help"])):
+        reader, writer = os.pipe()
+        os.dup2(writer, 1)
+        os.close(writer)
+        os.close(reader)
+        with open(1, "w", buffering, closefd=False) as output, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", output)
+            with pytest.raises(SystemExit) as end:
+                infcl(*words)
+        os.dup2(before, 1)
+        assert end.value.code == 1
+    os.close(before)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
+    monkeypatch.setattr(plan, "report", mock.Mock(side_effect=BrokenPipeError("of a worker")))
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        infcl("plan", "--model", "some", "--global_batch", 64)
 
 
 # ---- Mistakes in data and models ----

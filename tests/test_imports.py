@@ -30,6 +30,7 @@ def rooms(*names: str) -> tuple[str, ...]:
 MUST_NOT_KNOW = {
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
+    "hf_infcl.launcher": ("hf_infcl", "torch", *HUGGING_FACE, "triton"),
     "hf_infcl.processes": (*HUGGING_FACE, *rooms("kernels", "loss", "data", "evaluation", "training", "publishing")),
     "hf_infcl.kernels": (
         *("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
+import select
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from .. import __version__
 
@@ -31,7 +33,11 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
         command: one of `COMMANDS`; by default the first word names it.
         words: the command line without the program's name; by default that of this process.
     """
-    words = list(sys.argv[1:] if words is None else words)
+    with _quiet_without_reader():
+        _run(command, list(sys.argv[1:] if words is None else words))
+
+
+def _run(command: str | None, words: list[str]) -> None:
     if command is None:
         parser = argparse.ArgumentParser(
             prog="infcl",
@@ -62,6 +68,34 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
     else:
         raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
     run(words)
+
+
+@contextmanager
+def _quiet_without_reader() -> Iterator[None]:
+    """Ends the program without a traceback if its output goes to a program that has ended, as in ``infcl ... | head``.
+
+    This is the recipe of https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:
+            sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        outputs = [number for number in (1, 2) if not _has_reader(number)]
+        if not outputs:
+            raise  # it was another pipe, such as that of a worker
+        for number in outputs:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        sys.exit(1)
+
+
+def _has_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # for the end of its pipe alone
+    return not poll.poll(0)
 
 
 def versions() -> str:

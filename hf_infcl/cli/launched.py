@@ -47,6 +47,8 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
         yield
     except OtherRankFailedError:
         sys.exit(1)
+    except BrokenPipeError:
+        raise  # nobody reads the output any more, which is no mistake
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if is_missing_package(error):
             tell(command, missing_package(error))

@@ -13,28 +13,13 @@ from typing import Any
 
 from transformers.utils import logging
 
+from .. import launcher
+
 logger = logging.get_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_launcher = os.getppid()  # from the import on: it may end while a model or a data set is loaded
 _POLL = 1.0  # seconds between two looks at the launcher
 _ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has sent to all processes already
-
-
-def _note_launcher() -> None:
-    global _launcher
-    _launcher = os.getppid()
-
-
-os.register_at_fork(after_in_child=_note_launcher)
-
-
-def _is_launched() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def _launcher_has_gone() -> bool:
-    return _is_launched() and os.getppid() != _launcher
 
 
 @contextmanager
@@ -44,11 +29,11 @@ def ended_with_launcher() -> Iterator[None]:
 
     def watch() -> None:
         while not left.wait(_POLL):
-            if _launcher_has_gone():
+            if launcher.has_gone():
                 logger.error("The launcher has ended while its processes formed their group, and so does this process.")
                 os._exit(128 + signal.SIGTERM)
 
-    if _is_launched():
+    if launcher.is_launched():
         threading.Thread(target=watch, daemon=True).start()
     try:
         yield
@@ -88,7 +73,7 @@ class Preemption:
     @property
     def signal(self) -> int:
         """The number of the signal that was noted, or 0."""
-        if not self._noted and _launcher_has_gone():
+        if not self._noted and launcher.has_gone():
             return signal.SIGTERM
         return self._noted
 
