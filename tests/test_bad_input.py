@@ -5,6 +5,7 @@ The message gives the reason. What is unusual and can be used trains like any ot
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -29,6 +30,7 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from hf_infcl.data.images import decode_rgb
 from hf_infcl.data.pairs import as_pair_id
+from hf_infcl.training.dual_encoder import DualEncoder
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -183,25 +185,65 @@ def test_a_caption_of_another_type_is_refused(tmp_path, caption):
 DATA = rows([encoded(red())] * 8)
 
 
-def test_a_processor_with_more_tokens_than_the_model_is_refused(tmp_path):
-    many = clip_processor()
-    many.tokenizer.add_tokens([f"token{number}" for number in range(models.VOCABULARY)])
-    data = ImageTextDataset(rows([encoded(red())] * 8, ["token50 a"] * 8))
-    trainer = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data, processing_class=many)
-    with pytest.raises(
-        ValueError, match=r"processor is of another model: .* gives the token 78, .* has 64 token embed"
-    ):
-        trainer.train()
+def processor_with_added_tokens() -> Any:
+    processor = clip_processor()
+    processor.tokenizer.add_tokens([f"token{number}" for number in range(models.VOCABULARY)])
+    assert len(processor.tokenizer) > models.VOCABULARY
+    return processor
 
 
-def test_a_processor_of_another_image_size_is_refused(tmp_path):
+@pytest.mark.parametrize("collator", ["default", "own", "of a stream"])
+def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
+    """In a training and in an evaluation; a tokenizer that never gives its last tokens is fine."""
+    processor = processor_with_added_tokens()
+    options: dict[str, Any] = {"processing_class": processor}
+    if collator == "own":
+        own = ContrastiveCollator(processor)
+        options = {"data_collator": lambda items: own(items)}
+
+    def data(caption: str) -> Any:
+        if collator != "of a stream":
+            return ImageTextDataset(rows([encoded(red())] * 8, [caption] * 8))
+        files = [
+            (f"{n}{kind}", content)
+            for n in range(8)
+            for kind, content in ((".png", encoded(red())), (".txt", caption.encode()))
+        ]
+        return ImageTextStream(str(write_tar(tmp_path / f"{caption}.tar", files)))
+
+    message = (
+        r"gives the token 78, and the model has 64 token embeddings, from 0 to 63\. .*"
+        r"text_model\.resize_token_embeddings"
+    )
+    known = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token3 a"), **options)
+    known.train()
+    unknown = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token50 a"), **options)
+    with pytest.raises(ValueError, match=message):
+        unknown.train()
+    with pytest.raises(ValueError, match=message):
+        known.evaluate(data("token50 a"))
+    unknown.model.text_model.resize_token_embeddings(len(processor.tokenizer))
+    unknown.train()
+
+
+def test_images_of_another_size_are_refused(tmp_path):
     large = clip_processor()
     large.image_processor.size, large.image_processor.crop_size = {"shortest_edge": 32}, {"height": 32, "width": 32}
-    trainer = InfCLTrainer(
-        models.clip(), arguments(tmp_path), train_dataset=ImageTextDataset(DATA), processing_class=large
-    )
-    with pytest.raises(ValueError, match=r"image size \(32\*32\) doesn't match model \(16\*16\)"):
-        trainer.train()
+    message = r"batch have 32 × 32 pixels, and the model takes 16 × 16\. Load processor and model from one checkpoint"
+    for model in (models.clip(), models.siglip()):
+        trainer = InfCLTrainer(model, arguments(tmp_path), train_dataset=ImageTextDataset(DATA), processing_class=large)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        with pytest.raises(ValueError, match=message):
+            trainer.evaluate(ImageTextDataset(DATA))
+    of_any_size = {"align", "clipseg", "siglip2", "dinov2"}
+    for kind, build in {**models.BUILD, "dinov2": models.vision_text_dinov2}.items():
+        batch = models.batch_for("clip" if kind == "dinov2" else kind)
+        if kind != "siglip2":
+            side = batch["pixel_values"].shape[-1] // 2 if kind == "align" else 32
+            batch["pixel_values"] = torch.zeros(5, 3, side, side)
+        with contextlib.nullcontext() if kind in of_any_size else pytest.raises(ValueError, match=message):
+            DualEncoder(build()).encode_images(batch)
 
 
 def test_a_model_that_is_no_dual_encoder_is_refused(tmp_path):

@@ -69,7 +69,6 @@ class ContrastiveCollator:
             )
         self._padding = "max_length" if fixed_length else "longest"
         self.uint8 = uint8
-        self._vocabulary: int | None = None  # the number of token embeddings of the model, if it is known
         self._transform = ImageTransform.of(processor.image_processor)
         if self._transform is None:
             from transformers.utils import logging
@@ -94,9 +93,7 @@ class ContrastiveCollator:
             stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
             positions = int(min(positions, stated or positions))
         is_siglip = str(getattr(config, "model_type", "")).startswith("siglip")
-        collator = cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
-        collator._vocabulary = getattr(getattr(config, "text_config", None), "vocab_size", None)
-        return collator
+        return cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
 
     @property
     def image_backend(self) -> str:
@@ -175,11 +172,7 @@ class ContrastiveCollator:
         return self._transform.normalise(pixel_values)
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        """The tokenizer's tensors [n, L] for n texts: captions, or the prompts of a zero-shot classifier.
-
-        Raises:
-            ValueError: the tokenizer gives a token that the model, if it is known, has no embedding for.
-        """
+        """The tokenizer's tensors [n, L] for n texts: captions, or the prompts of a zero-shot classifier."""
         longest = _CHARACTERS_PER_TOKEN * self.max_length
         tokens = self.processor.tokenizer(
             [text[:longest] for text in texts],
@@ -188,13 +181,6 @@ class ContrastiveCollator:
             max_length=self.max_length,
             return_tensors="pt",
         )
-        largest = int(tokens["input_ids"].max())
-        if self._vocabulary is not None and largest >= self._vocabulary:
-            raise ValueError(
-                f"The processor is of another model: its tokenizer, a {type(self.processor.tokenizer).__name__}, gives "
-                f"the token {largest}, and the model has {self._vocabulary} token embeddings. Load processor and model "
-                "from one checkpoint."
-            )
         return dict(tokens)
 
 

@@ -36,6 +36,20 @@ TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model",
 # mask token of DINOv2's pretraining.
 _UNUSED = {"align": "text_model.pooler.", "blip": ".crossattention.", "vision-text-dual-encoder": ".mask_token"}
 
+# The vision towers, by their config's model_type, that have an embedding for each patch of an image of one size.
+_OF_ONE_IMAGE_SIZE = (
+    "aimv2_vision_model",
+    "altclip_vision_model",
+    "blip_vision_model",
+    "chinese_clip_vision_model",
+    "clip_vision_model",
+    "groupvit_vision_model",
+    "metaclip_2_vision_model",
+    "owlvit_vision_model",
+    "siglip_vision_model",
+    "vit",
+)
+
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
@@ -83,6 +97,27 @@ class DualEncoder:
         self.temperature_name = "temperature" if self._divides else "logit_scale"
         self.stock_temperature_shape = (1,) if kind in SIGMOID_MODELS else ()
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of token embeddings, if the config names it."""
+        return getattr(self.model.config.text_config, "vocab_size", None)
+
+    def check_images(self, batch: Mapping[str, Any]) -> None:
+        """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
+        config, pixel_values = self.model.config.vision_config, batch.get("pixel_values")
+        if config.model_type not in _OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
+            return
+        if pixel_values is None or pixel_values.ndim != 4:
+            return
+        size, patch = config.image_size, config.patch_size
+        height, width = pixel_values.shape[-2:]
+        # What is left over at the edges is no patch.
+        if (height // patch, width // patch) != (size // patch, size // patch):
+            raise ValueError(
+                f"The images of a batch have {height} × {width} pixels, and the model takes {size} × {size}. Load "
+                "processor and model from one checkpoint, or give the image processor the size of the model."
+            )
 
     @property
     def temperature_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -151,7 +186,11 @@ class DualEncoder:
                 pooled output of the frozen image tower, which then does not run at all.
             frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
                 first pass; in the second pass the frozen towers do not run.
+
+        Raises:
+            ValueError: the images have another size than those of the model.
         """
+        self.check_images(batch)
         if (features := batch.get("image_features")) is not None:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
@@ -163,7 +202,8 @@ class DualEncoder:
         return outputs.image_embeds, outputs.text_embeds
 
     def image_features(self, batch: Mapping[str, Any]) -> Tensor:
-        """The pooled output [images, H] of the image tower, before the projection."""
+        """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does."""
+        self.check_images(batch)
         tower = getattr(self.model, TOWERS["image"][0])
         return tower(**_select(batch, IMAGE_INPUTS), return_dict=True).pooler_output
 
@@ -191,11 +231,13 @@ class DualEncoder:
         return [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
 
     def encode_images(self, batch: Mapping[str, Any]) -> Tensor:
-        """L2-normalised image embeddings [images, D], for evaluation."""
+        """L2-normalised image embeddings [images, D], for evaluation; raises as `embed` does."""
+        self.check_images(batch)
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
 
     def encode_texts(self, batch: Mapping[str, Any]) -> Tensor:
-        """L2-normalised text embeddings [texts, D], for evaluation."""
+        """L2-normalised text embeddings [texts, D], for evaluation; raises as `check_tokens` does."""
+        check_tokens(batch["input_ids"], self.vocabulary)
         return self._normalised(self.model.get_text_features(**_select(batch, TEXT_INPUTS)))
 
     @staticmethod
@@ -210,6 +252,25 @@ class DualEncoder:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in constant
         ]
+
+
+def check_tokens(input_ids: Tensor, vocabulary: int | None) -> None:
+    """Raises a ValueError if a token has no embedding. On a GPU the model would fail without naming it.
+
+    Args:
+        input_ids: tokens of any shape. Those on a GPU are waited for.
+        vocabulary: the number of token embeddings; with None nothing is checked.
+    """
+    if vocabulary is None or input_ids.numel() == 0:
+        return
+    least, largest = (int(token) for token in input_ids.aminmax())
+    if least < 0 or largest >= vocabulary:
+        raise ValueError(
+            f"The tokenizer gives the token {least if least < 0 else largest}, and the model has {vocabulary} token "
+            f"embeddings, from 0 to {vocabulary - 1}. Load processor and model from one checkpoint. If tokens were "
+            "added to the tokenizer, add embeddings to the model before its training: "
+            "model.text_model.resize_token_embeddings(len(processor.tokenizer))."
+        )
 
 
 @contextlib.contextmanager

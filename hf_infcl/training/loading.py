@@ -29,6 +29,7 @@ from .evaluating import EvaluatingTrainer
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .stream_loader import StreamLoader
 from .windows import (
+    CheckingCollator,
     WindowSampler,
     check_batch,
     most_captions,
@@ -190,7 +191,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             source.stream = pairs
             device = None if self.args.offload_inputs else self.args.device
             states = (self._resumed and self._resumed.stream) or []
-            source.stream_loader = StreamLoader(pairs, self.data_collator, self.args, device=device, states=states)
+            collate = CheckingCollator(self.data_collator, self.dual_encoder.vocabulary)
+            source.stream_loader = StreamLoader(pairs, collate, self.args, device=device, states=states)
             return source.stream_loader
         dataloader: Any = super().get_train_dataloader()
         self.train_dataset = pairs
@@ -203,7 +205,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             )
         if source.dispatcher is not None:
             source.dispatcher.slice_fn = rows_of_one_process
-        dataloader.base_dataloader.generator = self._worker_seeds
+        loader = dataloader.base_dataloader
+        loader.generator = self._worker_seeds
+        loader.collate_fn = CheckingCollator(loader.collate_fn, self.dual_encoder.vocabulary)
         if self.args.offload_inputs:
             if source.dispatcher is not None:
                 raise ValueError(

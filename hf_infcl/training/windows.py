@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.utils import slice_tensors
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
+
+from .dual_encoder import check_tokens
 
 
 class WindowSampler(Sampler[int]):
@@ -175,6 +177,24 @@ def check_batch(batch: Any, equal_ids: str) -> None:
             "Pass equal_ids='positive', which trains on all of them, or wrap the training rows in "
             "ImageTextDataset(dataset), which draws one caption per epoch."
         )
+
+
+class CheckingCollator:
+    """A data collator whose tokens are compared with the model's embeddings while they are in host memory.
+
+    Args:
+        collate: the data collator.
+        vocabulary: as for `check_tokens`.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], vocabulary: int | None) -> None:
+        self._collate, self._vocabulary = collate, vocabulary
+
+    def __call__(self, items: list[Any]) -> Any:
+        batch = self._collate(items)
+        if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), Tensor):
+            check_tokens(tokens, self._vocabulary)
+        return batch
 
 
 def caption_images(window: Sequence[Mapping[str, Any]]) -> Tensor | None:
