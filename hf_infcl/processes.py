@@ -87,7 +87,7 @@ class Processes:
         return gathered
 
     def gather_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`gather` of each of several tensors. Those of one shape and size of elements travel together."""
+        """`gather` of each of several tensors, in one exchange. Those of one shape and size of elements are stacked."""
         if self.world_size == 1:
             return tuple(tensor[None] for tensor in tensors)
         alike: dict[Any, list[int]] = {}
@@ -198,8 +198,15 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     # torch 2.13 renames the collectives of single tensors and deprecates the old names.
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    for out, part in zip(gathered, parts, strict=True):
-        all_gather(out, part, group=group)
+    pairs = list(zip(gathered, parts, strict=True))
+    if len(pairs) == 1 or torch.compiler.is_compiling():  # torch.compile cannot trace one exchange of several tensors
+        for out, part in pairs:
+            all_gather(out, part, group=group)
+        return
+    # To start one exchange of several tensors takes the host as long as one of a single tensor, up to 0.1 ms with NCCL.
+    with dist._coalescing_manager(group):
+        for out, part in pairs:  # as bytes: gloo silently takes all tensors of an exchange for numbers of one dtype
+            all_gather(out.view(torch.uint8), part.view(torch.uint8), group=group)
 
 
 def announce_failure(error: Exception) -> None:
