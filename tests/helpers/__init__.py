@@ -1,1 +1,1 @@
-"""Helpers of several test files. Nothing here is a test, and no test file imports another."""
+"""Helpers that several test files share. Nothing here is a test, and no test file imports another."""

@@ -1,4 +1,4 @@
-"""The demo's parts, and the programs of the repository run as a user runs them."""
+"""The files of the demo, and functions that run the repository's programs as a user does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  #
 
 
 def start(*words: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the repository root; stdout holds stderr as well."""
+    """Runs Python in the repository root. stdout also contains stderr."""
     known = filter(None, [os.environ.get("PYTHONPATH")])
     return subprocess.run(
         [sys.executable, *map(str, words)],
@@ -39,12 +39,12 @@ def infcl(*words: Any) -> None:
 
 
 def run(*words: Any) -> str:
-    """Runs Python in the repository root, which has to succeed; what it printed."""
+    """Runs Python in the repository root, expects success, and returns the output."""
     done = start(*words)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def accelerate(config: str) -> list[Any]:
-    """`accelerate launch` with one of scripts/configs, for two processes."""
+    """The words of `accelerate launch` with one of scripts/configs, for two processes."""
     return ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", 0]

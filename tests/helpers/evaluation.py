@@ -43,7 +43,7 @@ def collate_captions(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class LabelledImages:
-    """A collator for labelled images of one colour each. It tokenizes prompts by their last characters."""
+    """A collator for labelled images of a single colour. It tokenizes a prompt by its last characters."""
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         images = torch.stack([torch.from_numpy(item["image"][0, 0]) / 64 - 2 for item in items])
@@ -58,7 +58,7 @@ class LabelledImages:
 def labelled(
     rows: int, classes: int = 7, templates: tuple[str, ...] = ("see {}.", "a {}!"), labels: list[int] | None = None
 ) -> ZeroShotDataset:
-    """Images of one colour each; by default image i belongs to class i modulo the number of classes."""
+    """Images of a single colour. By default image i belongs to class i modulo the number of classes."""
     colours = [Image.new("RGB", (4, 4), (97 * i % 256, 31 * i % 256, 193 * i % 256)) for i in range(rows)]
     names = datasets.ClassLabel(names=list("abcdefghijklm"[:classes]))
     features = datasets.Features({"image": datasets.Image(), "label": names})
@@ -68,7 +68,7 @@ def labelled(
 
 
 def discerning(model: torch.nn.Module) -> torch.nn.Module:
-    """A random CLIP that tells images and texts apart: without what all embeddings have in common."""
+    """A random CLIP with clearly different embeddings: weights that add the same to all inputs are set to zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "position_embedding" in name or "class_embedding" in name:

@@ -1,8 +1,8 @@
-"""The loss and its gradients in extended precision, by which the float64 results of random cases are judged.
+"""The loss and its gradients in extended precision, the truth for float64 results of random cases.
 
-Elementwise functions and sums are numpy's of `longdouble`, which has 64 bits of mantissa on x86 and 113 on 64-bit ARM
-Linux; where it has 53 (Windows, macOS on ARM) this is float64. Matrix products would be slow in that dtype: they are
-sums of float64 products that are exact.
+Elementwise functions and sums use numpy's `longdouble`. Its mantissa has 64 bits on x86 and 113 on 64-bit ARM Linux; on
+Windows and on macOS on ARM it has 53, the same as float64. Matrix products would be slow in that dtype, so they are
+computed as sums of exact float64 products.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 
 Array = np.ndarray[Any, Any]
 
-SLICES = 4  # of a factor of a matrix product: 4 times 20 bits or more
+SLICES = 4  # slices of each factor of a matrix product: 4 times 20 bits or more
 
 
 def loss_and_gradients(
     arguments: dict[str, Tensor], scale: float, bias: float, objective: str
 ) -> tuple[Array, dict[str, Array]]:
-    """As `hf_infcl.reference.contrastive_loss` and its derivatives, written out, of the same arguments.
+    """`hf_infcl.reference.contrastive_loss` and its derivatives, written out. It takes the same arguments.
 
     Returns:
-        The loss, and its gradients by the name of the argument; all in longdouble.
+        The loss, and the gradients under the names of their arguments; all in longdouble.
     """
     x, y = (_numbers(arguments[name]) for name in ("image_embeds", "text_embeds"))
     n, m = len(x), len(y)
@@ -62,7 +62,7 @@ def loss_and_gradients(
 
 
 def parts(value: Array, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two float64 tensors whose sum is the value, to twice the digits of float64."""
+    """Two float64 tensors whose sum is the value, with twice the digits of float64."""
     high = np.asarray(value, np.float64)
     low = np.asarray(value - high, np.float64)
     return torch.from_numpy(high).to(device), torch.from_numpy(low).to(device)
@@ -71,9 +71,9 @@ def parts(value: Array, device: torch.device) -> tuple[Tensor, Tensor]:
 def product(a: Array, b: Array, device: torch.device) -> Array:
     """[n, m]: a @ b.T in longdouble of a [n, k] and b [m, k].
 
-    Each row is a sum of slices, integers of so few bits that float64 holds the sums of k of their products exactly
-    (K. Ozaki et al., "Error-free transformations of matrix multiplication", 2012). What the last slice leaves, and the
-    products of slices that are smaller than that, are below 2**-79 of the row's largest elements.
+    Each row is split into slices: integers with so few bits that float64 holds sums of k of their products exactly
+    (K. Ozaki et al., "Error-free transformations of matrix multiplication", 2012). The remainder after the last slice
+    and the omitted products of small slices are below 2**-79 of the row's largest elements.
     """
     bits = (53 - math.ceil(math.log2(a.shape[1]))) // 2
     (of_a, scale_a), (of_b, scale_b) = (_slices(t, bits, device) for t in (a, b))
@@ -105,22 +105,22 @@ def _equal(rows: Tensor, columns: Tensor) -> Array:
 
 
 def _cross_entropy(logits: Array, positive: Array) -> tuple[Array, Array]:
-    """The mean over the rows with positives of their cross entropy, and its derivative by the logits."""
+    """The mean cross entropy of the rows that have positives, and its derivative by the logits."""
     shifted = logits - logits.max(1, keepdims=True)
     exponentials = np.exp(shifted)
     totals = exponentials.sum(1, keepdims=True)
     positives = positive.sum(1, keepdims=True)
     shares = positive / np.maximum(positives, 1).astype(np.longdouble)
     counted = positives > 0
-    losses = np.where(positive, np.log(totals) - shifted, 0)  # of excluded cells it would be infinite
+    losses = np.where(positive, np.log(totals) - shifted, 0)  # excluded cells would be infinite
     by_logits = np.where(counted, exponentials / totals - shares, 0)
     return (losses * shares).sum() / counted.sum(), by_logits / counted.sum()
 
 
 def _sigmoid(logits: Array, positive: Array, excluded: Array) -> tuple[Array, Array]:
     """The sigmoid loss, and its derivative by the logits."""
-    sign = np.where(positive, np.longdouble(-1), np.longdouble(1))  # of the logits in log(1 + exp(sign · logit))
-    with np.errstate(over="ignore"):  # 1 / (1 + inf) is the 0 that is meant
+    sign = np.where(positive, np.longdouble(-1), np.longdouble(1))  # in log(1 + exp(sign · logit))
+    with np.errstate(over="ignore"):  # 1 / (1 + inf) is 0, as intended
         by_logits = sign / (1 + np.exp(-sign * logits))
     images, texts = (np.longdouble(positive.any(axis).sum()) for axis in (1, 0))
     weights = np.where(excluded, 0, (1 / images + 1 / texts) / 2)

@@ -1,4 +1,4 @@
-"""Random cases for `contrastive_loss`: each is drawn from a seed, and its loss and gradients compared with float64."""
+"""Random cases for `contrastive_loss`: each is drawn from a seed; its loss and gradients are compared with float64."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ KINDS = ("normalised", "unnormalised", "duplicates", "adversarial", "zeros", "or
 LAYOUTS = ("contiguous", "transposed", "columns of a wider tensor", "every other row", "unaligned", "one row expanded")
 EMBEDDINGS, SCALARS = ("image_embeds", "text_embeds", "negative_texts"), ("logit_scale", "logit_bias")
 PAIR_IDS = (None, None, "few", "all equal", "all different")
-# How texts belong to images: None means text i to image i, the others mean image_ids and text_ids.
+# How texts belong to images. None: text i belongs to image i. The others pass image_ids and text_ids.
 BELONGING = (None, None, None, "an image each", "captions", "labels", "some", "one")
 TILES = ("TILE_ELEMENTS", "TILE_ELEMENTS_GPU")
 NUMBERS = ("small", "equal in their lower 32 bits", "extreme")
 
-# Triton compiles its kernels anew for other multiples of 64 dimensions (fp32: of 8), so that a GPU gets two ranges.
+# Triton compiles its kernels again for every multiple of 64 dimensions (fp32: of 8), so GPUs use only two ranges.
 GPU_DIMENSIONS = {"float32": ((1, 16), (33, 40))}
 GPU_DIMENSIONS |= dict.fromkeys(("bfloat16", "float16"), ((1, 128), (449, 512))) | {"float64": ((1, 300), (1, 1200))}
 
@@ -43,7 +43,7 @@ class Case:
 
     seed: int
     device: str
-    images: tuple[int, ...]  # on each process, as the texts
+    images: tuple[int, ...]  # the number on each process, as for the texts
     texts: tuple[int, ...]
     negative_texts: tuple[int, ...] | None
     d: int
@@ -58,11 +58,11 @@ class Case:
     scalars: str  # "numbers", "0-dim", "vector"
     pair_ids: str | None
     belonging: str | None
-    numbers: str  # of ids
-    wanted: tuple[str, ...]  # gradients
+    numbers: str  # the kind of numbers that ids are
+    wanted: tuple[str, ...]  # the arguments whose gradients are computed
     weight: float
-    calls: int  # with the same shapes; from the third on a GPU replays them as a CUDA graph
-    tile_elements: int  # of the torch backend
+    calls: int  # the number of calls with these shapes; from the third on a GPU replays a CUDA graph
+    tile_elements: int  # TILE_ELEMENTS of the torch backend
 
     @classmethod
     def draw(cls, seed: int, world_size: int, device: str) -> Case:
@@ -108,7 +108,7 @@ class Case:
         )
 
     def kernels(self) -> tuple[Any, ...]:
-        """Equal for cases that need the same compiled kernels, but for the alignment of vectors."""
+        """A key that is equal for cases with the same compiled kernels, except for the alignment of vectors."""
         long = self.d > GPU_DIMENSIONS[self.dtype][0][1]
         ids = self.pair_ids is not None, self.belonging is not None
         return self.dtype, self.objective, self.backend == "torch", long, *ids
@@ -143,7 +143,7 @@ class Case:
         return {name: t.to(self.device) for name, t in (of_dtype | numbered).items()}
 
     def _likeness(self, n: int, m: int, generator: torch.Generator) -> Tensor:
-        """[m]: the number of the image that a text is like; of none from n on."""
+        """[m]: for each text, the index of the image that it resembles; n or more for none."""
         if self.belonging is None:
             return torch.arange(n)
         if self.belonging == "an image each":
@@ -154,11 +154,11 @@ class Case:
             "some": torch.randint(0, 2 * max(n, m), (m,), generator=generator),
             "one": torch.arange(n, n + m),
         }[self.belonging]
-        likeness[0] = n - 1  # of the last process: without any positive the loss is not finite
+        likeness[0] = n - 1  # an image of the last process: without any positive the loss would not be finite
         return likeness
 
     def _features(self, rows: int) -> tuple[Tensor, Tensor]:
-        """fp32 images [rows, D], and texts that are like them."""
+        """fp32 images [rows, D], and texts that resemble them."""
         x, y = features(rows, self.d, self.seed)
         if self.kind == "unnormalised":
             x, y = 7 * x, 0.3 * y
@@ -170,29 +170,29 @@ class Case:
             y[len(y) // 2 :] = x[: len(y) - len(y) // 2]
         elif self.kind == "zeros":
             x[::2] = 0
-        elif self.kind == "orthonormal":  # a loss near zero, where the scale is large
+        elif self.kind == "orthonormal":  # a loss near zero if the scale is large
             x = y = torch.eye(self.d).repeat(-(-len(x) // self.d), 1)[: len(x)]
         return x, y
 
     def _number(self, ids: Tensor) -> Tensor:
-        """int64 ids, equal where the given ones are."""
+        """int64 ids that are equal wherever the given ones are equal."""
         if self.numbers == "extreme":
             return torch.where(ids % 2 == 0, -(2**63) + ids, 2**63 - 1 - ids)
         return ids << 33 if self.numbers == "equal in their lower 32 bits" else ids - 2
 
     def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        """The rows of one process; a scalar as it is."""
+        """The rows of one process; scalars are returned unchanged."""
         images, texts = dict.fromkeys(("image_embeds", "image_ids", "pair_ids"), self.images), self.texts
         counts = {**images, "text_embeds": texts, "text_ids": texts, "negative_texts": self.negative_texts or ()}
         return whole.split(counts[name])[rank] if name in counts else whole
 
 
 class Error(NamedTuple):
-    """The norm of the error of the loss or of one of its gradients; infinite if a number is not finite."""
+    """The norm of the error of the loss or of one gradient; infinite if any element is not finite."""
 
     name: str
     ours: float
-    of_rounding: float  # the largest error that rounding explains
+    of_rounding: float  # the largest error that rounding can explain
     of_plain_torch: float  # the error of plain torch on the same inputs in the same dtype
 
     def is_failure(self) -> bool:
@@ -205,8 +205,8 @@ class Findings:
 
     cases: int = 0
     failures: list[str] = field(default_factory=list)
-    beyond_rounding: int = 0  # errors above the estimate of rounding, but not above plain torch's
-    ratios: list[float] = field(default_factory=list)  # of our errors to plain torch's, where neither is zero
+    beyond_rounding: int = 0  # errors that exceed the estimate of rounding but not the error of plain torch
+    ratios: list[float] = field(default_factory=list)  # our error over plain torch's, where neither is zero
 
     def add(self, other: Findings) -> None:
         self.cases += other.cases
@@ -216,7 +216,7 @@ class Findings:
 
 
 def lay_out(t: Tensor, layout: str) -> Tensor:
-    """The same numbers in other places of memory, with NaN around them."""
+    """The same values in another memory layout, surrounded by NaN."""
     rows, columns = t.shape
     if layout == "transposed":
         return t.t().contiguous().t()
@@ -254,7 +254,7 @@ def rank_cases(rank: int, world_size: int, device: str, seeds: Iterable[int]) ->
 
 
 def errors_of(case: Case, rank: int) -> list[Error]:
-    """The errors of the loss and of the gradients that are wanted, of this process's rows and of the scalars."""
+    """The errors of the loss and of the wanted gradients, for this process's rows and for the scalars."""
     arguments, world_size = case.arguments(), len(case.images)
     loss, gradients = _ours(case, {name: case.part(name, t, rank) for name, t in arguments.items()})
     truth, exact = _exact(case, arguments)
@@ -262,12 +262,12 @@ def errors_of(case: Case, rank: int) -> list[Error]:
     allowed_loss, allowed = _rounding(case, arguments)
     compared = {"loss": (_less(loss, truth), allowed_loss, _less(plain_loss, truth))}
     for name, gradient in gradients.items():
-        value = gradient.double() / world_size  # of the sum of all processes' losses
+        value = gradient.double() / world_size  # the loss is summed over the processes
         if name in SCALARS and world_size > 1:  # the mean over the processes, as DDP forms it
             dist.all_reduce(value)
         bound, usual, *true = (case.part(name, t, rank) for t in (allowed[name], plain[name], *exact[name]))
         compared[name] = _less(value.reshape(usual.shape), true), bound, _less(usual, true)
-    # All norms come from the device at once, where other processes' kernels may be queued before each transfer.
+    # All norms are copied from the device at once, since each copy may wait for the queued kernels of other processes.
     norms = torch.stack([torch.linalg.vector_norm(t) for tensors in compared.values() for t in tensors])
     finite = [norm if math.isfinite(norm) else math.inf for norm in norms.tolist()]
     return [Error(name, *finite[3 * place : 3 * place + 3]) for place, name in enumerate(compared)]
@@ -310,12 +310,12 @@ def _ours(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
 
 
 def _less(value: Tensor, exact: Sequence[Tensor]) -> Tensor:
-    """The value less the sum of float64 tensors, the largest of which comes first."""
+    """The value minus the sum of float64 tensors, of which the first is the largest."""
     return functools.reduce(torch.sub, exact, value.double())
 
 
 def _exact(case: Case, arguments: dict[str, Tensor]) -> tuple[Sequence[Tensor], dict[str, Sequence[Tensor]]]:
-    """The loss and its gradients, each as float64 tensors that add up to it: more exact than the case's dtype."""
+    """The loss and its gradients in higher precision than the case's dtype, each as float64 tensors to be added up."""
     if case.dtype != "float64":
         loss, gradients = _plain(case, arguments, torch.float64)
         return [loss], {name: [gradient] for name, gradient in gradients.items()}
@@ -326,7 +326,7 @@ def _exact(case: Case, arguments: dict[str, Tensor]) -> tuple[Sequence[Tensor], 
 
 
 def _plain(case: Case, arguments: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the whole batch in plain torch and its gradients; the scalars are not rounded below fp32."""
+    """The loss of the whole batch and its gradients in plain torch. Scalars are not rounded to less than fp32."""
     scalars = torch.promote_types(dtype, torch.float32)
     leaves = {name: arguments[name].to(dtype) for name in EMBEDDINGS if name in arguments}
     for name, value in zip(SCALARS, (case.scale, case.bias or 0.0), strict=True):
@@ -338,20 +338,20 @@ def _plain(case: Case, arguments: dict[str, Tensor], dtype: torch.dtype) -> tupl
 
 
 def _exact_scalar(case: Case, value: float) -> Tensor:
-    """float64 of what the loss received: a tensor of fp32 has already rounded the number."""
+    """The number that the loss received, in float64: a tensor of fp32 has already rounded it."""
     rounded = case.dtype != "float64" and case.scalars != "numbers"
     exact = torch.tensor(value, dtype=torch.float64, device=case.device)
     return exact.float().double() if rounded else exact
 
 
 def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The errors that rounding alone can make, of the loss and of each gradient, elementwise.
+    """The errors that rounding alone can cause, of the loss and of each gradient, elementwise.
 
-    A logit is the sum of D products, each of them and each sum rounded: it is off by some of its largest possible size,
-    |scale|·|x|·|y|, growing with the square root of D. The exponentials of differences of logits are off by a factor.
-    The coefficients of half precision are rounded once more for the product with the features, the gradients for their
-    dtype, in which small numbers vanish. The float64 reference rounds as well, so that fewer digits of a loss below
-    1e-12 can be compared.
+    A logit is a sum of D products, and each product and each partial sum is rounded. Its error is proportional to its
+    largest possible size, |scale|·|x|·|y|, and grows with the square root of D. The exponentials of differences of
+    logits are then off by a factor. In half precision the coefficients are rounded again for the product with the
+    features, and the gradients are rounded to their dtype, in which small numbers become zero. The float64 reference
+    rounds as well, so fewer digits can be compared of a loss below 1e-12.
     """
     dtype = DTYPES[case.dtype]
     eps = 2.0**-53 if dtype == torch.float64 else 2.0**-24
@@ -372,7 +372,7 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
         *(logits, identity[:texts], 1.0), objective=case.objective, negative_texts=identity[texts:], **ids
     )
     coefficients = torch.autograd.grad(loss, logits)[0].abs()
-    fewest = len(x)  # images, or texts, that have a positive
+    fewest = len(x)  # the number of images or of texts that have a positive, whichever is smaller
     if case.belonging is not None:
         positive = ids["image_ids"][:, None] == ids["text_ids"][None, :]
         fewest = min(int(positive.any(dim).sum()) for dim in (0, 1))
@@ -383,7 +383,7 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
     coefficients = coefficients * abs(case.weight)
     inexact = factor * coefficients + of_reference * abs(case.weight) / fewest
     rounded = inexact + half * coefficients
-    # Coefficients of half precision are at least `fewest` times the derivative; the smallest of them vanish.
+    # Coefficients in half precision are at least `fewest` times the derivative; the smallest of them become zero.
     lost_x, lost_y = (vanishing * abs(case.weight) * t.abs().sum(0, keepdim=True) / fewest for t in (y, x))
     least = vanishing + 1e-30
     of_texts = scale * (rounded.t() @ x.abs() + lost_y) + least
@@ -400,10 +400,10 @@ def _rounding(case: Case, arguments: dict[str, Tensor]) -> tuple[Tensor, dict[st
 
 
 def _parts(logits: Tensor, positive: Tensor) -> Tensor:
-    """The coefficients of the rows' cross entropies, without the digits that those of several positives lose.
+    """The coefficients of the rows' cross entropies, enlarged where cancellation loses digits of several positives.
 
-    The coefficient of a positive is its probability less 1/K, and both are rounded, however near they are. With K = 1
-    it is the sum of the other probabilities, and keeps its digits.
+    The coefficient of one of K positives is its probability minus 1/K. Both are rounded, however close they are. With
+    K = 1 the coefficient is the sum of the other probabilities, which has full relative precision.
     """
     positives = positive.sum(1, keepdim=True)
     probabilities, shares = logits.softmax(1), positive / positives.clamp_min(1)

@@ -16,7 +16,7 @@ from hf_infcl.loss import cuda_graphs
 
 
 class Tape(TorchDispatchMode):
-    """In place of `torch.cuda.CUDAGraph`: makes its operations again, from the same memory into the same memory."""
+    """Replaces `torch.cuda.CUDAGraph`: repeats its operations, from the same memory into the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
-        if "empty" not in func.name():  # a graph allocates nothing when it is replayed
+        if "empty" not in func.name():  # the replay of a graph allocates nothing
             self._operations.append((func, args, kwargs or {}, tree_leaves(results)))
         return results
 
@@ -35,12 +35,12 @@ class Tape(TorchDispatchMode):
                     own.copy_(value)
 
     def pool(self) -> None:
-        """All tapes keep their tensors anyway."""
+        """Does nothing, because tapes keep their tensors anyway."""
 
 
 @contextmanager
 def on_a_cpu() -> Iterator[None]:
-    """`hf_infcl.loss.cuda_graphs` records on tapes."""
+    """Makes `hf_infcl.loss.cuda_graphs` record tapes within the context."""
     stand_ins = {
         "CUDAGraph": Tape,
         "graph": lambda tape, **options: tape,
@@ -55,7 +55,7 @@ def on_a_cpu() -> Iterator[None]:
 
 @contextmanager
 def recordings() -> Iterator[list[Any]]:
-    """All recordings that are made in the context, in order."""
+    """A list that receives all recordings that are made within the context, in order."""
     made: list[Any] = []
 
     class Recording(cuda_graphs._Recording):

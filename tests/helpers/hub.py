@@ -1,6 +1,6 @@
-"""A double of the Hub on the loopback interface, for the real `huggingface_hub` client: repositories kept in memory.
+"""A double of the Hub on the loopback interface, for the real `huggingface_hub` client. Repositories live in memory.
 
-It knows the requests that a push of a folder and a load of a model make.
+It answers the requests that the client makes to push a folder and to load a model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Hub:
     """The state of the double.
 
     Attributes:
-        endpoint: for ``HF_ENDPOINT``.
-        commits: for every (repository, revision) its commits, each the whole tree as {path: bytes}, the oldest first.
+        endpoint: the value for ``HF_ENDPOINT``.
+        commits: the commits of every (repository, revision), oldest first, each as its whole tree {path: bytes}.
         created: the bodies of the requests that created repositories.
-        messages: the summaries of all commits in their order.
-        licences: by data set, what its card states.
-        failures: how many of the next commits are refused with status 403, after which the client does not try again.
+        messages: the summaries of all commits, in order.
+        licences: the licence that the card of each data set states.
+        failures: the number of commits to refuse next, with status 403, which the client does not retry.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -67,7 +67,7 @@ def sha_of(tree: dict[str, bytes]) -> str:
 
 @contextmanager
 def hub_double() -> Iterator[Hub]:
-    """A running double; its threads end with the context."""
+    """A running double, whose threads end with the context."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.hub = Hub(f"http://127.0.0.1:{server.server_address[1]}")  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def hub_double() -> Iterator[Hub]:
 
 @contextmanager
 def hub_for_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
-    """A running double that the Hub's client of this process talks to; downloads go into ``cache``."""
+    """A running double, to which the Hub client of this process talks; downloads go into ``cache``."""
     with hub_double() as hub:
         talk_to(hub.endpoint, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -91,11 +91,11 @@ def hub_for_this_process(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterat
 
 
 def talk_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the Hub's client of this process talk to a double."""
+    """Makes the Hub client of this process talk to a double."""
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    # Both remember the endpoint: the client of huggingface_hub's functions, and that of transformers from 5.10 on.
+    # Two clients remember the endpoint: that of huggingface_hub's functions and, from 5.10 on, that of transformers.
     monkeypatch.setattr(hf_api.api, "endpoint", endpoint)
     monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
 

@@ -1,4 +1,4 @@
-"""Trainings of two processes that are killed at random moments, and resumed until they reach their end."""
+"""Trainings of two processes that are killed at random moments and resumed until they finish."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from . import models
 from .processes import context
 from .trainers import parameters, trainer_for
 
-# A checkpoint after every step, so that about every second kill comes within a save; dropout, so that the weights show
-# a random state that was lost.
+# A checkpoint after every step makes about every second kill hit a save. With dropout the weights reveal a random state
+# that was lost.
 OPTIONS = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2}
 OPTIONS |= {"eval_strategy": "steps", "eval_steps": 3}
-KILLS_OF_A_RUN = 4  # at most
+KILLS_OF_A_RUN = 4  # the maximum
 HANG = 120  # seconds
 
 
 class Counts(NamedTuple):
     runs: int
     kills: int
-    in_saves: int  # kills that have left a half-written checkpoint
+    in_saves: int  # kills that left a half-written checkpoint
     wrong: list[str]
 
 
@@ -41,18 +41,18 @@ class _End(NamedTuple):
 
 
 def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> Counts:
-    """Kills one of two processes, or both, at random moments of each run; the others resume it.
+    """Kills one of two processes, or both, at random moments of each run; two new processes resume it.
 
     Args:
-        runs: trainings from the start to the end, each killed up to `KILLS_OF_A_RUN` times.
+        runs: the number of trainings from start to end, each killed up to `KILLS_OF_A_RUN` times.
         seed: the seed of the victims and the moments.
-        seconds: no further run begins after so many seconds.
+        seconds: no new run begins after this many seconds.
     """
     rng, begin = random.Random(seed), time.monotonic()
     kills = in_saves = done = 0
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("first", "whole"):  # the first also starts the server of processes
+        for name in ("first", "whole"):  # the first run also starts the server of processes
             whole = _train(Path(folder, name))
         while done < runs and time.monotonic() - begin < seconds:
             done += 1
@@ -60,7 +60,7 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> Counts:
             for attempt in range(KILLS_OF_A_RUN + 1):
                 before = _half_written(place)
                 victims = rng.choice(([0], [1], [0, 1])) if attempt < KILLS_OF_A_RUN else []
-                # The first seconds are those in which the processes form their group.
+                # During the first seconds the processes form their group.
                 moment = rng.uniform(0.3 * whole.seconds, whole.seconds)
                 try:
                     end = _train(place, victims, moment)
@@ -83,7 +83,7 @@ def _half_written(folder: Path) -> set[int]:
 
 
 def _train(folder: Path, victims: Sequence[int] = (), moment: float = 0.0) -> _End:
-    """Trains until the end, or until some ranks are killed after so many seconds."""
+    """Trains until the end, or kills the ranks in ``victims`` after ``moment`` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
     processes = [
@@ -100,7 +100,7 @@ def _train(folder: Path, victims: Sequence[int] = (), moment: float = 0.0) -> _E
                 processes[rank].kill()
         if not parent.poll(HANG):
             raise TimeoutError
-        with contextlib.suppress(EOFError, ConnectionResetError):  # it was killed, or has failed
+        with contextlib.suppress(EOFError, ConnectionResetError):  # it was killed or failed
             weights = parent.recv()
         for process in processes:
             process.join(HANG)
@@ -123,5 +123,5 @@ def _rank(rank: int, port: int, folder: str, pipe: Any) -> None:
     run = trainer_for(folder, models.clip(dropout=0.3), data, eval_dataset=shown, **OPTIONS)
     run.train(resume_from_checkpoint="auto")
     if pipe is not None:
-        pipe.send(parameters(run).numpy())  # a tensor would be gone with this process
+        pipe.send(parameters(run).numpy())  # a tensor would vanish with this process
     os._exit(0)

@@ -74,7 +74,7 @@ class Pairs(Dataset):
 
 
 class Stream(IterableDataset):
-    """The rows of `Pairs` one after another, without a length."""
+    """The rows of `Pairs` in order, as a stream without a length."""
 
     def __init__(self, rows: int) -> None:
         self.data = Pairs(rows)
@@ -145,7 +145,7 @@ BUILD = {
         tf.AltCLIPConfig(text_config={**BERT, "project_dim": 16}, vision_config=VISION, projection_dim=12)
     ),
     "blip": lambda: tf.BlipModel(
-        # Its vision tower starts at 1e-10 by default, where features are all alike and gradients of 1e5.
+        # By default the weights of its vision tower start at 1e-10, where all features are equal and gradients are 1e5.
         tf.BlipConfig(
             text_config={**TEXT, "initializer_range": 0.2},
             vision_config={**VISION, "initializer_range": 0.2},
@@ -170,7 +170,7 @@ BUILD = {
 
 def batch_for(kind: str, rows: int = 5) -> dict[str, torch.Tensor]:
     batch = Pairs(rows).batch()
-    if kind == "siglip2":  # NaFlex: patches instead of images, of three aspect ratios, filled up to four
+    if kind == "siglip2":  # NaFlex: patches instead of images, in three aspect ratios, padded to four
         shapes = torch.tensor([[2, 2], [1, 3], [2, 1]]).repeat(-(-rows // 3), 1)[:rows]
         batch["pixel_values"] = torch.randn(rows, 4, 3 * 8 * 8)
         batch["pixel_attention_mask"] = (torch.arange(4) < shapes.prod(1, keepdim=True)).long()

@@ -1,4 +1,4 @@
-"""Features with a loss far from zero, the measure of errors, and the largest tensor of a computation."""
+"""Features whose loss is far from zero, relative errors, and the size of the largest tensor of a computation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def features(b: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
 def run(
     function: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, bias: float, dtype: torch.dtype, **options: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss and its gradients by images, texts, scale and bias; zeros where it does not depend on one."""
+    """The loss and its gradients by images, texts, scale and bias; zeros for arguments that it does not depend on."""
     leaves = [t.to(dtype).clone().requires_grad_() for t in (x, y, torch.tensor(scale), torch.tensor(bias))]
     loss = function(*leaves, **options)
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)

@@ -1,4 +1,4 @@
-"""One step of the real trainer against plain autograd of one process holding the whole batch."""
+"""One step of the real trainer, compared with plain autograd in one process that holds the whole batch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_infcl.training.dual_encoder import TOWERS, DualEncoder
 
 from . import models
 
-GLOBAL_BATCH = 48  # divides by 1, 2, 3, 4 ranks times 1, 2, 4 steps
+GLOBAL_BATCH = 48  # divisible by 1, 2, 3, 4 ranks times 1, 2, 4 steps
 MODELS = {"softmax": models.clip, "sigmoid": models.siglip}
 VARIANTS = ("plain", "pair_ids", "frozen image", "frozen text", "dropout")
 
-# fp32 rounding of a forward and backward over other shapes. Some gradients are zero in exact arithmetic (a key bias
-# shifts all attention logits alike), so nothing is asked of a tensor below a 1e-7th of the whole gradient.
+# The rounding of a forward and backward in fp32 with other shapes. Some gradients are zero in exact arithmetic (a key
+# bias shifts all attention logits equally), so errors below 1e-7 of the whole gradient are ignored.
 TOLERANCE, FLOOR = 1e-5, 1e-7
 
 
@@ -39,9 +39,9 @@ def _whole(gradient: Any) -> Tensor:
 
 
 class Draws:
-    """The random state that each micro-batch was encoded with.
+    """The random state with which each micro-batch was encoded.
 
-    Fails if a second pass starts from another state, or gets other embeddings.
+    Fails if the second pass starts from a different state or computes different embeddings.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -59,7 +59,7 @@ class Draws:
         embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
         first = self._embeds.setdefault(key_of(kwargs["input_ids"]), embeds)
         for seen, now in zip(first, embeds, strict=True):
-            if now.is_cuda:  # attention may run another kernel with autograd than without; another mask shows anyway
+            if now.is_cuda:  # attention may use another kernel with autograd; a different mask still shows
                 same = torch.allclose(seen.float(), now.float(), atol=0.02 if torch.is_autocast_enabled() else 1e-5)
             else:
                 same = torch.equal(seen, now)
@@ -143,7 +143,7 @@ def rank_gradients(rank: int, world_size: int, cells: list[tuple], overrides: di
 def truth(
     objective: str, variant: str, draws: dict[bytes, list[Tensor]], device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process holding the whole batch; with dropout, drawn per micro-batch as recorded."""
+    """Loss and gradients of one process that holds the whole batch. Dropout uses the recorded random states."""
     model = _model(objective, variant).train().to(device)
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
@@ -173,7 +173,7 @@ def truth(
 def check_tower_norms(
     logs: dict[str, float], expected: dict[str, Tensor], tolerance: float, floor: float, where: str
 ) -> None:
-    """The norms of the towers' gradients in the logs."""
+    """Checks the norms of the towers' gradients in the logs."""
     for tower, parts in TOWERS.items():
         norms = [g.norm() for name, g in expected.items() if any(f"{part}." in name for part in parts)]
         seen = logs.get(f"grad_norm_{tower}")
@@ -193,9 +193,9 @@ def check(
     tolerance: float = TOLERANCE,
     floor: float = FLOOR,
 ) -> None:
-    """Every rank's loss and gradients in every cell against one process's.
+    """Compares every rank's loss and gradients in every cell with those of one process.
 
-    Asks for an error of at most ``tolerance`` of each tensor's norm and ``floor`` of the whole gradient's.
+    The error of a tensor may be ``tolerance`` times its norm plus ``floor`` times the norm of the whole gradient.
     """
     device = torch.device("cuda" if backend == "nccl" else "cpu")
     by_rank = ranks.run(rank_gradients, world_size, cells, overrides, backend=backend, always_ring=True)
@@ -207,10 +207,10 @@ def check(
         for rank, (logs, gradients, _) in enumerate(results):
             where = f"{cell} rank {rank} of {world_size}"
             assert logs["loss"] == pytest.approx(loss, rel=tolerance), where
-            if "deepspeed" not in overrides:  # which does not tell the gradients
+            if "deepspeed" not in overrides:  # DeepSpeed does not expose the gradients
                 check_tower_norms(logs, expected, tolerance, floor * whole, where)
             assert gradients.keys() == expected.keys(), where
             for name, gradient in expected.items():
-                error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may have become a vector
+                error = (gradients[name].reshape(gradient.shape) - gradient).norm()  # a scalar may now be a vector
                 bound = tolerance * gradient.norm() + floor * whole
                 assert error <= bound, f"{where} {name}: {error} of {gradient.norm()}, whole {whole}"

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once for all processes of the tests. accelerate imports deepspeed in every training if it is installed.
+# The packages that are imported once for all processes of the tests. accelerate imports deepspeed in every training if
+# it is installed.
 PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run", "deepspeed"]
 
 
@@ -28,22 +29,22 @@ PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.
 def context() -> Any:
     """The multiprocessing context of the tests: processes are forks of a server that has imported the packages.
 
-    Importing them takes seconds, longer than most tests. On machines with CUDA, which does not survive a fork,
-    every process imports them itself.
+    The imports take seconds, longer than most tests. On machines with CUDA, which does not survive a fork, every
+    process imports the packages itself.
     """
     if torch.cuda.is_available():
         return mp.get_context("spawn")
     forks = mp.get_context("forkserver")
     forks.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # or it would not find helpers
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # so that the server finds helpers
         forkserver.ensure_running()
     return forks
 
 
 def leave_out_of_collections() -> None:
-    """Leaves all objects that exist now out of later garbage collections.
+    """Excludes all objects that exist now from later garbage collections.
 
-    accelerate collects garbage in every training, which takes 0.3 s with the objects of all imported modules.
+    accelerate collects garbage in every training. With the objects of all imported modules that takes 0.3 s.
     """
     gc.collect()
     gc.freeze()
@@ -65,15 +66,15 @@ class Ranks:
         timeout: float = 120,
         always_ring: bool = False,
     ) -> list[Any]:
-        """function(rank, world_size, *args) on every rank of a new group; the results in the order of the ranks.
+        """Calls function(rank, world_size, *args) on every rank of a new group; returns the results in rank order.
 
         Args:
-            backend: of the group; with "nccl" rank r has GPU r.
-            timeout: seconds without an answer after which the test fails.
-            always_ring: strategy="ring" sends texts around however small they are, as it does with large ones.
+            backend: the backend of the group; with "nccl" rank r has GPU r.
+            timeout: the seconds without an answer after which the test fails.
+            always_ring: strategy="ring" sends texts around the ring even if they are small enough to be gathered.
 
         Raises:
-            AssertionError: the function raised on some ranks; the message holds their tracebacks.
+            AssertionError: the function raised an error on some ranks; the message contains their tracebacks.
         """
         while len(self._processes) < world_size:
             parent, child = context().Pipe()
@@ -81,7 +82,7 @@ class Ranks:
             process.start()
             self._pipes.append(parent)
             self._processes.append(process)
-        # The store finds and binds a free port itself: one found first and bound later may be taken in between.
+        # The store itself finds and binds a free port. A port found first and bound later could be taken in between.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             self._pipes[rank].send((function, rank, world_size, store.port, backend, always_ring, args))
@@ -93,13 +94,13 @@ class Ranks:
             results.append(self._pipes[rank].recv())
         failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
-            self.close()  # the processes may be left in different states
+            self.close()  # the processes may be in different states
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failures))
         return [value for _, value in results]
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()  # a training would take SIGTERM for the wish to end its step
+            process.kill()  # on SIGTERM a training would first finish its step
         for process in self._processes:
             process.join()
         self._pipes, self._processes = [], []
@@ -134,7 +135,7 @@ def _serve(pipe: Any) -> None:
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=device
             )
-            dist.barrier()  # a job without communication could end, and leave the group, before others have joined
+            dist.barrier()  # a job without communication could end and leave the group before others have joined
             small = mock.patch.object(strategies, "GATHERED_BYTES", 0) if always_ring else contextlib.nullcontext()
             with small:
                 answer = True, function(rank, world_size, *args)
@@ -146,7 +147,7 @@ def _serve(pipe: Any) -> None:
 
 
 def _forget() -> None:
-    """Leaves the group and resets accelerate's state and torch's precision, for the next job of this process."""
+    """Leaves the group, and resets accelerate's state and torch's precision for the next job of this process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state()
@@ -164,9 +165,9 @@ def without_tf32() -> None:
 
 
 class FreshRanks:
-    """`Ranks` with new processes for each job, because FSDP2 and DeepSpeed keep state of the groups that they used.
+    """`Ranks` with new processes for each job, because FSDP2 and DeepSpeed keep state of earlier groups.
 
-    With "gloo" a job may use both on CPUs, which accelerate by itself allows only on accelerators.
+    With "gloo" a job can use both on CPUs, which accelerate allows only on accelerators.
     """
 
     def run(
@@ -199,7 +200,7 @@ def as_on_accelerators() -> None:
     with contextlib.suppress(ImportError):
         import deepspeed.ops
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # collectives that it would compile first
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # DeepSpeed would have to compile them
 
 
 TWO_PROCESSES = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
@@ -208,20 +209,20 @@ TWO_PROCESSES = ("--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endp
 def launched(
     function: Callable[..., Any], *args: Any, options: Sequence[str] = TWO_PROCESSES, nodes: int = 1
 ) -> tuple[int, str]:
-    """Calls a function in two processes, which torchrun's agent starts and watches as it does with a script's.
+    """Calls a function in two processes, which torchrun's agent starts and monitors like the processes of a script.
 
     Args:
-        options: of torchrun.
-        nodes: the number of agents, each of which stands for a machine.
+        options: the options of torchrun.
+        nodes: the number of agents, each of which represents a machine.
 
     Returns:
-        The worst exit code of a launcher, and everything that launchers and processes have printed once all have ended.
+        The worst exit code of the launchers, and everything that launchers and processes printed until all had ended.
 
     Raises:
-        TimeoutError: the processes have not ended after 120 s; the message holds what they have printed.
+        TimeoutError: the processes have not ended after 120 s. The message contains what they have printed.
     """
     with tempfile.NamedTemporaryFile("r") as printed:
-        end_of_all, held = context().Pipe(duplex=False)  # which a process of a killed launcher holds open
+        end_of_all, held = context().Pipe(duplex=False)  # a process whose launcher was killed still holds it open
         job = (held, printed.name, options, function, *args)
         launchers = [context().Process(target=_launch, args=job) for _ in range(nodes)]
         for launcher in launchers:
@@ -232,7 +233,7 @@ def launched(
             launcher.join(max(0, end - time.monotonic()))
         if not end_of_all.poll(max(0, end - time.monotonic())):
             for launcher in launchers:
-                launcher.terminate()  # it then ends its processes
+                launcher.terminate()  # the launcher then ends its processes
                 launcher.join()
             raise TimeoutError(f"The launched processes hang. They have printed:\n{printed.read()}")
         return max((launcher.exitcode for launcher in launchers), key=abs), printed.read()
@@ -249,8 +250,8 @@ def _launch(held: Any, path: str, options: Sequence[str], function: Callable[...
 
 
 def _main(path: str, function: Callable[..., Any], *args: Any) -> None:
-    """Calls the function as an interpreter does a script, which prints its error and can outlive its launcher."""
-    mp._prctl_pr_set_pdeathsig(0)  # to processes that run functions torch lets the kernel send SIGINT at that moment
+    """Calls the function as an interpreter runs a script: it prints its error and can outlive its launcher."""
+    mp._prctl_pr_set_pdeathsig(0)  # when the launcher dies, torch would have the kernel send SIGINT to this process
     _print_to(path)
     try:
         function(*args)

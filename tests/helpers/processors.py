@@ -1,4 +1,4 @@
-"""Processors of small models: images of 16 pixels a side, and words of one letter."""
+"""Processors of small models: images of 16 × 16 pixels, and words of one letter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LENGTH = 8
 
 
 def tokenizer(**options) -> transformers.PreTrainedTokenizerFast:
-    """Words of one letter, a to z, then </s>."""
+    """A tokenizer of one-letter words, a to z, which ends texts with </s>."""
     vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *"abcdefghijklmnopqrstuvwxyz"])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -1,4 +1,4 @@
-"""A web server on this machine that serves a folder, by ranges and as a data set of a Hub."""
+"""A web server on this machine that serves a folder, with range requests and as a data set on a Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REVISION = "a" * 40
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     folder: Path
-    dropped: list[bool]  # whether the next answers with contents break off in the middle
+    dropped: list[bool]  # for each of the next responses with file contents, whether it breaks off in the middle
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -38,7 +38,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json({"error": "none"}, 404, {"X-Error-Code": "RepoNotFound" if unknown else "EntryNotFound"})
 
     def do_POST(self) -> None:
-        """Answers which of the asked paths exist."""
+        """Answers which of the requested paths exist."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self._json(
             [self._entry(self.folder / path) for path in asked.get("paths", []) if (self.folder / path).exists()]
@@ -82,7 +82,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, list[bool]]]:
-    """The address; and a list to be filled with whether the next answers with contents of files break off."""
+    """The address, and a list to fill: for each of the next responses with file contents, whether it breaks off."""
     dropped: list[bool] = []
     handler = type("Handler", (_Handler,), {"folder": folder, "dropped": dropped})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""Shards of small pairs: tar and parquet files whose every sample says which one it is."""
+"""Tar and parquet shards of small pairs. Every sample contains its own number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import Image
 
 
 def png(number: int, size: int = 4) -> bytes:
-    """An image whose first pixel holds the number."""
+    """A PNG file whose first pixel encodes the number."""
     pixels = np.zeros((size, size, 3), np.uint8)
     pixels[0, 0] = number >> 16, number >> 8 & 255, number & 255
     file = io.BytesIO()
@@ -39,7 +39,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]], form: int = tarf
 
 
 def pair(number: int, **fields: Any) -> list[tuple[str, bytes]]:
-    """The files of a sample of a webdataset."""
+    """The files of one sample of a webdataset."""
     text = [(f"{number:06d}.txt", f"caption {number}".encode())]
     return [
         (f"{number:06d}.png", png(number)),
@@ -48,7 +48,7 @@ def pair(number: int, **fields: Any) -> list[tuple[str, bytes]]:
 
 
 def write_tars(folder: Path, sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Tar files 00000.tar, ... of so many samples each, numbered from first on; the numbers."""
+    """Writes 00000.tar, ... with the given numbers of samples, numbered from ``first`` on; returns the numbers."""
     numbers = list(range(first, first + sum(sizes)))
     rest = iter(numbers)
     for shard, size in enumerate(sizes):
@@ -57,7 +57,7 @@ def write_tars(folder: Path, sizes: Sequence[int], first: int = 0) -> list[int]:
 
 
 def write_parquet(path: Path, numbers: Sequence[int], row_group: int = 10, **columns: Sequence[Any]) -> Path:
-    """A parquet file as `datasets` writes images, and captions unless a column is given."""
+    """Writes a parquet file with images as `datasets` stores them, and captions unless columns are given."""
     import pyarrow
     import pyarrow.parquet
 

@@ -17,7 +17,7 @@ PAIRS = models.Pairs(1000)
 
 
 def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """The number in an item's image says which pair of the model's inputs it is."""
+    """The pairs of model inputs that the numbers in the items' images stand for."""
     batch = PAIRS.batch([number_of(item) for item in items])
     for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped")):
         if key in items[0]:

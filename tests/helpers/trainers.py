@@ -48,7 +48,7 @@ class StopAt(TrainerCallback):
 
 
 class TrainedRows(TrainerCallback):
-    """Notes the text of every row that is encoded with a graph, one list per optimizer step."""
+    """Records the text of every row that is encoded with autograd, in one list per optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[list[tuple]] = [[]]

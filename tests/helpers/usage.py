@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # no growth of anything else
+ALLOWED_GROWTH = {"resident MiB": 8.0, "allocated MiB": 0.1}  # nothing else may grow
 
 
 class Usage(TrainerCallback):
-    """Measures the process's `usage` during a training, and ends the training after some minutes.
+    """Measures the process's `usage` during a training, and ends the training after a time limit.
 
     Args:
-        steps: of the training.
-        notes: how often to measure, evenly over the steps.
-        minutes: after which the training ends.
+        steps: the number of steps of the training.
+        notes: the number of measurements, spread evenly over the steps.
+        minutes: the time limit.
     """
 
     def __init__(self, steps: int, notes: int = 100, minutes: float = float("inf")) -> None:
@@ -36,13 +36,13 @@ class Usage(TrainerCallback):
             self.seen.append(usage())
 
     def growth(self) -> dict[str, float]:
-        """The maximum of each measure in the second half of the training less that in the second quarter."""
+        """For each measure, its maximum in the second half of the training minus that in the second quarter."""
         quarter = len(self.seen) // 4
         early, late = self.seen[quarter : 2 * quarter], self.seen[2 * quarter :]
         return {name: max(s[name] for s in late) - max(s[name] for s in early) for name in late[0]}
 
     def grown(self) -> dict[str, float]:
-        """The growth of those measures that have grown by more than `ALLOWED_GROWTH`."""
+        """The growth of the measures that have grown by more than `ALLOWED_GROWTH`."""
         return {name: more for name, more in self.growth().items() if more > ALLOWED_GROWTH.get(name, 0)}
 
 
