@@ -1,7 +1,7 @@
-"""Compiles all Triton kernels, as the launchers ask for them, for a GPU that need not be there.
+"""Compiles all Triton kernels, in the forms that the launchers use, for a GPU that need not be present.
 
-python compile_kernels.py cuda 80 prints a line per kernel: its name, its shared memory in bytes, and how many of its
-PTX instructions load 16 bits.
+``python compile_kernels.py cuda 80`` prints a line for each kernel: its name, its shared memory in bytes, and the
+number of its PTX instructions that load 16 bits.
 """
 
 import re
@@ -20,7 +20,7 @@ TARGET = GPUTarget(kind, architecture if of_amd else int(architecture), 64 if of
 
 
 class Driver:
-    """As much of a driver as compiling asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
         return TARGET
@@ -52,14 +52,14 @@ torch.cuda.get_device_capability = lambda device=None: divmod(int(architecture),
 
 from hf_infcl.kernels import triton_backend as backend  # noqa: E402
 
-backend.HOPPER_PAYS = 0  # for these small blocks as well
+backend.HOPPER_PAYS = 0  # also for the small blocks here
 x = torch.zeros(6000, 512, dtype=torch.bfloat16)
 scale, vector = torch.tensor(1.0), torch.zeros(6000)
 block = x, x, scale
 ids = torch.arange(6000, dtype=torch.int32) // 2
 backend.positive_logits(*block)
 backend.softmax_losses(*[vector] * 5)
-if architecture == "90":  # the targets together have each kernel with ids, as positives, and without
+if architecture == "90":  # together the targets compile each kernel with ids, with ids as positives, and without
     backend.multi_positive_statistics(*block, vector, vector, ids, ids)
     backend.softmax_gradients(*block, vector, vector, vector, None, None, 0)
     backend.multi_positive_sigmoid(*block, scale, ids, ids)

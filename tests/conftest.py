@@ -1,4 +1,4 @@
-"""Fixtures of several test files: groups of processes, the demo's data."""
+"""Fixtures that several test files share: groups of processes, the demo's data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-# Counting GPUs does not start CUDA, after which it would see the GPUs that were visible then.
+# Counting GPUs does not initialise CUDA. Initialisation would fix the set of visible GPUs.
 if not (count := torch.cuda.device_count()):
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is first imported
 elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
-    # Each worker's first GPU is another one: a single one would not hold the memory of all tests at once.
+    # Each worker has a different first GPU, since the memory of a single one does not suffice for all tests at once.
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     first = int(worker.removeprefix("gw")) % len(gpus)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
@@ -36,13 +36,13 @@ hypothesis.settings.register_profile("long", max_examples=10_000, deadline=None)
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_collections() -> None:
-    """A module's tests do not collect garbage among the objects that its imports have made."""
+    """Excludes the objects created by a module's imports from garbage collections in its tests."""
     leave_out_of_collections()
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with digits/ and clip-init/ as make_digits.py writes them; tests only read it."""
+    """A folder with digits/ and clip-init/ as written by make_digits.py. Tests only read it."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["make_digits.py", "--output_dir", str(folder)])
@@ -52,7 +52,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small(demo: Path, tmp_path: Path) -> list[Any]:
-    """A training of 2 epochs, 3 steps each."""
+    """The words of a training of 2 epochs with 3 steps each."""
     (tmp_path / "pairs/train").mkdir(parents=True)
     (tmp_path / "pairs/test").mkdir()
     for split, count in (("train", 26), ("test", 12)):

@@ -1,12 +1,13 @@
-"""Long forms of checks that the suite runs in a short form; each appends rows to tests/results/soak.csv.
+"""Long versions of checks that the suite runs in a short version. Each appends rows to tests/results/soak.csv.
 
 python tests/soak.py loss                          10,000 random cases of the loss against float64, in this process
-python tests/soak.py loss --world_sizes 1 2 3 4    as many for each number of processes (one per GPU, if any)
-python tests/soak.py train --steps 5000            5,000 steps, in which memory, files and threads must not grow
-python tests/soak.py text                          10,000 cases for files, command lines and model cards each
+python tests/soak.py loss --world_sizes 1 2 3 4    as many cases for each number of processes (one per GPU, if any)
+python tests/soak.py train --steps 5000            5,000 steps, during which memory, files and threads must not grow
+python tests/soak.py text                          10,000 cases each for files, command lines and model cards
 python tests/soak.py kills                         40 runs of two processes, killed at random moments and resumed
 
-``--minutes`` ends the cases or steps earlier; a row says how many there were. The exit code is 1 after any failure.
+``--minutes`` is a time limit; each row has the number of cases or steps that were done. The exit code is 1 after any
+failure.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def write_row(results: Path, **values: Any) -> None:
 
 
 def commit() -> str:
-    """Short hash of the commit, with "-dirty" where files differ from it; HF_INFCL_COMMIT where there is no history."""
+    """The commit's short hash, with "-dirty" if files differ from it. Without a git history it is HF_INFCL_COMMIT."""
     if named := os.environ.get("HF_INFCL_COMMIT"):
         return named
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
@@ -81,7 +82,7 @@ def commit() -> str:
 
 
 def fuzz_loss(options: argparse.Namespace) -> int:
-    """Random cases on every number of processes; returns how many losses and gradients were wrong."""
+    """Runs random cases on each number of processes; returns the number of wrong losses and gradients."""
     wrong = 0
     for world_size in options.world_sizes:
         begin, findings = time.monotonic(), Findings()
@@ -110,17 +111,17 @@ def fuzz_loss(options: argparse.Namespace) -> int:
 
 
 def consecutive(options: argparse.Namespace) -> Iterable[Iterable[int]]:
-    """The seeds of all cases, some at a time."""
+    """The seeds of all cases, in batches."""
     last = options.first_seed + options.cases
     for first in range(options.first_seed, last, CASES_AT_A_TIME):
         yield range(first, min(first + CASES_AT_A_TIME, last))
 
 
 def by_kernels(options: argparse.Namespace) -> Iterable[Iterable[int]]:
-    """The seeds of all cases, some at a time, of cases for which a GPU compiles the same kernels.
+    """The seeds of all cases, in batches of cases for which a GPU compiles the same kernels.
 
-    All kernels come up once before any of them comes up again. So each is compiled by one worker, and is in Triton's
-    cache when the others need it.
+    Every kernel occurs in one batch before any kernel occurs in a second one. Each is therefore compiled by a single
+    worker, and is in Triton's cache when other workers need it.
     """
     alike: dict[tuple[Any, ...], list[int]] = {}
     for seed in range(options.first_seed, options.first_seed + options.cases):
@@ -130,7 +131,7 @@ def by_kernels(options: argparse.Namespace) -> Iterable[Iterable[int]]:
 
 
 def one_process(options: argparse.Namespace) -> Iterator[Findings]:
-    """Workers compute cases of one process each: most of the time goes into compiling kernels and launching them."""
+    """Cases of one process each, on several workers: most of the time is spent on compiling and launching kernels."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, context, begin_worker, (context.Value("i"),)) as pool:
         tasks = [pool.submit(rank_cases, 0, 1, DEVICE, seeds) for seeds in by_kernels(options)]
@@ -142,10 +143,10 @@ def one_process(options: argparse.Namespace) -> Iterator[Findings]:
 
 
 def begin_worker(begun: Any) -> None:
-    """Gives a worker one thread and a GPU: the GPUs are dealt to the workers in turn.
+    """Gives a worker one thread and a GPU. GPUs are assigned to workers in turn.
 
     Args:
-        begun: the number of workers before this one, shared by all.
+        begun: the number of workers that started before this one, shared by all workers.
     """
     torch.set_num_threads(1)
     if ON_GPU:
@@ -155,7 +156,7 @@ def begin_worker(begun: Any) -> None:
 
 
 def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Findings]:
-    """Texts of these sizes are gathered even by a ring; in every other call of the processes they travel around it."""
+    """Cases of several processes. In every other batch texts of any size are sent around the ring, not gathered."""
     pool = Ranks()
     try:
         for number, seeds in enumerate(consecutive(options)):
@@ -176,8 +177,8 @@ def several_ranks(world_size: int, options: argparse.Namespace) -> Iterator[Find
 
 
 def train(options: argparse.Namespace) -> int:
-    """Trains, evaluates and saves; returns how many measures of the process have grown."""
-    from helpers import models  # not above, where every process of the loss would import transformers
+    """Trains, evaluates and saves; returns the number of measures of the process that have grown."""
+    from helpers import models  # here, so that the processes of the loss do not import transformers
     from helpers.trainers import trainer_for
     from helpers.usage import Usage
 
@@ -202,7 +203,7 @@ def train(options: argparse.Namespace) -> int:
             max_grad_norm=1.0,
         )
         gc.collect()
-        gc.freeze()  # to look through the objects of all imports at every measurement takes longer than the training
+        gc.freeze()  # searching the objects of all imports at every measurement takes longer than the training
         trainer.train()
         gc.unfreeze()
     growth, grown, last = seen.growth(), seen.grown(), seen.seen[-1]
@@ -220,11 +221,11 @@ def train(options: argparse.Namespace) -> int:
 
 # ---- Text ----
 
-STATISTICS = r"^tests/test_\w+\.py::(.*):\n\n((?:  .*\n|\n)+)"  # hypothesis's, of one test
+STATISTICS = r"^tests/test_\w+\.py::(.*):\n\n((?:  .*\n|\n)+)"  # of one test, as printed by hypothesis
 
 
 def fuzz_text(options: argparse.Namespace) -> int:
-    """Runs the tests of two files that draw random input, with 10,000 cases each; returns how many files failed."""
+    """Runs two test files that draw random input, with 10,000 cases each; returns the number of files that failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "hypothesis"]
     command += ["--hypothesis-profile=long", "--hypothesis-show-statistics"]
     wrong = 0
@@ -248,7 +249,7 @@ def fuzz_text(options: argparse.Namespace) -> int:
 
 
 def kill(options: argparse.Namespace) -> int:
-    """Runs trainings that are killed at random moments; returns how many did not end with the right weights."""
+    """Runs trainings that are killed at random moments; returns how many ended without the right weights."""
     begin = time.monotonic()
     counts = count_kills(options.runs, options.first_seed, 60 * options.minutes)
     write_row(

@@ -1,4 +1,4 @@
-"""A window needs the activations of one micro-batch, in eager mode and compiled, wherever its inputs stay."""
+"""A window needs the activations of one micro-batch, in eager mode and compiled, on whichever device its inputs are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Saved:
 
 
 class SavedBytes:
-    """Within this context the bytes that autograd saves are counted: those of activations, not of parameters."""
+    """A context that counts the bytes of activations, without parameters, that autograd saves."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -60,5 +60,5 @@ def test_a_window_saves_the_activations_of_one_micro_batch(tmp_path, compiled):
     assert one > 10_000
     for offload in (False, True):
         assert peak(tmp_path, 3, offload_inputs=offload, **options) <= 1.05 * one
-    if not compiled:  # compiled, it is the same and takes long
+    if not compiled:  # the compiled result is the same, but takes long
         assert 1.7 * one <= peak(tmp_path, 3, retain_graphs="2", **options) <= 2.1 * one

@@ -1,6 +1,6 @@
-"""Images, captions, ids, processors, checkpoints, arguments and folders that cannot be used are refused.
+"""Unusable images, captions, ids, processors, checkpoints, arguments and folders are refused with the reason.
 
-The message gives the reason. What is unusual and can be used trains like any other.
+Unusual but usable input trains like any other.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def png(width: int, height: int, depth: int, pixels: bytes) -> bytes:
-    """A PNG in RGB, of a size or a depth that PIL does not write."""
+    """An RGB PNG with a size or depth that PIL cannot write."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -57,7 +57,7 @@ def red(mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> Image.Image:
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
-# Bytes, and the reason for which they are refused.
+# Bytes that are refused, and the reason.
 BAD_IMAGES = {
     "empty": (b"", "its 0 bytes are no image of a known format"),
     "not an image": (b"<html>404</html>", "its 16 bytes are no image of a known format"),
@@ -68,7 +68,7 @@ BAD_IMAGES = {
     "without its pixels": (png(9_000, 9_000, 8, b""), "image file is truncated"),
     "floating point": (encoded(Image.fromarray(np.ones((2, 2), np.float32)), "TIFF"), "floating point .* not known"),
 }
-# Bytes of images that are red, at least in their first pixel.
+# Bytes of images whose first pixel, at least, is red.
 GOOD_IMAGES = {
     "one pixel": encoded(red(size=(1, 1))),
     "CMYK": encoded(red("CMYK"), "TIFF"),
@@ -180,7 +180,7 @@ def test_a_caption_of_another_type_is_refused(tmp_path, caption):
         list(itertools.islice(stream, 2))
 
 
-# ---- Parts that do not belong together ----
+# ---- Components that do not match ----
 
 DATA = rows([encoded(red())] * 8)
 
@@ -303,7 +303,7 @@ def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):
         trainer.train()
 
 
-# Root can write to folders that are merely read-only. In /proc nobody can.
+# Root can write to folders without write permission, but nobody can write to /proc.
 PROC = pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
 
 

@@ -1,4 +1,4 @@
-"""Only complete checkpoints are resumed from, after a kill, on a full disk, if damaged, and after a signal to end."""
+"""Only complete checkpoints are resumed from: after a kill, a full disk, damage or a signal to end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hf_infcl.training.checkpoints import (
 )
 from hf_infcl.training.preemption import Preempted, Preemption
 
-# Two windows an epoch; with dropout the weights show if the random state was not restored.
+# Two windows per epoch. With dropout the weights reveal a random state that was not restored.
 OPTIONS = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
 RECORD = RunRecord(Run(8, "softmax", "model", "data"), epoch=0, windows=1)
 
@@ -55,7 +55,7 @@ def trained(folder: Any, **options: Any) -> torch.Tensor:
 
 
 def written(folder: Path, step: int, content: str = "content") -> Path:
-    """A checkpoint of one file, besides its record."""
+    """A checkpoint with one file besides its record."""
     checkpoint = Checkpoint(folder, step)
     checkpoint.begin(RECORD)
     (checkpoint.partial / "part").mkdir()
@@ -109,7 +109,7 @@ def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_removed(tmp_path):
 
 
 def test_the_newest_is_known_after_the_clock_was_set_back(tmp_path, monkeypatch):
-    written(tmp_path, 9)  # of an earlier run; the next one began before it
+    written(tmp_path, 9)  # from an earlier run; the next run resumed from an earlier step
     for step in (2, 3):
         monkeypatch.setattr(checkpoints.time, "time_ns", lambda step=step: 1000 - step)
         newest = written(tmp_path, step)
@@ -217,7 +217,7 @@ def test_the_best_checkpoint_is_known_by_its_place(tmp_path):
         save_total_limit=1,
         load_best_model_at_end=True,
         metric_for_best_model="loss",
-        greater_is_better=True,  # so the first is the best
+        greater_is_better=True,  # so the first checkpoint is the best
     )
     best.train()
     assert best.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
@@ -315,7 +315,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_first_step(tmp_path)
 
 
 def rank_of_a_machine(rank: int, world_size: int, folder: str) -> list[str]:
-    """Every process is the first one of a machine that has a disk of its own."""
+    """Every process is the first process of a machine with its own disk."""
     Path(folder, str(rank)).mkdir()
     before = os.getcwd()
     os.chdir(Path(folder, str(rank)))
@@ -375,7 +375,7 @@ def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(ranks, tmp_path)
 
 
 def let_files_grow_to(limit: int) -> None:
-    """Makes writing beyond ``limit`` bytes of a file an OSError, in Python, torch and safetensors alike."""
+    """Makes Python, torch and safetensors raise an OSError when they write more than ``limit`` bytes to a file."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -425,7 +425,7 @@ def test_a_rank_that_cannot_write_costs_all_this_checkpoint(ranks, tmp_path):
 
 
 def count_calls(work: Callable[[], None], kill_at: int | None = None, kill_at_rename: int | None = None) -> int:
-    """Counts the functions of the interpreter that ``work`` calls; kills this process before a call or a rename."""
+    """Counts the calls of built-in functions in ``work``; kills this process before a given call or rename."""
     calls = renames = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -445,7 +445,7 @@ def count_calls(work: Callable[[], None], kill_at: int | None = None, kill_at_re
 
 
 def killed_while_saving(folder: Path, *moment: int | None) -> None:
-    """Goes on from step 2, and is killed while the checkpoint after step 4 is written."""
+    """Resumes from step 2, and is killed while it writes the checkpoint after step 4."""
     run = trainer(folder, seed=5, save_total_limit=1)
     save = run._save_checkpoint
     run._save_checkpoint = lambda *args: count_calls(lambda: save(*args), *moment)
@@ -457,7 +457,7 @@ KILL_TEST = "test_killed_at_any_moment_of_a_save_nothing_is_lost"
 
 
 def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
-    if torch.cuda.is_available():  # it does not survive the forks below: the same in an interpreter that sees no GPU
+    if torch.cuda.is_available():  # CUDA does not survive the forks below, so this runs in an interpreter without a GPU
         unseen = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "pytest", "-q", f"{__file__}::{KILL_TEST}"]
         assert subprocess.run(command, env={**os.environ, **unseen}).returncode == 0
@@ -470,7 +470,7 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
     trainer(tmp_path / "start", callbacks=[StopAt(2)], **options).train()
     found = []
     moments = [((2 * number + 1) * calls[1] // (2 * KILLS), None) for number in range(KILLS - 1)]
-    # The first rename completes the checkpoint; at the second the one before is to be removed.
+    # The first rename completes the checkpoint, the second begins the removal of the one before.
     for number, moment in enumerate([*moments, (None, 2)]):
         folder = tmp_path / f"killed-{number}"
         shutil.copytree(tmp_path / "start", folder)
@@ -492,7 +492,7 @@ def test_killed_at_any_moment_of_a_save_nothing_is_lost(tmp_path):
 
 
 class Ask(TrainerCallback):
-    """Sends this process a signal, after a step or within the evaluation that follows it."""
+    """Sends this process a signal after a step, or during the evaluation that follows it."""
 
     def __init__(self, number: int, place: str, step: int = 3) -> None:
         self.number, self.place, self.step = number, place, step

@@ -1,4 +1,4 @@
-"""`contrastive_loss`: whatever the strategy and the number of processes, the loss and gradients of the whole batch."""
+"""`contrastive_loss` gives the loss and gradients of the whole batch, with any strategy and number of processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def weighted(function: Any, *args: Any, weight: float, **options: Any) -> Any:
 
 
 def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
-    """The loss is that of the whole batch on every rank, and so is the mean over the ranks of a parameter's gradient.
+    """On every rank the loss is that of the whole batch, and so is a parameter's gradient when averaged over the ranks.
 
-    An embedding's gradient is that of the sum of the losses, world_size times that of the whole batch.
+    The gradient of an embedding is that of the sum of the losses: world_size times that of the whole batch.
     """
     for objective, strategy, b, dtype, with_ids, weight in cases:
         x, y = features(b * world_size, 24, dtype=dtype)
-        ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # every id occurs twice, some on two processes
+        ids = torch.arange(len(x)) // 2 * 3 if with_ids else None  # every id occurs twice, sometimes on two processes
         options = {"objective": objective, "pair_ids": ids, "weight": weight}
         whole_batch = x, y, 50.0, -5.0, torch.float64
         truth, (grad_x, grad_y, *scalars) = run(partial(weighted, reference.contrastive_loss), *whole_batch, **options)
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(ranks, world_size):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):
-    """Terms log(1 + exp(o)) with o from 20 to 35, where fp32 cannot tell them from o and fp64 can."""
+    """Terms log(1 + exp(o)) with o from 20 to 35, which differ from o in fp64 but not in fp32."""
     x, y = features(12, 16, dtype=torch.float64)
     batch = (x, -y, 40.0, 0.0) if objective == "softmax" else (x, y, 1.0, 25.0)
     loss, gradients = run(contrastive_loss, *batch, torch.float64, objective=objective, strategy=strategy)
@@ -82,7 +82,7 @@ def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):
 
 
 def rank_small_texts(rank: int, world_size: int) -> None:
-    # Bytes of three texts on each process, with their gradients and each process's statistics.
+    # The bytes of three texts on each process, of their gradients and of each process's statistics.
     limit = world_size * 3 * (24 * (16 + 4) + 4 * world_size)
     for b, travels in ((4, True), (3, False)):
         rotate = mock.patch.object(Ring, "rotate", autospec=True, side_effect=Ring.rotate)
@@ -96,7 +96,7 @@ def test_a_ring_gathers_small_texts(ranks):
 
 
 def rank_subgroups(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # whose ranks differ from those of the default group
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # their ranks differ from those of the default group
     group = groups[0 if rank % 2 else 1]
     x, y = features(6, 8, seed=rank % 2)
     member = rank // 2

@@ -1,6 +1,6 @@
-"""Recorded computations give what the computation gives, alone and among processes, and keep memory for two.
+"""Recorded computations give the same results as direct ones, in one process and in several, and keep memory for two.
 
-On CPUs a stand-in takes the place of CUDA; test_triton.py has more replays on GPUs.
+On CPUs a stand-in takes the place of CUDA. test_triton.py replays more cases on GPUs.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ SIZES = {"gloo": (6, 9), "nccl": (512, 768)}
 
 
 def arguments(kind: str, rank: int, backend: str, b: int, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Embeddings and scalars that require gradients, and options; on GPUs in bf16, for Triton's kernels."""
+    """Embeddings and scalars that require gradients, and options. On GPUs they are bf16, for the Triton kernels."""
     device, dtype = ("cpu", torch.float32) if backend == "gloo" else (f"cuda:{rank}", torch.bfloat16)
     x, y = features(b, 64, seed=10 * seed + rank, dtype=dtype)
     leaves = [t.to(device).requires_grad_() for t in (x, y, torch.tensor(20.0 + seed), torch.tensor(seed - 5.0))]
@@ -103,9 +103,9 @@ def arguments(kind: str, rank: int, backend: str, b: int, seed: int) -> tuple[li
 
 
 def rank_replays(rank: int, world_size: int, backend: str) -> None:
-    """Batches of two sizes in turn, an evaluation among them, and every backward at the end, twice.
+    """Batches of two sizes in turn, with an evaluation between them and every backward at the end, twice.
 
-    The processes begin to record at different calls, and in every other case one of them has no memory for it.
+    The processes begin to record at different calls. In every other case one of them lacks the memory to record.
     """
     batches = [(seed, SIZES[backend][seed % 2]) for seed in range(7)]
     for number, (objective, strategy, kind) in enumerate(CASES):

@@ -1,4 +1,4 @@
-"""Datasets from real image folders with broken files in them, and the collator over every kind of processor."""
+"""Datasets from real image folders with broken files, and the collator with every kind of processor."""
 
 import json
 import random
@@ -106,7 +106,7 @@ class TestLoadPairs:
 
     @pytest.mark.parametrize("name", ["train.csv", "*.tar", "{00000..00003}.tar"])
     def test_files_in_place_of_a_folder_are_told_at_once(self, tmp_path, name, monkeypatch):
-        monkeypatch.setattr(datasets, "load_dataset", None)  # it would ask the Hub for half a minute
+        monkeypatch.setattr(datasets, "load_dataset", None)  # it would query the Hub for half a minute
         (tmp_path / "train.csv").write_text("filepath,title\n")
         with pytest.raises(ValueError, match=r"names files, and a table is loaded from a folder.*--streaming"):
             load_pairs(str(tmp_path / name), split="train")
@@ -116,7 +116,7 @@ class TestLoadPairs:
             load_pairs(str(tmp_path / "nothing"), split="train")
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ValueError, match=r"There is no dataset at '\./nothing', neither as a local folder"):
-            load_pairs("./nothing", split="train")  # no name that the Hub takes
+            load_pairs("./nothing", split="train")  # not a valid name on the Hub
         (tmp_path / "empty").mkdir()
         with pytest.raises(ValueError, match=r"There is no dataset at '.*empty'.* doesn't contain any data files"):
             load_pairs(str(tmp_path / "empty"), split="train")
@@ -197,7 +197,7 @@ class TestCaptions:
 
 class TestPairIds:
     def test_caption_ids_are_fixed(self):
-        """They may be stored, and are compared across processes: a change of the hash would break that."""
+        """Ids may be stored, and are compared across processes, so the hash must never change."""
         assert caption_pair_id("a photo of a cat") == 7822443840191189839
         assert -(2**63) <= caption_pair_id("") < 2**63
 
@@ -234,7 +234,7 @@ BAD = {"truncated": 2, "missing": 4, "no image file": 5}
 
 @pytest.fixture
 def broken(tmp_path) -> Dataset:
-    """Ten pairs of an image folder; three of its files have come to harm."""
+    """Ten pairs of an image folder, in which three files are damaged."""
     folder = write_folder(tmp_path / "broken", [f"caption {row}" for row in range(10)])
     dataset = load_pairs(str(folder), split="train")
     truncate(folder / f"{BAD['truncated']}.png")

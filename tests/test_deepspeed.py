@@ -19,7 +19,7 @@ from hf_infcl import InfCLTrainer
 
 pytest.importorskip("deepspeed")
 
-# These values come from TrainingArguments.
+# The settings that DeepSpeed takes from TrainingArguments.
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 CELLS = [
     ("softmax", "plain", 1),
@@ -33,7 +33,7 @@ CELLS = [
 
 def config(stage: int) -> dict[str, Any]:
     options: dict[str, Any] = dict.fromkeys(AUTO, "auto")
-    # The first loss scale, 2^16 by default, is meant to overflow and to be halved; here it must not.
+    # The default initial loss scale, 2^16, is meant to overflow and to be halved; here it must not overflow.
     fp16 = {"enabled": "auto", "initial_scale_power": 9}
     return options | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}, "fp16": fp16}
 
@@ -84,8 +84,8 @@ def test_retained_graphs_change_nothing(fresh_ranks, backend):
 def test_half_precision_is_within_its_rounding(fresh_ranks, stage, precision):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    # The parameters are in half precision here, other than in test_gpu.py: logit_scale itself is rounded.
-    cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws other masks than in fp32
+    # Unlike in test_gpu.py, the parameters are in half precision here, so logit_scale itself is rounded.
+    cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws different masks than in fp32
     check_zero(fresh_ranks, "nccl", stage, 2, cells, tolerance=0.1, floor=0.02, **{precision: True})
 
 
@@ -93,9 +93,9 @@ def test_half_precision_is_within_its_rounding(fresh_ranks, stage, precision):
 
 
 def trajectory(folder: str, shards: str, deepspeed: dict | None, seed: int = 0, **options: Any) -> InfCLTrainer:
-    """Prepared for four clipped steps, before the first of which logit_scale is beyond its limit.
+    """A trainer for four clipped steps, with logit_scale above its limit before the first step.
 
-    It trains on the shards, or on a map-style data set.
+    It trains on the shards, or on a map-style data set if there are none.
     """
     model = models.clip(seed=seed)
     model.logit_scale.data.fill_(4.6)
@@ -108,7 +108,7 @@ def trajectory(folder: str, shards: str, deepspeed: dict | None, seed: int = 0, 
 
 
 def numbered(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Batches of the stream, whose items are images, or of the evaluation's pairs."""
+    """Collates items of the stream, which are images, or pairs of the evaluation set."""
     return collate(items) if "image" in items[0] else default_collate(items)
 
 
@@ -147,7 +147,7 @@ def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, t
     for seen_history, seen, seen_loss in fresh_ranks.run(*job, backend=backend, always_ring=True):
         for step, expected in zip(seen_history, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-4)
-        # A key's bias has no gradient but rounding, which Adam makes steps of.
+        # The gradient of a key's bias is only rounding, which Adam turns into steps.
         for name in [name for name in parameters if not name.endswith("k_proj.bias")]:
             torch.testing.assert_close(seen[name], parameters[name], rtol=0, atol=1e-4, msg=name)
         assert seen_loss == pytest.approx(loss, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Every supported model class of transformers, built small from its config."""
+"""Every supported model class of transformers, as a small model built from its config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_embeddings_and_temperature_make_the_model_s_own_logits(kind):
         logits = scale * images @ texts.t() + (0 if bias is None else bias)
         torch.testing.assert_close(logits, model(**batch).logits_per_image, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(images.norm(dim=1), torch.ones(5))
-        # Evaluation encodes with each tower alone, to the same embeddings.
+        # Evaluation encodes with each tower separately, and gets the same embeddings.
         torch.testing.assert_close(encoder.encode_images(batch), images, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(encoder.encode_texts(batch), texts, rtol=1e-4, atol=1e-5)
     assert encoder.objective == ("sigmoid" if kind.startswith("siglip") else "softmax")
@@ -136,7 +136,7 @@ def test_preparation_for_fsdp_is_undone_in_what_is_saved(kind):
     assert all(p.ndim >= 1 for p in model.parameters()), "a scalar cannot be sharded"
     assert not any(name.endswith("Embeddings") for name in model._no_split_modules)
     model.get_input_embeddings()
-    # As far as the model's class tells: nothing on the model remembers that it was changed.
+    # The shapes are found by the model's class, because the model has no record of the change.
     assert {n: t.shape for n, t in stock_shapes(DualEncoder(model), model.state_dict()).items()} == stock
 
 

@@ -31,7 +31,7 @@ def embeddings(model: torch.nn.Module, data: ZeroShotDataset) -> tuple[torch.Ten
 
 
 def recognised(model: torch.nn.Module, n: int) -> ZeroShotDataset:
-    """n images and n classes with a prompt each. The labels are those that the model finds, so its accuracy is 1."""
+    """n images and n classes with one prompt each. The labels are the model's own predictions, so its accuracy is 1."""
     images, prompts = embeddings(model, labelled(n, n, ("a {}",)))
     return labelled(n, n, ("a {}",), labels=(images @ prompts.T).argmax(1).tolist())
 
@@ -53,13 +53,13 @@ def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
         for found in found_by_ranks:
             for n, metrics, expected in zip(SIZES, found, alone, strict=True):
                 assert metrics["eval_acc1"] == metrics["eval_mean_per_class_recall"] == 1, (n, world_size)
-                # The loss is a sum of rounded numbers that depend on the micro-batches; the others are counts.
+                # The loss is a sum whose rounding depends on the micro-batches; the other metrics are counts.
                 loss = pytest.approx(expected["eval_loss"], rel=1e-5)
                 assert metrics == {**expected, "eval_loss": loss}, (n, world_size)
 
 
 def rank_measures_otherwise(rank: int, world_size: int, folder: str) -> tuple[float | None, float]:
-    """A metric that rises on rank 0 alone decides on checkpoints, and on the learning rate."""
+    """A metric that rises on rank 0 only decides about checkpoints and the learning rate."""
     options = {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -215,7 +215,7 @@ def test_compute_metrics_gets_every_caption_once_in_the_order_of_the_images(rank
 
 
 class Repeating(models.Pairs):
-    """Images whose captions are those of the first two images in turn."""
+    """Images that alternate between the captions of the first two images."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)

@@ -1,4 +1,4 @@
-"""The metrics against brute-force oracles that share no code with them, and within their promised memory."""
+"""The metrics agree with brute-force oracles that share no code with them, and keep to their memory bound."""
 
 import itertools
 import math
@@ -28,12 +28,12 @@ KS = (1, 2, 5, 10)
 
 
 def order(scores: np.ndarray) -> np.ndarray:
-    """Candidates from best to worst; of equal ones the lower index first."""
+    """Candidates from best to worst; among equal scores the lower index comes first."""
     return np.argsort(-scores, kind="stable")
 
 
 def recall_by_sorting(scores: np.ndarray, positive: np.ndarray, k: int) -> float:
-    """scores and positive [queries, candidates]."""
+    """Recall@k. scores and positive are [queries, candidates]."""
     return float(np.mean([positive[q, order(scores[q])[:k]].any() for q in range(len(scores))]))
 
 
@@ -56,7 +56,7 @@ def zero_shot_by_sorting(images: np.ndarray, classifier: np.ndarray, labels: np.
 
 
 def unit_rows(count: int):
-    """Rows of four signs over two: unit vectors whose products are exact in fp32, so that ties are exact, and many."""
+    """Rows of four elements ±1/2: unit vectors with exact products in fp32, so that there are many exact ties."""
     return arrays(np.float32, (count, 4), elements=st.sampled_from([-0.5, 0.5]))
 
 
@@ -88,7 +88,7 @@ class TestAgainstSorting:
         result = retrieval_metrics(*map(torch.from_numpy, example), ks=KS)
         assert result == pytest.approx(retrieval_by_sorting(images, texts, text_image), abs=1e-12)
 
-    # balanced_accuracy_score warns of a single label and of predictions that are no label
+    # balanced_accuracy_score warns about a single label and about predictions that are not among the labels
     @pytest.mark.filterwarnings("ignore:y_pred contains classes:UserWarning", "ignore:A single label:UserWarning")
     @settings(max_examples=150, deadline=None)
     @given(labelled())
@@ -104,7 +104,7 @@ def features(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torc
 
 @pytest.mark.parametrize("k", [1, 5, 10])
 def test_equals_clip_benchmarks_topk_without_ties(k):
-    """The definition of CLIP_benchmark: is any positive among torch.topk of the cosine similarities?"""
+    """CLIP_benchmark's definition: whether any positive is among torch.topk of the cosine similarities."""
     text_image = torch.randint(40, (200,), generator=torch.Generator().manual_seed(0))
     images = features(40, 16, seed=1)
     texts = images[text_image] + 2 * features(200, 16, seed=2)
@@ -115,7 +115,7 @@ def test_equals_clip_benchmarks_topk_without_ties(k):
 
     for name, s, p in [("image", scores, positive), ("text", scores.T, positive.T)]:
         expected = p.gather(1, s.topk(k).indices).any(1).double().mean().item()
-        assert 0.1 < expected < 1  # or the comparison would say little
+        assert 0.1 < expected < 1  # otherwise the comparison would prove little
         assert result[f"{name}_retrieval_recall@{k}"] == pytest.approx(expected, abs=1e-12)
 
 
@@ -146,10 +146,10 @@ def test_a_collapsed_model_gets_the_score_of_chance():
 def test_several_captions_and_an_image_without_one():
     images = torch.eye(3)
     texts = torch.tensor([[1.0, 0, 0], [0, 0.1, 1], [0, 1, 0], [0.9, 0.1, 0]])
-    text_image = torch.tensor([0, 0, 1, 0])  # the second caption of image 0 looks like image 2, which has none
+    text_image = torch.tensor([0, 0, 1, 0])  # the second caption of image 0 resembles image 2, which has no caption
     result = retrieval_metrics(images, texts, text_image, ks=[1, 100])
     assert result["image_retrieval_recall@1"] == 3 / 4
-    assert result["text_retrieval_recall@1"] == 2 / 3  # one right caption is enough; image 2 counts, and misses
+    assert result["text_retrieval_recall@1"] == 2 / 3  # one correct caption is enough; image 2 counts as a miss
     assert result["image_retrieval_recall@100"] == 1
     assert result["text_retrieval_recall@100"] == 2 / 3
 
@@ -171,7 +171,7 @@ def test_half_precision_is_scored_in_fp32(dtype):
 
 
 def ceilings_by_trying(ids: np.ndarray, text_image: np.ndarray, num_images: int, k: int) -> tuple[float, float]:
-    """The best recalls among all possible answers of a model. Equal captions tie, in the order of their indices."""
+    """The best recalls over all possible rankings by a model. Equal captions tie and are ordered by index."""
     found_images = 0
     for caption in set(ids):
         wanted = [text_image[j] for j in range(len(ids)) if ids[j] == caption]
@@ -201,7 +201,7 @@ def test_ceilings_are_the_best_of_all_answers(data):
 
 
 def test_equal_captions_tie_whatever_the_rounding_of_their_embeddings_and_the_ceiling_holds():
-    """40 images of 15 captions, each image embedded as its caption: no model can do better."""
+    """40 images with 15 captions. Each image has the embedding of its caption, so no model can do better."""
     ids = torch.arange(40) % 15
     captions = features(15, 32, seed=0)[ids]
     images, index = captions + 1e-9 * features(40, 32, seed=1), torch.arange(40)

@@ -1,7 +1,7 @@
-"""One of two launched processes fails, in every phase of a step: both end, and the launcher reports the cause.
+"""If one of two launched processes fails, in any phase of a step, both end and the launcher reports the cause.
 
-Where the launcher is killed, torchrun runs this file as a script. A timeout here means a hang; no other time is
-measured.
+For tests that kill the launcher, torchrun runs this file as a script. A timeout here means that a process hangs; no
+other time is measured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_infcl.training.checkpoints import choose
 ROOT = Path(__file__).parent.parent
 HANG = 120
 
-# The text that the launcher's output must contain. With two micro-batches a window has three forwards,
-# the last of which belongs to the second pass; everything happens in the second window.
+# The text that the launcher's output must contain. A window of two micro-batches has three forwards, the last one in
+# the second pass. Everything happens in the second window.
 FAILURES = {
     "data": "MemoryError: no room for this batch",
     "keys": "dict with pixel_values and input_ids at least, got keys ['input_ids', 'attention_mask']",
@@ -45,7 +45,7 @@ FAILURES = {
 
 
 def torchrun(*arguments: str) -> tuple[int, str]:
-    """Runs this file; the launcher's exit code, and the output once the launcher and both processes have ended."""
+    """Runs this file; returns the launcher's exit code, and the output when launcher and processes have ended."""
     launcher = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -56,7 +56,7 @@ def torchrun(*arguments: str) -> tuple[int, str]:
     try:
         output, _ = launcher.communicate(timeout=HANG)
     finally:
-        launcher.terminate()  # if it still runs; it then ends its processes
+        launcher.terminate()  # if it is still running; the launcher then ends its processes
         launcher.wait()
     return launcher.returncode, output
 
@@ -89,7 +89,7 @@ def launch_here(*arguments: str) -> tuple[int, str]:
     return launched(main, *arguments)
 
 
-# A launcher passes SIGTERM on; SIGUSR1, which it does not handle, and SIGKILL end it at once.
+# A launcher forwards SIGTERM. SIGKILL, and SIGUSR1, which it does not handle, end it at once.
 @pytest.mark.parametrize(
     ("number", "launch"), [("SIGTERM", launch_here), ("SIGUSR1", launch_here), ("SIGKILL", torchrun)]
 )
@@ -109,7 +109,7 @@ def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, 
     ],
 )
 def test_a_launcher_that_ends_before_the_training_leaves_no_orphans(tmp_path, moment, message):
-    """While a machine is waited for, or while a model or a data set is loaded."""
+    """The launcher ends while processes wait for a machine, or load a model or a data set."""
     code, output = launched(main, moment, "gloo", str(tmp_path))
     assert code == -signal.SIGKILL
     assert output.count(message) >= 1, output
@@ -128,7 +128,7 @@ class Decide(TrainerCallback):
 
 
 def rank_decides(rank: int, world_size: int, folder: str, use_cpu: bool) -> int:
-    """A callback of one rank alone, such as one that looks at the time."""
+    """A callback acts on one rank only, such as one that depends on the time."""
     options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6, "use_cpu": use_cpu}
     run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
     run.train()
@@ -163,8 +163,8 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
     return "went on"
 
 
-# Three forwards a window, the last of which belongs to the second pass. The fourth is the one in which DDP by itself
-# exchanges its buckets.
+# A window has three forwards, the last one in the second pass. In the fourth forward DDP by itself exchanges its
+# buckets.
 @pytest.mark.parametrize(
     ("place", "time"),
     [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 4), ("inputs", 7), ("compiled inputs", 4)],
@@ -192,7 +192,7 @@ def exhaust_memory(model: torch.nn.Module, forward: int) -> None:
 
 
 def say(words: str) -> None:
-    """Prints a line at once: both processes print to one pipe, and print() may write a line in pieces."""
+    """Prints a line in a single write. Both processes print to one pipe, and print() may split a line."""
     os.write(1, f"{words} {os.getpid()}\n".encode())
 
 
@@ -222,7 +222,7 @@ class Collator:
 
 
 def end_of_launcher(ends_it: bool, folder: str) -> None:
-    """Ends the launcher once both processes know it, and returns when it has ended."""
+    """Ends the launcher once both processes know its process id, and returns when it has ended."""
     launcher = os.getppid()
     Path(folder, f"ready {os.environ['RANK']}").touch()
     if ends_it:
@@ -241,7 +241,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
     options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
     if kind == "before the group":
         end_of_launcher(own == kind, folder)
-    if kind.startswith("SIG"):  # this training lasts longer than it takes the launcher to end
+    if kind.startswith("SIG"):  # the launcher ends before this training does
         options |= {"max_steps": 5_000, "save_strategy": "steps", "save_steps": 5_000}
         options["callbacks"] = [EndLauncher(own)] if own == kind else []
     trainer = trainer_for(folder or tempfile.mkdtemp(), model, **{"max_steps": 4, **options})

@@ -1,4 +1,4 @@
-"""Features of a frozen image tower: training from them is training from the images, and they are never stale."""
+"""Training from cached features of a frozen image tower equals training from the images; features are never stale."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Run:
         if change is not None:
             change(model, processor)
         self.seen: list[int] = []
-        # Within the tower, since the tower's own call also returns what is remembered.
+        # Counts inside of the tower, because calls of the tower itself may return cached features.
         model.vision_model.embeddings.register_forward_hook(lambda *call: self.seen.append(len(call[-1])))
         data = ImageTextDataset(rows(), pair_id_column="id") if data is None else data
         options = {"freeze": "image", "max_steps": 4, "cache_features": str(folder / "features"), **options}
@@ -60,7 +60,7 @@ def _small_shards(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_trains_as_from_the_images_and_computes_each_image_once(tmp_path, kind):
-    """Two epochs, whose captions differ. A second run computes nothing."""
+    """Two epochs with different captions. A second run computes no features."""
     from_images = Run(tmp_path, kind, cache_features=None).train()
     first, second = Run(tmp_path, kind), Run(tmp_path, kind)
     torch.testing.assert_close(first.train(), from_images, rtol=0, atol=1e-6)
@@ -169,7 +169,7 @@ def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
 
 
 def _cached_by(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
-    """The images that a process has encoded, and the error of a second data set, whose second shard has a bad row."""
+    """The images that this process has encoded, and the error for a second data set with a bad row in its shard 1."""
     feature_cache.ROWS_OF_SHARD = 8
     run = Run(Path(folder), per_device_train_batch_size=2)
     run.trainer.train()

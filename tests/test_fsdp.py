@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
 )
 
-# Without dropout: FSDP's own forwards come without the batch's name.
+# Without dropout, because FSDP's own forwards do not pass the batch's key.
 CELLS = [
     ("softmax", "plain", 1),
     ("sigmoid", "plain", 4),
@@ -138,7 +138,7 @@ SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"
 
 
 def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> list[str]:
-    """Trains on the shards, or on a map-style data set."""
+    """Trains on the shards, or on a map-style data set if there are none."""
     data = {"data_collator": collate} if shards else {}
 
     def run(seed: int) -> InfCLTrainer:
@@ -191,7 +191,7 @@ def test_a_stream_goes_on_where_it_was_interrupted(fresh_ranks, tmp_path, backen
 def rank_skips(rank: int, world_size: int, folder: str) -> None:
     options = {"fsdp": True, "max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
     bad, good = models.Pairs(48), models.Pairs(48)
-    bad.images[19] = torch.nan  # in the second of three windows, which the other run does not have
+    bad.images[19] = torch.nan  # in the second of three windows, which the other run lacks
     for name in ("images", "tokens"):
         values = getattr(good, name)
         setattr(good, name, torch.cat([values[:16], values[32:], values[:16]]))

@@ -1,4 +1,4 @@
-"""Random input, in a short form; tests/soak.py draws 10,000 cases of everything here."""
+"""A small number of random inputs; tests/soak.py draws 10,000 cases of each kind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_reference_of_float64_is_more_exact():
     x, near, far = (
         torch.tensor([[2.0**30, 1.0, -(2.0**30)], [2.0**30, 1.0, 2.0**30], [0.0, 0.0, 0.0]]).double().split(1)
     )
-    arguments = {"image_embeds": x, "text_embeds": near, "negative_texts": far}  # of cosines 1 and 0
+    arguments = {"image_embeds": x, "text_embeds": near, "negative_texts": far}  # cosines 1 and 0
     exact, gradients = extended.loss_and_gradients(arguments, 1.0, 0.0, "softmax")
     assert float(exact) == pytest.approx(math.log1p(math.exp(-1)) / 2, rel=1e-15)
     assert float(gradients["logit_scale"]) == pytest.approx(-1 / (1 + math.e) / 2, rel=1e-15)
@@ -127,7 +127,7 @@ def test_any_value_comes_out_of_the_command_line_as_it_went_in(values, order):
     for name, value in values.items():
         if isinstance(value, list):
             groups.append([f"--{name}", *value])
-        else:  # with = a value may begin with a dash
+        else:  # after "=" a value may begin with a dash
             groups.append([f"--{name}={value}"])
     order.shuffle(groups)
     namespace, given_names = parser().read([word for group in groups for word in group])
@@ -200,7 +200,7 @@ def test_any_record_makes_a_card_that_can_be_read(tmp_path_factory, record):
     content = model_card(record).content
     header, _, text = content.removeprefix("---\n").partition("\n---\n")
     metadata = yaml.safe_load(header)
-    if record.start.isprintable():  # as every Hub id; YAML takes U+0085 for the end of a line
+    if record.start.isprintable():  # as every id on the Hub is; YAML treats U+0085 as a line break
         assert metadata.get("base_model") == (record.start if record.start_on_hub else None)
     for snippet in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
         ast.parse(snippet)

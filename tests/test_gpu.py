@@ -35,7 +35,7 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "backend": backend}
-    cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws other masks in bf16 than in fp32
+    cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws different masks in bf16 than in fp32
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
 
 
@@ -66,7 +66,7 @@ def test_every_strategy_gives_the_same_gradients(ranks, strategy, precision):
 
 
 class Unscaled(Gradients):
-    """The first step's loss scale, 65,536 by default, is meant to overflow and to be halved; here it must not."""
+    """The default initial loss scale, 65,536, is meant to overflow and to be halved; here it must not overflow."""
 
     def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
         optimizer.scaler._init_scale = 512.0
@@ -109,7 +109,7 @@ def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective,
 
 
 def rank_auto(rank: int, world_size: int, folder: str) -> None:
-    """Parameters after four windows, in the last two of which "auto" keeps what graphs it has found to fit: all."""
+    """The parameters after four windows. In the last two, "auto" retains all graphs, having found that they fit."""
     options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 4, "use_cpu": False}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ends, forwards = [], []
@@ -121,7 +121,7 @@ def rank_auto(rank: int, world_size: int, folder: str) -> None:
         trainer.train()
         ends.append(parameters(trainer))
         forwards.append(len(runs))
-    # Under DDP the last micro-batch is always encoded again. accelerate wraps no model of a group of one process.
+    # Under DDP the last micro-batch is always encoded again. accelerate does not wrap the model in a group of one.
     last = 5 if isinstance(trainer.model_wrapped, DistributedDataParallel) else 4
     assert forwards == [7 * 4, 7 * 2 + last * 2]
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
@@ -165,5 +165,5 @@ def rank_memory(rank: int, world_size: int, folder: str, options: dict[str, Any]
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_window_takes_the_memory_of_one_micro_batch(ranks, tmp_path, compiled, offload):
     options = {"torch_compile": compiled, "offload_inputs": offload}
-    # A launched process, because one that sees several GPUs is refused.
+    # In a launched process, because a process that sees several GPUs is refused.
     ranks.run(rank_memory, 1, str(tmp_path), options, backend="nccl", timeout=300)

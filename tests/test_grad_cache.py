@@ -1,4 +1,4 @@
-"""Gradient caching over plain modules: no losses, no trainer."""
+"""Gradient caching with plain modules, without the losses and the trainer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_infcl.training.grad_cache import CachedWindow, seeded
 
 
 class Counting(nn.Module):
-    """Two heads with dropout; notes the micro-batch, the output and the autograd mode of each forward."""
+    """Two heads with dropout, which record the micro-batch, the output and the autograd mode of each forward."""
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.one, self.two, self.drop = nn.Linear(4, 3), nn.Linear(4, 3), nn.Dropout(dropout)
         self.scale = nn.Parameter(torch.tensor(2.0))
-        self.forwards: list[tuple[int, bool]] = []  # rows of the micro-batch, whether autograd was enabled
+        self.forwards: list[tuple[int, bool]] = []  # (rows of the micro-batch, whether autograd was enabled)
         self.outputs: dict[int, list[Tensor]] = {}
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def test_forwards_are_as_few_as_can_be_and_kept_graphs_come_last(count, retain, 
 
 
 class Graph:
-    """Lives as long as what autograd saved in one forward."""
+    """Lives as long as the tensors that autograd saved in one forward."""
 
 
 @pytest.mark.parametrize("keep_grad_mode", [False, True])
@@ -129,12 +129,12 @@ def test_dropout_draws_the_same_masks_in_both_passes_whatever_is_kept(retain):
     assert torch.equal(torch.get_rng_state(), after_first_pass)
     torch.manual_seed(3)
     assert torch.equal(evaluated(model, batches).loss, window.loss)
-    # The next window draws other masks.
+    # The next window draws different masks.
     assert not torch.equal(evaluated(model, batches).loss, window.loss)
 
 
 class Normalising(nn.Module):
-    """Its running statistics depend on the order of the micro-batches."""
+    """A module whose running statistics depend on the order of the micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Pushes to the Hub and a resume from it, by the real client of the Hub, which talks to a double on this machine."""
+"""Pushes to the Hub and a resume from it, with the real Hub client, which talks to a double on this machine."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, t
 
 
 class Failures(logging.Handler, TrainerCallback):
-    """Lets the training go on from its first save only when the failure of the push has been logged."""
+    """Holds the training at its first save until the failure of the push has been logged."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -134,7 +134,7 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
     logger.addHandler(failures)
     try:
         trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints", callbacks=[failures])
-        hub.failures = 2  # those of the model and of the checkpoint
+        hub.failures = 2  # the commits of the model and of the checkpoint
         trainer.train()
     finally:
         logger.removeHandler(failures)
@@ -149,10 +149,10 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
 
 
 def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
-    """Two of them are deleted by save_total_limit; the uploads wait until the training has ended."""
+    """save_total_limit deletes two checkpoints, while the uploads wait for the end of the training."""
     trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3)
-    with hub.lock:  # which every commit takes
-        trainer._finish_current_push = lambda: None  # Trainer waits at the end of the training
+    with hub.lock:  # every commit acquires it
+        trainer._finish_current_push = lambda: None  # otherwise Trainer waits for it at the end of the training
         trainer.train()
         assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     del trainer._finish_current_push
@@ -197,7 +197,7 @@ def test_a_run_goes_on_from_the_hub_s_last_checkpoint(hub, tmp_path):
 
 
 def test_a_repository_that_cannot_be_created_is_told_before_the_first_step(tmp_path, monkeypatch):
-    talk_to("http://127.0.0.1:9", monkeypatch)  # where nobody listens
+    talk_to("http://127.0.0.1:9", monkeypatch)  # a port on which nobody listens
     with pytest.raises(OSError, match=r"me/mine of the Hub could not be .*: ConnectError.*`hf auth login`") as error:
         trainer_for(tmp_path, **PUSHING)
     assert TOKEN not in str(error.value)

@@ -1,4 +1,4 @@
-"""The `evaluate` module gives the numbers of `hf_infcl.evaluation`, loaded either way and fed in batches or at once."""
+"""The `evaluate` module gives the results of `hf_infcl.evaluation`, loaded either way, in batches or all at once."""
 
 import evaluate
 import pytest
@@ -9,7 +9,7 @@ from hf_infcl.evaluation import hub_metrics, retrieval_metrics, zero_shot_metric
 
 @pytest.fixture(params=["class", "evaluate.load"])
 def metric(request, tmp_path, monkeypatch):
-    """A function from a configuration to the metric, which keeps its files in a temporary folder."""
+    """A function that loads the metric for a configuration, with its files in a temporary folder."""
     if request.param == "class":
         return lambda name: hub_metrics.ContrastiveMetric(name, cache_dir=str(tmp_path))
     monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
@@ -30,7 +30,7 @@ def test_zero_shot(metric, batch_size):
     for image_embeds, batch_labels in zip(images.split(batch_size), labels.split(batch_size), strict=True):
         zero_shot.add_batch(image_embeds=image_embeds, labels=batch_labels)
     assert zero_shot.compute(classifier=classifier) == expected
-    # A second round starts from nothing.
+    # A second round starts without data of the first.
     assert zero_shot.compute(image_embeds=images, labels=labels, classifier=classifier) == expected
 
 

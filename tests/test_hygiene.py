@@ -1,4 +1,4 @@
-"""No file that comes from elsewhere can run code or write outside its folder, and an audit that saw nothing says so."""
+"""Files from elsewhere cannot run code or write outside their folder, and an audit that could not look says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_nothing_is_unpickled_and_no_archive_is_unpacked_as_it_likes(folder):
 
 
 class Malicious:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,12 +60,12 @@ def test_a_checkpoint_runs_no_code(tmp_path, name):
     checkpoint = tmp_path / "checkpoint-1"
     torch.save(Malicious(tmp_path / "run"), checkpoint / name)
     resumed = trainer_for(tmp_path, models.clip(seed=1), **options)
-    with pytest.raises(ValueError, match=f"{name} has"):  # by its size or checksum
+    with pytest.raises(ValueError, match=f"{name} has"):  # detected by size or checksum
         resumed.train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / MANIFEST_NAME).unlink()
-    (checkpoint / "infcl_run.json").unlink()  # as if another trainer had written it
+    (checkpoint / "infcl_run.json").unlink()  # as in a checkpoint of another trainer
     if name == "training_args.bin":
-        resumed.train(resume_from_checkpoint=str(checkpoint))  # which does not read it
+        resumed.train(resume_from_checkpoint=str(checkpoint))  # does not read the malicious file
     else:
         with pytest.raises(pickle.UnpicklingError):
             resumed.train(resume_from_checkpoint=str(checkpoint))

@@ -1,4 +1,4 @@
-"""Images on their way to the model: decoding, the uint8 transform beside transformers' own processors, augmentation."""
+"""Images on their way to the model: decoding, the uint8 transform, which matches transformers' own, augmentation."""
 
 import io
 import itertools
@@ -31,7 +31,7 @@ def pattern(height: int, width: int) -> np.ndarray:
 
 
 def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Smooth colours with some noise, which a JPEG keeps."""
+    """Smooth colours with some noise, which JPEG preserves."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), dtype=np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
@@ -88,7 +88,7 @@ class TestDecoding:
 
     def test_rotated_by_exif(self):
         file = io.BytesIO()
-        picture(0, (4, 2)).save(file, "PNG", exif=oriented(6))  # to be shown turned by 90 degrees
+        picture(0, (4, 2)).save(file, "PNG", exif=oriented(6))  # to be displayed with a rotation by 90 degrees
         assert np.array_equal(decode_rgb(file.getvalue()), np.rot90(np.asarray(picture(0, (4, 2))), -1))
 
 
@@ -107,7 +107,7 @@ JPEGS = {
 
 @pytest.fixture(params=["PIL", "simplejpeg"])
 def fast(request, monkeypatch) -> Counter:
-    """Without the extra `fast` and with it; counts what simplejpeg has decoded."""
+    """Runs with and without the extra `fast`; counts the images decoded by simplejpeg."""
     counts: Counter = Counter()
     if request.param == "PIL":
         monkeypatch.setattr(decoding, "simplejpeg", None)
@@ -143,7 +143,7 @@ class TestFastDecoding:
     def test_reduced_size_only_where_asked_for(self):
         large, encoded = photograph(161, 323), jpeg(photograph(161, 323))
         assert decode_rgb(encoded).shape == (161, 323, 3)
-        assert decode_rgb(encoded, min_side=81).shape == (161, 323, 3)  # a half would have 81 rows, but for a remainder
+        assert decode_rgb(encoded, min_side=81).shape == (161, 323, 3)  # at half size row 81 is only a remainder
         halved, eighth = decode_rgb(encoded, min_side=80), decode_rgb(encoded, min_side=1)
         assert halved.shape == (81, 162, 3)
         assert eighth.shape == (21, 41, 3)
@@ -165,7 +165,7 @@ def clip_images(**options) -> transformers.CLIPImageProcessorPil:
 
 
 class TestTransform:
-    """The truth is transformers' torchvision backend, which CI lacks: some of its values are written down here."""
+    """The truth is transformers' torchvision backend. CI lacks it, so some of its values are recorded here."""
 
     def test_shorter_side_and_center_crop(self):
         processor = clip_images(size={"shortest_edge": 5}, crop_size={"height": 4, "width": 4})
@@ -199,7 +199,7 @@ class TestTransform:
             clip_images(size={"height": 64, "width": 96}, crop_size={"height": 32, "width": 48}),
             transformers.SiglipImageProcessorPil(),
             transformers.SiglipImageProcessorPil(size={"height": 96, "width": 64}, rescale_factor=1 / 128),
-            transformers.ViTImageProcessorPil(),  # CLIPSeg, and towers of vision-text-dual-encoder
+            transformers.ViTImageProcessorPil(),  # CLIPSeg and towers of vision-text-dual-encoder
             transformers.BitImageProcessorPil(),  # DINOv2
             transformers.BlipImageProcessorPil(),
             transformers.ChineseCLIPImageProcessorPil(),
@@ -207,7 +207,7 @@ class TestTransform:
         ],
         ids=lambda processor: type(processor).__name__,
     )
-    @pytest.mark.filterwarnings("error")  # such as that of an array that PIL has made read-only
+    @pytest.mark.filterwarnings("error")  # such as the warning about a read-only array from PIL
     @pytest.mark.parametrize("size", [(375, 500), (500, 375), (224, 224), (223, 301)])
     def test_within_some_grey_levels_of_the_pil_backend(self, processor, size):
         image = photograph(*size)

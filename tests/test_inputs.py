@@ -1,4 +1,4 @@
-"""The inputs of `contrastive_loss`: an error of one process is raised on all of them, with every process's values."""
+"""Wrong inputs of `contrastive_loss` on one process raise an error on all processes, with the values of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_infcl.loss.inputs import Inputs
 
 
 def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
-    """Arguments, of which rank 1's are wrong, and the message that both ranks must raise."""
+    """Arguments that are wrong on rank 1, with the message that both ranks must raise."""
     x, y = features(4, 8)
     wrong = rank == 1
     ids = torch.arange(4)
@@ -99,8 +99,8 @@ def rank_errors(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=message):
             contrastive_loss(*args, **options)
     x, y = features(4, 8)
-    contrastive_loss(x, y, 1.0)  # nothing is left hanging
-    with warnings.catch_warnings():  # torch warns about numbers taken from what has a gradient
+    contrastive_loss(x, y, 1.0)  # no process is left hanging
+    with warnings.catch_warnings():  # torch warns about numbers taken from tensors with a gradient
         warnings.simplefilter("error")
         contrastive_loss(x, y, torch.tensor(1.0, requires_grad=True), torch.zeros(1, requires_grad=True))
 
@@ -110,7 +110,7 @@ def test_every_process_is_told_what_is_wrong_on_one(ranks):
 
 
 def rank_errors_with_late_scalars(rank: int, world_size: int, backend: str) -> None:
-    """On GPUs the values of scalars are compared after the loss is queued, with the same messages."""
+    """On GPUs the values of scalars are compared after the loss has been queued, with the same messages."""
     if backend == "gloo":
         with mock.patch.object(Inputs, "scalars_are_read", return_value=False):
             rank_errors(rank, world_size)
@@ -123,7 +123,7 @@ def rank_errors_with_late_scalars(rank: int, world_size: int, backend: str) -> N
         if "device" not in name:
             with pytest.raises(ValueError, match=message):
                 contrastive_loss(*map(on_gpu, args), **{key: on_gpu(value) for key, value in options.items()})
-    contrastive_loss(*map(on_gpu, features(4, 8)), torch.tensor(1.0))  # nothing is left hanging
+    contrastive_loss(*map(on_gpu, features(4, 8)), torch.tensor(1.0))  # no process is left hanging
 
 
 def test_scalars_that_are_read_late_are_refused_alike(ranks, backend):

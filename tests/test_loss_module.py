@@ -1,4 +1,4 @@
-"""`ContrastiveLoss` is called as OpenCLIP's losses, and its gradient under DDP is that of the whole batch."""
+"""`ContrastiveLoss` is called like OpenCLIP's losses, and its gradient under DDP is that of the whole batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORLD_SIZE, ROWS = 2, 12
 
 
 class OpenClipLike(nn.Module):
-    """Gives what OpenCLIP's models give in training."""
+    """Returns what OpenCLIP's models return in training."""
 
     def __init__(self, objective: str) -> None:
         super().__init__()
@@ -82,11 +82,11 @@ def test_the_call():
         ContrastiveLoss("hinge")(images, texts, 10.0)
 
 
-# ---- Beside the originals, if open_clip_torch is installed ----
+# ---- Compared with the originals, if open_clip_torch is installed ----
 
 
 def originals() -> Any:
-    """OpenCLIP's module of losses alone: the package itself needs torchvision."""
+    """OpenCLIP's module of losses, imported alone because the package itself needs torchvision."""
     package = importlib.util.find_spec("open_clip")
     if package is None or package.origin is None:
         pytest.skip("compares with OpenCLIP's own code, so open_clip_torch has to be installed")
@@ -109,7 +109,7 @@ def rank_originals(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_openclip_s_own_losses_give_the_gradients_that_the_guide_says(fresh_ranks):
-    """The table of hf_infcl/loss/README.md. `torch.distributed.nn` keeps the first group that it has seen."""
+    """The table of hf_infcl/loss/README.md. Processes are new, since `torch.distributed.nn` keeps its first group."""
     module = originals()
     for original in (module.ClipLoss, module.SigLipLoss):
         theirs = inspect.signature(original.forward).parameters

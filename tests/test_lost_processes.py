@@ -1,4 +1,4 @@
-"""A process that is killed or hangs, in any phase, ends the others in bounded time, with its rank and phase named."""
+"""If a process is killed or hangs, in any phase, the others end in bounded time and name its rank and phase."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_infcl.processes import Processes
 from hf_infcl.training import phases
 from hf_infcl.training.checkpoints import choose
 
-WAIT = 120  # seconds in which rank 0 has to end; the group's timeout is shorter
+WAIT = 120  # seconds within which rank 0 has to end; the group's timeout is shorter
 
 OPTIONS = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
 
@@ -49,7 +49,7 @@ def trainer(folder: str, **options: Any) -> Any:
 
 
 def at_call(number: int, action: Callable[[], Any], work: Callable[..., Any]) -> Callable[..., Any]:
-    """``work``, but call number ``number`` does something before."""
+    """``work`` with ``action`` before call number ``number``."""
     calls = iter(range(1, 1000))
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def at_call(number: int, action: Callable[[], Any], work: Callable[..., Any]) ->
 
 
 class Tell(logging.Handler):
-    """Sends what is logged as an error through a pipe."""
+    """Sends logged errors through a pipe."""
 
     def __init__(self, pipe: Any) -> None:
         super().__init__(logging.ERROR)
@@ -84,16 +84,16 @@ def rank_interrupted(
 ) -> None:
     phases.GRACE = grace
     if rank == 0:
-        faulthandler.dump_traceback_later(WAIT - 10)  # if it hangs, the test prints where
+        faulthandler.dump_traceback_later(WAIT - 10)  # if rank 0 hangs, the test prints where
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device = torch.device("cuda", rank) if backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
-        # After a timeout NCCL's watchdog waits for 60 s, for a report on it, before it aborts the process.
+        # After a timeout, NCCL's watchdog waits 60 s for a report before it aborts the process.
         os.environ |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or an abort writes the memory of the process
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # otherwise an abort dumps the memory of the process
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=device)
@@ -131,12 +131,12 @@ def interrupted(
     grace: float = phases.GRACE,
     **options: Any,
 ) -> tuple[list[str], int]:
-    """What rank 0 logs and raises when ranks do something in a call of a method, and its exit code.
+    """What rank 0 logs and raises when some ranks take an action in a call of a method, and its exit code.
 
     Args:
-        actions: for a rank, the method, the number of its call from 1, and what is done then.
+        actions: for each rank, the method, the number of the call from 1, and the action.
         seconds: the timeout of the group.
-        options: of the training.
+        options: options of the training.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
@@ -193,7 +193,7 @@ def test_a_killed_process_is_named_with_its_phase_on_gpus(tmp_path, phase):
 
 
 def test_a_process_that_waits_for_a_killed_one_without_an_error_ends(tmp_path):
-    """As NCCL waits for a process that has been killed."""
+    """This is how NCCL waits for a process that has been killed."""
     place = PHASES["the first pass after step 1"]
     told, code = interrupted(str(tmp_path), {0: (*place, wait_forever), 1: (*place, KILLED)}, grace=1)
     assert told == ["Rank 1 does not answer; its last phase was the first pass after step 1."]
@@ -258,7 +258,7 @@ def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
 
 
 def rank_is_stopped(rank: int, world_size: int) -> set[str]:
-    """Rank 1 is where it is while its threads stand still, as after SIGSTOP; rank 0 waits for it."""
+    """Rank 1 makes no progress and has no watching thread, as after SIGSTOP, while rank 0 waits for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "POLL", 0.01)
         if rank == 1:
@@ -274,7 +274,7 @@ def rank_is_stopped(rank: int, world_size: int) -> set[str]:
 
 
 def test_a_process_that_hangs_is_named_before_the_timeout(ranks):
-    """As with NCCL, whose timeout ends the waiting process without an error."""
+    """NCCL needs the message before the timeout, which ends the waiting process without an error."""
     (told,), nothing = ranks.run(rank_is_stopped, 2)
     assert re.match(r"This process has made no progress for \d of the 0\.5 seconds of ddp_timeout\. Rank 1 does ", told)
     assert "Rank 1 does not answer; its last phase was the second pass after step 3. Places: rank 0: in the " in told
