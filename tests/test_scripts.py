@@ -289,6 +289,18 @@ def test_plots_show_the_newest_rows(script, tmp_path):
         common.append(tmp_path / "t.csv", (*columns, "more"), {})
 
 
+def test_no_rate_is_drawn_where_launches_limit_the_yardstick(script):
+    ring = script("benchmarks.ring")
+    rows = [
+        {"world_size": "8", "objective": "softmax", "dtype": "bfloat16", "dim": "512", "implementation": name}
+        | {"ms": ms, "gpairs_per_s": rate}
+        for name, ms, rate in ((ring.ALONE, "261", "132"), (ring.ALONE, "16.4", "131"), (ring.ALONE, "6.7", "20"))
+    ]
+    ours = {**rows[0], "implementation": ring.OURS, "ms": "2.4", "gpairs_per_s": "55"}
+    assert [ring.yardstick(rows, [row, ours]) for row in rows] == [261, 16.4, None]
+    assert ring.yardstick(rows, [ours]) is None
+
+
 def test_tables_need_no_rows_and_show_what_ran(script, monkeypatch, tmp_path):
     tables, step = script("benchmarks.tables"), script("benchmarks.step")
     monkeypatch.setattr(tables, "RESULTS", tmp_path)

@@ -301,11 +301,13 @@ def subplots(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, A
 
 
 def save(figure: Any, path: Path, rows: list[Row]) -> None:
-    """Writes the picture, titled with what its rows were measured on and when."""
+    """Writes the picture, titled with the device, the version of torch, the commit if there is one, and the dates."""
     dates = sorted({row["date"] for row in rows})
     last = max(rows, key=lambda row: row["date"])
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
-    figure.suptitle(f"{devices}, torch {last['torch']}, {when}", fontsize=10)
+    commits = {row["commit"] for row in rows}
+    commit = f"commit {commits.pop()}, " if len(commits) == 1 else ""
+    figure.suptitle(f"{devices}, torch {last['torch']}, {commit}{when}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -256,7 +256,7 @@ def plot(table: Path) -> None:
                 lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row[key])))
             # A single point is no line.
             common.draw_lines(axis, {name: points for name, points in lines.items() if len(points) > 1}, style)
-            axis.set(xlabel="batch size", ylabel=label, title=title)
+            axis.set(xlabel="pairs", ylabel=label, title=title)
     common.save(figure, table.with_suffix(".png"), [row for group in shown.values() for row in group])
 
 

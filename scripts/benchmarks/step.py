@@ -270,8 +270,10 @@ def plot(table: Path) -> None:
         panels.append((group[0]["comparison"], max(settings.values(), key=len)))
     if not panels:
         return
-    figure, (axes,) = common.subplots(1, len(panels), (6.8, 4.2))
-    for axis, (comparison, group) in zip(axes, panels, strict=True):
+    figure, axes = common.subplots(-(-len(panels) // 2), min(2, len(panels)), (7.6, 4.0))
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (comparison, group) in zip(axes.flat, panels, strict=False):
         first = group[-1]
         card = first["device"].removeprefix("NVIDIA ")
         title = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
@@ -284,7 +286,10 @@ def plot(table: Path) -> None:
                 for row in group
             }
             common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
-            axis.set(title=f"{title}, {first['accumulation_steps']} of them", xlabel="images per second, Trainer = 1")
+            axis.set(
+                title=f"{title}, {first['accumulation_steps']} of them",
+                xlabel="images per second, Trainer = 1; peak memory",
+            )
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
             lines: dict[str, list[tuple[float, float]]] = {}
