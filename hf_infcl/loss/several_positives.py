@@ -49,8 +49,9 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
     """The `Terms` of a batch with ids of images and of texts."""
     assert batch.ids_x is not None
     assert batch.ids_y is not None
-    (ids_of_images,) = strategy.gather(Side((batch.ids_x,), batch.counts.images))
-    (ids_of_texts,) = strategy.gather(Side((batch.ids_y,), batch.counts.texts))
+    ids_of_images, ids_of_texts = strategy.gather(
+        Side((batch.ids_x,), batch.counts.images), Side((batch.ids_y,), batch.counts.texts)
+    )
     known = torch.cat((ids_of_images, ids_of_texts)).sort().values
     # Numbers keep the order of the ids.
     ids_of_images, ids_of_texts = (number_ids(ids.sort().values, known) for ids in (ids_of_images, ids_of_texts))

@@ -122,11 +122,11 @@ class Strategy(ABC):
         """The gradients of the cross entropies of x and of y."""
         return self.gradients(block, *sides(), want_x, want_y)
 
-    def gather(self, side: Side) -> Rows:
-        """The rows of all processes, in the order of the ranks; None stays None."""
-        counts = side.counts
-        gathered = iter(self.processes.gather_all(*(padded(t, max(counts)) for t in side.rows if t is not None)))
-        return tuple(None if t is None else _joined(next(gathered), counts) for t in side.rows)
+    def gather(self, *sides: Side) -> Rows:
+        """The rows of all processes, in the order of the ranks; None stays None. Several sides take one exchange."""
+        sent = [(t, side.counts) for side in sides for t in side.rows]
+        gathered = iter(self.processes.gather_all(*(padded(t, max(counts)) for t, counts in sent if t is not None)))
+        return tuple(None if t is None else _joined(next(gathered), counts) for t, counts in sent)
 
     def place(self, counts: tuple[int, ...]) -> slice:
         """Where this process's rows lie among those of all processes."""
@@ -172,26 +172,27 @@ class RingStrategy(Strategy):
 
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
         several = self.processes.world_size > 1
-        new = _zeros if several else _empty  # the gradients of several blocks are added up
-        grad_x, grad_y = (new(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
+        grad_x, grad_y = (_empty(side.rows[0]) if want else None for side, want in ((x, want_x), (y, want_y)))
         scalars = []
 
         def own_block(start: int, stop: int) -> None:
             rows = tuple(None if t is None else t[start:stop] for t in x.rows)
             part = None if grad_x is None else grad_x[start:stop]
-            scalars.append(block(rows, y.rows, start, part, grad_y, several))
+            scalars.append(block(rows, y.rows, start, part, grad_y, start > 0))
 
         # The first half of this process's block overlaps the first transfer of texts, and the second half overlaps the
         # last transfer of gradients, which bring the sums of the other processes home. A lone process has no halves.
         images = len(x.rows[0])
         half = (images + 1) // 2 if several else images
+        if grad_x is not None and several:
+            grad_x[half:] = 0  # the first half replaces what its own rows and the gradients of all columns hold
         travelling = RingReduction(self._ring, torch.add, max(y.counts))
         for diagonal, columns in self._blocks(y):
             if diagonal is not None:
                 own_block(0, half)
                 continue
             part = _zeros(columns[0]) if want_y else None
-            scalars.append(block(x.rows, columns, None, grad_x, part, several))
+            scalars.append(block(x.rows, columns, None, grad_x, part, True))
             if part is not None:
                 travelling.add(part)
         if half < images:
