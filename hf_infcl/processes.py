@@ -1,6 +1,6 @@
-"""The processes that share a batch: their collectives, their agreements, and how the error of one reaches the others.
+"""The processes that share a batch: their collectives and agreements, and how an error of one reaches the others.
 
-One process is a group of one: callers need not ask whether there are several.
+A single process is a group of one, so callers need no special case for it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Processes:
         alone: this process is a group of its own, even if a default group is initialised.
 
     Attributes:
-        group: the group as the functions of torch.distributed take it.
+        group: the group, in the form that the functions of torch.distributed take.
         rank: the rank of this process within the group.
         world_size: the number of processes.
         device: the device on which the group exchanges small tensors that come from the host.
@@ -58,7 +58,7 @@ class Processes:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def perform(self, collective: Collective) -> None:
-        """Makes a collective. `sum`, `gather`, `gather_all` and `scatter_sum` make theirs by this method."""
+        """Runs a collective. `sum`, `gather`, `gather_all` and `scatter_sum` run theirs through this method."""
         if self._instead is None:
             collective(group=self.group)
         else:
@@ -66,7 +66,7 @@ class Processes:
 
     @contextmanager
     def redirected(self, instead: Callable[[Collective], None]) -> Iterator[None]:
-        """A context in which `perform` hands collectives to ``instead``, to be made at another time, or not at all."""
+        """A context in which `perform` hands collectives to ``instead``, which may run them later or not at all."""
         self._instead = instead
         try:
             yield
@@ -87,7 +87,7 @@ class Processes:
         return gathered
 
     def gather_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`gather` of each of several tensors, in one exchange. Those of one shape and size of elements are stacked."""
+        """`gather` for several tensors in one exchange. Tensors of equal shape and element size are stacked."""
         if self.world_size == 1:
             return tuple(tensor[None] for tensor in tensors)
         alike: dict[Any, list[int]] = {}
@@ -129,19 +129,19 @@ class Processes:
         return texts
 
     def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:
-        """Exchanges numbers, so that all processes can draw the same conclusion from them.
+        """Exchanges numbers, so that all processes can make the same decision.
 
-        A process that cannot continue passes the reason as ``failure``. The others learn of it in their next call, for
-        any purpose, instead of waiting for a collective that the failed process will never join. If they never call
-        `agree` again, the timeout of the group ends the wait.
+        A process that cannot continue passes the reason as ``failure``. The others learn of it in their next call of
+        `agree`, whatever its purpose, instead of waiting for a collective that the failed process will never join. If
+        they never call `agree` again, the timeout of the group ends the wait.
 
         Args:
             numbers: up to `MOST_NUMBERS`.
             failure: why this process cannot continue; empty if it can.
 
         Returns:
-            Every process's numbers, in the order of the ranks, as many as this process passed. A number that another
-            process did not pass is 0.
+            Every process's numbers, in the order of the ranks. Each list is as long as this process's; a number that
+            another process did not pass is 0.
 
         Raises:
             OtherRankFailedError: on every process, if one of them failed; the message holds the rank and the reason.
@@ -160,8 +160,8 @@ class Processes:
     def _beside_the_queue(self) -> Any:
         """A context in which numbers from the host are exchanged without waiting for kernels that are still queued.
 
-        The device goes on with these kernels while the host waits for the numbers. Collectives of one group run in the
-        order of their calls, on whichever streams they are.
+        The device continues with these kernels while the host waits for the numbers. Collectives of a group run in the
+        order of their calls, even on different streams.
         """
         return _side_stream(self.device) if self.device.type == "cuda" else nullcontext()
 
@@ -189,7 +189,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """The bits of tensors of one shape in the dtype of the first, contiguous: without a copy of a single tensor."""
+    """Stacks the bits of tensors of one shape, in the dtype of the first; a single contiguous tensor is not copied."""
     if len(tensors) == 1:
         return tensors[0].contiguous()[None]
     return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
@@ -203,14 +203,14 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
         for out, part in pairs:
             all_gather(out, part, group=group)
         return
-    # To start one exchange of several tensors takes the host as long as one of a single tensor, up to 0.1 ms with NCCL.
+    # Launching one exchange of several tensors takes the host as long as one of a single tensor: up to 0.1 ms with NCCL.
     with dist._coalescing_manager(group):
-        for out, part in pairs:  # as bytes: gloo silently takes all tensors of an exchange for numbers of one dtype
+        for out, part in pairs:  # as bytes: gloo silently assumes one dtype for all tensors of an exchange
             all_gather(out.view(torch.uint8), part.view(torch.uint8), group=group)
 
 
 def announce_failure(error: Exception) -> None:
-    """Lets all other processes of the default group stop with this error in their next `Processes.agree`."""
+    """Makes all other processes of the default group stop with this error in their next `Processes.agree`."""
     processes = Processes()
     if processes.world_size == 1:
         return
@@ -232,7 +232,7 @@ def failures_announced() -> Iterator[None]:
 
 
 def by_rank(texts: Sequence[str]) -> str:
-    """The texts of all processes with their ranks, without the empty ones; equal texts stand once.
+    """Joins the texts of all processes, each with its ranks. Empty texts are left out, and equal texts are merged.
 
     Args:
         texts: in the order of the ranks.
@@ -251,5 +251,5 @@ def is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because another process has ended or does not answer within the timeout."""
     if isinstance(error, OtherRankFailedError) or not dist.is_available():
         return False
-    # Gloo raises a plain RuntimeError, whose message names the file of its transport that has noticed it.
+    # Gloo raises a plain RuntimeError whose message names the source file of its transport.
     return isinstance(error, dist.DistError) or "gloo/transport/" in str(error)

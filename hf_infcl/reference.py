@@ -1,4 +1,4 @@
-"""Both losses exactly as they are defined, with the whole matrix of logits in memory: the truth for every test.
+"""Both losses by their definitions, with the whole matrix of logits in memory: the reference for every test.
 
 This is plain differentiable torch for one process that holds the whole batch, in any floating dtype. Comparisons should
 use float64.

@@ -17,9 +17,9 @@ from .batch import Batch, Counts, Wanted
 from .inputs import Inputs
 from .strategies import Strategy, select_strategy
 
-# The largest product of matrices, in multiplications n·m·D, up to which launching the kernels of a loss can take the
-# host longer than running them takes the GPU: 2.3 to 3.7 ms were measured, and losses of this size take 4 ms on one
-# H100. With several processes the host also starts the collectives, and losses of this size take 8 ms.
+# The largest matrix product, in multiplications n·m·D, for which the host may need longer to launch the kernels of a
+# loss than the GPU needs to run them. Launching took 2.3 to 3.7 ms, and losses of this size take 4 ms on one H100. With
+# several processes the host also launches the collectives, and losses of this size take 8 ms.
 RECORDED_WORK, RECORDED_WORK_OF_SEVERAL = 320e9, 560e9
 
 
@@ -38,53 +38,54 @@ def contrastive_loss(
     negative_texts: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The contrastive loss of the global batch, which consists of the images and texts of every process.
+    """Computes the contrastive loss of the global batch, that is of the images and texts of all processes.
 
-    It equals `hf_infcl.reference.contrastive_loss` of the concatenated arguments of all processes. The logits
+    The result equals `hf_infcl.reference.contrastive_loss` of the concatenated arguments of all processes. The logits
     z_ij = logit_scale · x_i·y_j + logit_bias are computed in tiles and never stored as a matrix.
 
-    By default image i and text i of a process are a pair, and every other text of the global batch is a negative of the
-    image. With ``image_ids`` and ``text_ids`` an image and a text belong together if their ids are equal, on whichever
-    process they are: several captions of an image, several images of a class (UniCL, arXiv 2204.03610), or none. The
-    loss of a row or column with several positives is the mean of theirs, so that its least value with K positives is
-    log K, not 0. Rows and columns without a positive are negatives of the others and have no loss of their own.
+    By default, image i and text i of a process are a pair, and every other text of the global batch is a negative of
+    the image. With ``image_ids`` and ``text_ids``, an image and a text belong together if their ids are equal, even
+    across processes. An image can then have several captions, several images can share a class (UniCL, arXiv
+    2204.03610), and an image or text can have no partner. The loss of a row or column with several positives is the
+    mean over its positives, so with K positives it cannot fall below log K. Rows and columns without a positive only
+    serve as negatives and have no loss of their own.
 
-    The gradient is that of the sum of the returned losses over the processes. DDP and FSDP average gradients over the
-    processes and so give every parameter the gradient of one process that holds the whole batch. The embeddings have to
-    come from the forward of the wrapped model, not from its module.
+    The gradient is the gradient of the sum of the returned losses over all processes. DDP and FSDP average gradients
+    over the processes, so every parameter receives the gradient of one process that holds the whole batch. The
+    embeddings must come from the forward of the wrapped model, not from its ``module``.
 
-    On GPUs the kernels of small batches are replayed as CUDA graphs, from the third call with the same shapes on,
-    because launching them takes longer than running them. Collectives are made between the graphs. A batch is small if
-    n images of this process and m texts of all have n·m·D <= 3.2e11 on one process (25,000 pairs of 512 dimensions) and
-    <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings keep their
-    memory: in bf16 about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384 pairs of
-    512 dimensions on one process, 448 MiB for as many on each of two, and 544 MiB on each of four. Without enough
-    memory for that, nothing is recorded. A ring that sends its texts around is not recorded.
+    On GPUs, the kernels of small batches are replayed as CUDA graphs from the third call with the same shapes on,
+    because launching them takes longer than running them. Collectives run between the graphs. With n images on this
+    process and m texts on all processes, a batch is small if n·m·D <= 3.2e11 on one process (25,000 pairs of 512
+    dimensions) or <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings
+    keep their memory: in bf16 about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384
+    pairs of 512 dimensions on one process, and 448 or 544 MiB for the same number on each of two or four. If that
+    memory is not available, nothing is recorded. A ring that sends its texts around is never recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and
-            SigLIP normalise the rows to length 1; the loss does not need it.
-        text_embeds: [m, D], of the same dtype and on the same device. Without ids m = n; with ids m >= 1, and it may
-            differ between the processes.
+            SigLIP normalise the rows to length 1; the loss does not require it.
+        text_embeds: [m, D], with the dtype and device of image_embeds. Without ids m = n. With ids m >= 1, and m may
+            differ between processes.
         logit_scale: one element, the multiplier of the cosines (already exponentiated), equal on all processes.
-        logit_bias: one element, equal on all processes; None is 0. The softmax loss does not depend on it, so that its
-            gradient is zero there, not None.
+        logit_bias: one element, equal on all processes; None means 0. The softmax loss does not depend on it, so its
+            gradient there is zero, not None.
         objective: ``"softmax"`` (InfoNCE; CLIP, arXiv 2103.00020) or ``"sigmoid"`` (SigLIP, arXiv 2303.15343, eq. 1).
-        strategy: how the processes share the work; the loss and gradients are the same. ``"ring"`` (Inf-CL) sends texts
-            around and needs O(b·D) memory per process beside a constant. If all texts and their gradients take at most
-            256 MiB, it gathers them like ``"disco"``, with fewer launches. ``"disco"`` (DisCo-CLIP), ``"local"``
-            (OpenCLIP's local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D) memory; see
-            `hf_infcl.loss.strategies`.
-        backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto is triton on the GPUs that it supports, else torch.
+        strategy: how the processes share the work; it does not change the loss or the gradients. ``"ring"`` (Inf-CL)
+            sends texts around and needs O(b·D) memory per process plus a constant. If all texts and their gradients
+            take at most 256 MiB, it gathers them like ``"disco"``, with fewer launches. ``"disco"`` (DisCo-CLIP),
+            ``"local"`` (OpenCLIP's local loss with gradients through the gather) and ``"gather"`` (CLIP) need O(B·D)
+            memory; see `hf_infcl.loss.strategies`.
+        backend: ``"auto"``, ``"triton"`` or ``"torch"``; auto selects triton on the GPUs that it supports, else torch.
         pair_ids: [n] int64. Pairs with equal ids show the same image or caption and are not each other's negatives:
-            their cell drops out of both denominators (softmax) or out of the sum (sigmoid).
-        image_ids: [n] int64, text_ids: [m] int64: equal ids belong together. Both or neither, and not with pair_ids.
-            For several captions per image text_ids is image_ids[image of each caption]; for labelled images both are
-            the labels.
-        negative_texts: [h, D], texts that belong to no image, such as captions that were made wrong on purpose: further
-            negatives of all images, without a loss of their own (NegCLIP, arXiv 2210.01936). h may be 0, and may differ
-            between the processes.
-        process_group: the processes that share the batch; None is the default group, or this process alone if
+            their cell is left out of both denominators (softmax) or out of the sum (sigmoid).
+        image_ids: [n] int64, text_ids: [m] int64: an image and a text with equal ids belong together. Pass both or
+            neither, and not together with pair_ids. For several captions per image, text_ids is image_ids[image of each
+            caption]; for labelled images, both are the labels.
+        negative_texts: [h, D], texts that belong to no image, such as deliberately wrong captions. They are additional
+            negatives of all images and have no loss of their own (NegCLIP, arXiv 2210.01936). h may be 0 and may differ
+            between processes.
+        process_group: the processes that share the batch; None means the default group, or only this process if
             torch.distributed is not initialised.
 
     Returns:
@@ -92,10 +93,10 @@ def contrastive_loss(
         no text of the global batch belong together.
 
     Raises:
-        ValueError: on every process alike, if an argument is unusable, logit_scale or logit_bias is not finite, or
-            shapes, dtypes, scalars or options differ between processes. Several processes compare the scalars of a
-            GPU in the loss's own precision, after its kernels are queued. A single process does not read a scalar from
-            a GPU, because that would stall the stream: if it is not finite, the loss is NaN.
+        ValueError: on every process alike, if an argument is unusable, if logit_scale or logit_bias is not finite, or
+            if shapes, dtypes, scalars or options differ between processes. If the scalars are on a GPU, several
+            processes compare them in the loss's own precision after its kernels are queued. A single process does not
+            read a scalar from a GPU, because that would stall the stream; if the scalar is not finite, the loss is NaN.
         RuntimeError: another process announced an error (`hf_infcl.processes.announce_failure`).
     """
     inputs = Inputs(
@@ -117,7 +118,7 @@ def local_contrastive_loss(
     image_ids: Tensor | None = None,
     text_ids: Tensor | None = None,
 ) -> Tensor:
-    """`contrastive_loss` of this process's batch alone, without communication, also where a group exists."""
+    """Computes `contrastive_loss` of this process's batch alone, without communication even if a group exists."""
     inputs = Inputs(
         *(image_embeds, text_embeds, logit_scale, logit_bias, objective, "ring", backend),
         *(pair_ids, image_ids, text_ids, None),
@@ -206,7 +207,14 @@ class _Loss(torch.autograd.Function):
 
 
 def is_small(images: int, texts: int, dim: int, world_size: int) -> bool:
-    """Whether the kernels of images of this process and texts of all processes take longer to launch than to run."""
+    """Whether launching the kernels of a loss of this size takes longer than running them.
+
+    Args:
+        images: the number of images of this process.
+        texts: the number of texts of all processes.
+        dim: the width of the embeddings.
+        world_size: the number of processes.
+    """
     return images * texts * dim <= (RECORDED_WORK if world_size == 1 else RECORDED_WORK_OF_SEVERAL)
 
 
@@ -239,9 +247,9 @@ def _evaluate(
 ) -> tuple[Tensor | None, ...]:
     """The loss; the products C·Y, [n, D], and Cᵀ·X, [m, D] and [h, D]; and three factors [3].
 
-    Without wanted gradients the loss alone. With G the derivative of the loss by the logits, which is C up to a
-    constant, dX = s·G·Y and dY = s·Gᵀ·X. The factors are s and the constant, by which the products have to be
-    multiplied, and this process's part of the gradients of scale and bias.
+    If no gradient is wanted, only the loss is computed. Let G be the derivative of the loss with respect to the logits,
+    which equals C up to a constant factor; then dX = s·G·Y and dY = s·Gᵀ·X. The first factor is s times that constant,
+    by which the products have to be multiplied; the others are this process's part of the gradients of scale and bias.
     """
     no_negatives = sum(counts.negative_texts) == 0  # on any process
     batch = Batch(x, y, None if no_negatives else negatives, scale, bias, ids_x, ids_y, counts)

@@ -1,4 +1,4 @@
-"""The arguments of `contrastive_loss` and the checks that refuse unusable ones on all processes alike."""
+"""The arguments of `contrastive_loss`, and the checks that reject unusable arguments on all processes alike."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Inputs:
     negative_texts: Tensor | None
 
     def check(self, processes: Processes) -> Counts:
-        """The numbers of rows on all processes.
+        """Checks the arguments and returns the numbers of rows on all processes.
 
         Raises:
-            ValueError: on every process alike, if the inputs of any process are unusable or those of two differ.
+            ValueError: on every process alike, if the inputs of one process are unusable or differ from another's.
         """
         problem = self._problem()
         if processes.world_size == 1:
@@ -55,7 +55,7 @@ class Inputs:
         raise self._error_of_all(processes, problem)
 
     def compare(self, processes: Processes, scalars: list[list[float]]) -> None:
-        """Refuses scalars that `check` has not read, if they are not finite or differ between the processes.
+        """Rejects scalars that `check` has not read, if they are not finite or differ between the processes.
 
         Args:
             scalars: logit_scale and logit_bias of every process.
@@ -71,13 +71,13 @@ class Inputs:
         raise self._error_of_all(processes, problem)
 
     def _error_of_all(self, processes: Processes, problem: str) -> ValueError:
-        """The error that every process raises: it lists the inputs of each, or the reason why they are unusable."""
+        """The error that every process raises. For each process it lists the inputs, or why they are unusable."""
         texts = processes.gather_text(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return ValueError(
-            "contrastive_loss needs equally many images, embeddings of one width and dtype, one logit_scale and "
-            "logit_bias, and the same arguments and options on every process. Train on full batches only (drop_last) "
-            "and with the same model everywhere. "
+            "contrastive_loss needs equally many images, the same width and dtype of embeddings, the same logit_scale "
+            "and logit_bias, and the same arguments and options on every process. Train on full batches only "
+            "(drop_last) and with the same model everywhere. "
             f"The processes passed:\n{listing}"
         )
 
@@ -111,11 +111,11 @@ class Inputs:
     def _contradiction(self) -> str:
         given = [name for name in ("image_ids", "text_ids") if getattr(self, name) is not None]
         if len(given) == 1:
-            return f"image_ids and text_ids say together which texts belong to which images, got {given[0]} alone."
+            return f"image_ids and text_ids must be passed together, got only {given[0]}."
         if given and self.pair_ids is not None:
             return (
-                "pair_ids exclude cells with equal ids, and image_ids and text_ids make them positives: pass one of "
-                "the two, not both."
+                "pair_ids exclude cells with equal ids, whereas image_ids and text_ids make them positives: pass one "
+                "or the other, not both."
             )
         return ""
 
@@ -175,7 +175,7 @@ class Inputs:
         return ""
 
     def _signature(self) -> list[float]:
-        """Numbers that have to be equal on all processes; the first says that the arguments are usable."""
+        """Numbers that must be equal on all processes. The first, 1, says that the arguments are usable."""
         return [
             1,
             *self.image_embeds.shape,

@@ -12,20 +12,20 @@ from .contrastive import contrastive_loss
 class ContrastiveLoss(nn.Module):
     """The exact loss of the global batch, in place of OpenCLIP's ``ClipLoss`` and ``SigLipLoss``.
 
-    OpenCLIP's training script takes it for ``loss = create_loss(args)`` in ``open_clip_train/main.py``:
+    In OpenCLIP's training script ``open_clip_train/main.py``, it replaces the line ``loss = create_loss(args)``:
 
         loss = ContrastiveLoss("sigmoid" if args.siglip else "softmax")
 
-    The processes are those of torch.distributed's default group, so that neither rank nor world_size is passed. Every
-    process returns the loss of the global batch, and DDP's average of the gradients is its gradient. The guide
-    ``hf_infcl/loss/README.md`` says which of OpenCLIP's flags give that gradient with its own losses.
+    The batch is shared by torch.distributed's default group, so neither rank nor world_size has to be passed. Every
+    process returns the loss of the global batch, and DDP's average of the gradients is the gradient of that loss. The
+    guide ``hf_infcl/loss/README.md`` says which of OpenCLIP's flags give this gradient with OpenCLIP's own losses.
 
     Args:
-        objective: ``"softmax"``, as ClipLoss, or ``"sigmoid"``, as SigLipLoss.
-        **options: further keyword arguments of every call of `hf_infcl.contrastive_loss`, such as ``strategy``.
+        objective: ``"softmax"``, like ClipLoss, or ``"sigmoid"``, like SigLipLoss.
+        **options: keyword arguments for every call of `hf_infcl.contrastive_loss`, such as ``strategy``.
 
     Raises:
-        ValueError: in a call, as `hf_infcl.contrastive_loss`.
+        ValueError: when called, in the same cases as `hf_infcl.contrastive_loss`.
     """
 
     def __init__(self, objective: str = "softmax", **options: Any) -> None:
@@ -40,14 +40,14 @@ class ContrastiveLoss(nn.Module):
         logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of the global batch, a scalar, or with ``output_dict`` ``{"contrastive_loss": loss}``.
+        """Returns the loss of the global batch, a scalar; with ``output_dict``, ``{"contrastive_loss": loss}``.
 
         Args:
-            image_features: [b, D], normalised, of this process's pairs; b is equal on all processes.
-            text_features: [b, D].
+            image_features: [b, D], the normalised images of this process; b is equal on all processes.
+            text_features: [b, D], their texts, also normalised.
             logit_scale: one element, the multiplier of the cosines (already exponentiated).
-            logit_bias: one element; None is 0.
-            output_dict: whether to return a dictionary, as OpenCLIP's loop asks for.
+            logit_bias: one element; None means 0.
+            output_dict: whether to return a dictionary, which OpenCLIP's training loop requests.
         """
         loss = contrastive_loss(
             image_features, text_features, logit_scale, logit_bias, objective=self.objective, **self.options

@@ -1,4 +1,4 @@
-"""How processes share the logits of a batch: which logits each process computes, and what they send each other.
+"""How processes share the logits of a batch: which logits each process computes and what the processes exchange.
 
 Each of W processes holds some of the images and some of the texts of the batch, its `Side`s. Every strategy computes
 the same statistics and gradients for them; strategies differ in memory and traffic. With b images and b texts on each
@@ -51,9 +51,9 @@ class StatisticsBlock(Protocol):
 
 
 class GradientsBlock(Protocol):
-    """Computes a block's gradients of its rows and its columns (None: not wanted), and returns some scalars.
+    """Computes the gradients of a block's rows and columns (None: not wanted), and returns some scalars.
 
-    They replace what grad_x and grad_y held, or are added to it if ``accumulate``.
+    The gradients replace the content of grad_x and grad_y, or are added to it if ``accumulate``.
     """
 
     def __call__(
@@ -64,7 +64,7 @@ class GradientsBlock(Protocol):
 class Gradients(NamedTuple):
     """The gradients of this process's rows and columns, in fp32 or fp64."""
 
-    scalars: tuple[Tensor, ...]  # sums of the blocks' scalars; those of all processes add up to the whole
+    scalars: tuple[Tensor, ...]  # sums over this process's blocks; the processes' sums add up to the whole
     x: Tensor | None  # [b, D]; None if not wanted
     y: Tensor | None
 
@@ -76,7 +76,7 @@ class Sides(Protocol):
 
 
 class Strategy(ABC):
-    """Computes statistics and gradients together with the other processes, which have to make the same calls.
+    """Computes statistics and gradients together with the other processes, which must make the same calls.
 
     Where a method takes or returns columns y or their statistics, these are the columns that `columns` returns.
 
@@ -92,31 +92,31 @@ class Strategy(ABC):
         self.processes, self.backend = processes, backend
 
     def columns(self, side: Side) -> Side:
-        """The columns y of the other methods: this process's alone, or those of all processes, which are gathered here.
+        """The columns y for the other methods: this process's columns, or those of all processes, gathered here.
 
-        Every process then computes the numbers of all columns that it holds, such as their log-sum-exps, without a
-        further exchange.
+        Gathering lets every process compute the numbers of all columns, such as their log-sum-exps, without a further
+        exchange.
         """
         return side
 
     def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """[b, ...]: those of the values, one for each of `columns`, that belong to this process's columns."""
+        """Selects from values, one for each of `columns`, those of this process's columns: [b, ...]."""
         return values
 
     @abstractmethod
     def statistics(
         self, block: StatisticsBlock, combine: Sequence[Combine], x: Side, y: Side, want_y: bool = True
     ) -> tuple[Statistics, Statistics]:
-        """The statistics of this process's rows x against the columns of all processes, and of the columns y.
+        """The statistics of this process's rows x over the columns of all processes, and of the columns y.
 
         Args:
-            combine: for each statistic the function that combines its values from two blocks.
-            want_y: whether the statistics of the columns are wanted; if not, the second tuple is empty.
+            combine: for each statistic, the function that combines its values from two blocks.
+            want_y: whether to compute the statistics of the columns; if False, the second tuple is empty.
         """
 
     @abstractmethod
     def gradients(self, block: GradientsBlock, x: Side, y: Side, want_x: bool, want_y: bool) -> Gradients:
-        """The gradients of this process's rows x against the columns of all processes, and of its columns y."""
+        """The gradients of this process's rows x, over the columns of all processes, and of its columns y."""
 
     def softmax_gradients(self, block: GradientsBlock, sides: Sides, want_x: bool, want_y: bool) -> Gradients:
         """The gradients of the cross entropies of x and of y."""
@@ -129,17 +129,17 @@ class Strategy(ABC):
         return tuple(None if t is None else _joined(next(gathered), counts) for t, counts in sent)
 
     def place(self, counts: tuple[int, ...]) -> slice:
-        """Where this process's rows lie among those of all processes."""
+        """The position of this process's rows among the rows of all processes."""
         start = sum(counts[: self.processes.rank])
         return slice(start, start + counts[self.processes.rank])
 
 
 class RingStrategy(Strategy):
-    """Inf-CL: texts travel around a ring, one block at a time, in one ring for both directions of the loss.
+    """Inf-CL: texts travel around a ring, one block at a time. One trip serves both directions of the loss.
 
-    The statistics and gradients of a block travel along with it and return to its process, the gradients without the
-    part of that process itself. Transfers overlap the computation of the block at hand. All blocks travel at the size
-    of the largest.
+    The statistics and gradients of a block travel with it and return to its process; that process adds its own part of
+    the gradients at the end. Transfers overlap with the computation of the current block. All blocks are padded to the
+    size of the largest.
 
     The softmax loss takes four products of matrices: one for the statistics, one that recomputes the logits, and two
     for the gradients. The sigmoid loss takes three.
@@ -203,10 +203,10 @@ class RingStrategy(Strategy):
 
 
 class DiscoStrategy(Strategy):
-    """DisCo-CLIP: all texts in one block. The gradients of images are complete at once; those of texts are reduced.
+    """DisCo-CLIP: all texts form one block. The gradients of images are complete at once; those of texts are reduced.
 
-    The paper all-reduces the gradients of all embeddings; a reduce-scatter gives each process the rows of its own
-    texts, which is all that it needs, at half the traffic. It takes as many products of matrices as the ring.
+    The paper all-reduces the gradients of all embeddings. A reduce-scatter instead gives each process only the rows of
+    its own texts, which suffices, at half the traffic. This strategy takes as many matrix products as the ring.
     """
 
     def columns(self, side: Side) -> Side:
@@ -238,10 +238,10 @@ class DiscoStrategy(Strategy):
 
 
 class LocalStrategy(DiscoStrategy):
-    """OpenCLIP's local loss with gradients through the gather, for softmax; the sigmoid loss is computed as disco.
+    """OpenCLIP's local loss with gradients through the gather, for softmax; sigmoid is computed as in disco.
 
-    The cross entropies of this process's images come from its images and all texts, those of its texts from its texts
-    and all images. So no statistics are reduced, but each logit is computed twice.
+    Each process computes the cross entropies of its images from its images and all texts, and those of its texts from
+    its texts and all images. No statistics have to be reduced, but each logit is computed twice.
     """
 
     transposes = True
@@ -276,9 +276,9 @@ class LocalStrategy(DiscoStrategy):
 
 
 class GatherStrategy(Strategy):
-    """CLIP: every process gathers all images and texts and computes the whole loss, so that no gradients travel.
+    """CLIP: every process gathers all images and texts and computes the whole loss, so no gradients travel.
 
-    The gradients and the sigmoid loss take only the rows and columns of this process's images and texts.
+    The gradients and the sigmoid loss use only the rows and columns of this process's images and texts.
     """
 
     transposes = True
@@ -312,12 +312,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor, count: int) -> Strategy:
-    """The strategy of this name; disco in place of a ring whose texts and gradients take up to `GATHERED_BYTES`.
+    """Selects the strategy by name, with disco in place of a ring whose texts and gradients fit `GATHERED_BYTES`.
 
-    A small block takes longer to launch than to compute, and a ring of W processes launches W of them.
+    A small block takes longer to launch than to compute, and a ring of W processes launches W blocks.
 
     Args:
-        texts: the texts of this process, in the form in which they travel.
+        texts: the texts of this process, in the form in which they are exchanged.
         count: the number of texts on all processes.
     """
     gathered = gathered_bytes(count, texts.shape[1], texts.element_size(), processes.world_size)
@@ -327,12 +327,12 @@ def select_strategy(name: str, processes: Processes, backend: str, texts: Tensor
 
 
 def gathered_bytes(texts: int, dim: int, itemsize: int, world_size: int) -> int:
-    """The bytes that a process needs to gather the texts [texts, dim] of all, with their gradients and statistics.
+    """The bytes that a process needs to gather all texts, [texts, dim], with their gradients and statistics.
 
     Args:
         itemsize: bytes of one value of the features.
     """
-    # Triton multiplies fp32 features as six parts in bf16, which it holds beside them: 4 + 6 · 2 bytes.
+    # Triton multiplies fp32 features as six parts in bf16, which it holds in addition: 4 + 6 · 2 bytes.
     feature_bytes = 16 if itemsize == 4 else itemsize
     return texts * (dim * (feature_bytes + 4) + 4 * world_size)  # gradients in fp32; a statistic from each process
 
