@@ -203,7 +203,7 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
         for out, part in pairs:
             all_gather(out, part, group=group)
         return
-    # Launching one exchange of several tensors takes the host as long as one of a single tensor: up to 0.1 ms with NCCL.
+    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one.
     with dist._coalescing_manager(group):
         for out, part in pairs:  # as bytes: gloo silently assumes one dtype for all tensors of an exchange
             all_gather(out.view(torch.uint8), part.view(torch.uint8), group=group)
