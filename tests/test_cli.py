@@ -1,4 +1,4 @@
-"""`infcl`: options mean what they say wherever they stand, a run leaves what it promises, a mistake is one line."""
+"""`infcl`: options work wherever they are given, runs leave the promised files, mistakes are reported in one line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parser() -> Parser:
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """The one line that a command ends with."""
+    """The single line with which a command ends."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         infcl(*words)
@@ -72,7 +72,7 @@ def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 
 @pytest.fixture(scope="module")
 def trained(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's training by two processes, from its own file, with a few steps."""
+    """The demo's training with two processes, from the demo's own file, with few steps."""
     folder = tmp_path_factory.mktemp("run") / "small-clip"
     config = {**DEMO, "model": str(demo / "clip-init"), "dataset": str(demo / "digits"), "output_dir": str(folder)}
     config |= {"zero_shot_dataset": str(demo / "digits"), "max_steps": 4, "eval_steps": 2, "logging_steps": 1}
@@ -180,7 +180,7 @@ def test_a_signal_ends_a_run_with_its_exit_code_and_the_same_command_goes_on(sma
 
 
 def end_in(method: str, command: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs the command, which ends when the trainer calls this method."""
+    """Runs the command, and ends it when the trainer calls this method."""
     with monkeypatch.context() as patch:
         patch.setattr(InfCLTrainer, method, lambda *_: sys.exit(9))
         with pytest.raises(SystemExit):
@@ -210,7 +210,7 @@ def test_a_run_that_ends_after_its_last_step_gets_its_results_from_the_same_comm
     before = left_in(out)
     infcl(*command)
     assert left_in(out) == before
-    (out / "trainer_state.json").write_text("{")  # as a kill leaves it while it is written
+    (out / "trainer_state.json").write_text("{")  # as left by a kill during the write
     infcl(*command)
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
 
@@ -221,7 +221,7 @@ def test_results_that_a_full_disk_has_refused_are_written_by_the_same_command(sm
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def starved(*args: Any) -> None:
-        (out / "all_results.json").write_text("")  # as a full disk leaves it
+        (out / "all_results.json").write_text("")  # as left by a full disk
         raise full
 
     with monkeypatch.context() as patch:
@@ -231,7 +231,7 @@ def test_results_that_a_full_disk_has_refused_are_written_by_the_same_command(sm
     assert os.strerror(errno.ENOSPC) in line
     assert "Free space there, and give the same command with --resume_from_checkpoint auto" in line
     written = CardCallback.write
-    with monkeypatch.context() as patch:  # the card is written once more after all other results
+    with monkeypatch.context() as patch:  # the card is written again after all other results
 
         def write(card: CardCallback, args: Any, state: Any) -> None:
             if (out / "trainer_state.json").exists():
@@ -258,7 +258,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "--resume_from_checkpoint auto" in line
     assert left_in(out) == before
 
-    # Resumed when it is finished, nothing is trained, and what there is stays as it is.
+    # If a finished run is resumed, nothing is trained and all files stay as they are.
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, "--resume_from_checkpoint", "true")
     assert "stay as they are" in capsys.readouterr().out
     assert left_in(out) == before
@@ -273,7 +273,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
         assert "Another run is training in" in mistake(capsys, *small, "--max_steps", 1, "--overwrite_output_dir")
     assert set(out.rglob("*")) == before
 
-    # A new run: nothing of the old one is left, though it neither evaluates nor draws.
+    # A new run leaves nothing of the old one, although it neither evaluates nor draws.
     infcl(*small, "--max_steps", 1, "--overwrite_output_dir", "--save_strategy", "no", "--logging_strategy", "no")
     assert not list(out.glob("checkpoint-*"))
     assert left_in(out).keys() == {"README.md", "all_results.json", "trainer_state.json"}
@@ -283,7 +283,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
 
 
 def rank_deletes(rank: int, world_size: int, folder: str) -> None:
-    os.environ["LOCAL_RANK"] = "0"  # every process is the first one of a machine
+    os.environ["LOCAL_RANK"] = "0"  # every process is the first process of a machine
     args = InfCLTrainingArguments(f"{folder}/{rank}", use_cpu=True, save_on_each_node=True, report_to="none")
     results = Path(args.output_dir, "checkpoint-1"), Path(args.output_dir, "all_results.json")
     results[0].mkdir(parents=True)
@@ -394,7 +394,7 @@ def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
 
 
 def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tmp_path, capfd, monkeypatch):
-    """The Hub's calls are noted instead of made."""
+    """Calls to the Hub are recorded instead of made."""
     token, pushed = "hf_" + "s3cr3t" * 6, []
 
     def upload(self: Any, *, repo_id: str, folder_path: str, **options: Any) -> Any:
@@ -405,7 +405,7 @@ def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tm
     calls = {"create_repo": lambda *_, **__: types.SimpleNamespace(repo_id="me/mine"), "upload_folder": upload}
     for name, call in calls.items():
         monkeypatch.setattr(HfApi, name, call)
-        # Before 5.10, transformers took the functions of huggingface_hub's own client.
+        # Before 5.10, transformers used the functions of huggingface_hub's own client.
         monkeypatch.setattr(transformers.trainer, name, types.MethodType(call, HfApi()), raising=False)
     words = ["--max_steps", 1, "--save_strategy", "no", "--push_to_hub", "--hub_model_id", "me/mine"]
     infcl(*small, *words, "--hub_token", token, "--eval_dataset", tmp_path / "pairs")
@@ -419,7 +419,7 @@ def test_what_is_pushed_last_is_the_measured_card_and_no_token_is_told(small, tm
 
 
 def test_what_is_pushed_loads_where_this_package_is_not_installed(small, tmp_path, monkeypatch, capfd):
-    """The real client of the Hub, which talks to a double on this machine."""
+    """The real Hub client talks to a double on this machine."""
     token = "hf_" + "s3cr3t" * 6
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)  # for the process that loads the model
@@ -539,7 +539,7 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
 
 
 class QuotedText(yaml.SafeDumper):
-    """Text in quotes: PyYAML leaves them off where its YAML 1.1 needs none, as about 1e-6."""
+    """Quotes all text. PyYAML omits quotes that its YAML 1.1 does not need, such as those of "1e-6"."""
 
 
 QuotedText.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"'))

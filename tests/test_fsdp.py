@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
 )
 
-# Without dropout, because FSDP's own forwards do not pass the batch's key.
+# Without dropout: FSDP's own forwards do not pass the tokens by which recorded random states are found.
 CELLS = [
     ("softmax", "plain", 1),
     ("sigmoid", "plain", 4),

@@ -1,4 +1,4 @@
-"""Every model type trains: in each window the gradients are those of plain autograd with the whole global batch."""
+"""Every model type trains: in each window the gradients are those of plain autograd on the whole global batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rows(Dataset):
         return {name: values[row] for name, values in self.batch.items()}
 
     def micro_batch(self, key: bytes) -> dict[str, Tensor]:
-        """The rows whose tokens make this key."""
+        """The rows whose tokens have this key."""
         tokens = self.batch["input_ids"]
         rows = {key_of(tokens[i]): i for i in range(len(tokens))}
         width = len(key_of(tokens[0]))
@@ -47,7 +47,7 @@ class Window(NamedTuple):
 
     weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    draws: dict[bytes, list[Tensor]]  # the micro-batches of the window, each with the random state of its forward
+    draws: dict[bytes, list[Tensor]]  # for each micro-batch of the window, the random state of its forward
 
 
 class Watch(TrainerCallback):

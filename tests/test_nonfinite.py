@@ -1,4 +1,4 @@
-"""A window whose numbers are not finite, or whose loss explodes, is refused on all processes, or changes nothing."""
+"""A window with non-finite numbers or an exploding loss is refused on all processes, or skipped without a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_infcl.training.nonfinite import WINDOWS_COMPARED, WindowGuard
 
-# The second of three windows is bad; rows come in order.
+# The second of three windows is bad. Rows are not shuffled.
 OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
 
 
@@ -34,7 +34,7 @@ def rank_refused(rank: int, world_size: int, folder: str, row: int, where: str) 
     before: list[torch.Tensor] = []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        # The gradient is that of the first micro-batch of the second window.
+        # This is the gradient of the first micro-batch in the second window.
         first = trainer.state.global_step == 1 and trainer._passes.next_micro_batch == 1
         return gradient * math.nan if rank == 1 and first else gradient
 
@@ -100,7 +100,7 @@ def test_the_rows_whose_gradient_is_not_finite_are_named(tmp_path):
 
 
 class NotFinite(TrainerCallback):
-    """Makes the gradient of the second window infinite, or that of all windows."""
+    """Makes the gradient of the second window infinite, or the gradients of all windows."""
 
     def __init__(self, trainer: Any, steps: Any) -> None:
         weight = trainer.model.text_projection.weight
@@ -114,7 +114,7 @@ def check_skips(folder: str, where: str) -> None:
     if where == "gradient":
         NotFinite(trainer, [1])
     trainer.train()
-    # The same without the rows of that window: the learning rate falls in two steps out of three.
+    # The same training without the rows of that window. The learning rate falls in two of three steps.
     data = models.Pairs(3 * size)
     for name in ("images", "tokens"):
         values = getattr(data, name)
@@ -187,7 +187,7 @@ def test_a_resume_remembers_the_losses_and_the_windows_skipped_in_a_row(tmp_path
 
 
 def scaled(trainer: Any, scale: float) -> Any:
-    """Lets the trainer scale its loss as in fp16, which accelerate does on GPUs only."""
+    """Makes the trainer scale its loss as in fp16, which accelerate does only on GPUs."""
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     return trainer
 
@@ -237,7 +237,7 @@ def test_a_loss_without_negatives_is_told(tmp_path, caplog):
 
 
 class Explode(TrainerCallback):
-    """Multiplies the embeddings' cosines by 100 after some steps, and notes weights and learning rates."""
+    """Multiplies the cosines of the embeddings by 100 after some steps, and records weights and learning rates."""
 
     def __init__(self, trainer: Any, steps: Any) -> None:
         self.trainer, self.steps = trainer, steps

@@ -1,4 +1,4 @@
-"""A window's inputs come to the device one micro-batch ahead, and leave it after their use."""
+"""The inputs of a window reach the device one micro-batch ahead, and leave it after their use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_infcl.training.offload import Fetcher
 
 
 class Watched(Fetcher):
-    """Copies to the meta device, and notes the copies."""
+    """Copies to the meta device, and records the copies."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("meta"))

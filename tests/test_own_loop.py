@@ -1,4 +1,4 @@
-"""`cached_backward` in a plain loop: the gradient of one process that holds the micro-batches of all."""
+"""`cached_backward` in a plain loop gives the gradient of one process that holds the micro-batches of all processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as others install it: what the archives hold and say, and that the wheel works without its extras."""
+"""The package as users install it: the contents and metadata of its archives, and a wheel that works without extras."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXTRAS = ("deepspeed", "matplotlib", "peft", "simplejpeg", "sklearn", "triton")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as an index's users without a wheel would; dist/ holds both."""
+    """A wheel built from the sdist, as on machines for which an index has no wheel; dist/ holds both."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     source.mkdir()

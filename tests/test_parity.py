@@ -1,6 +1,6 @@
-"""The contract: however a global batch is split, every parameter's gradient is that of one process holding all of it.
+"""The contract: however a global batch is split, the gradients are those of one process that holds the whole batch.
 
-Every cell of the table runs the real `InfCLTrainer` for one step, under real DDP where there are several ranks, and
+Every cell of the table runs the real `InfCLTrainer` for one step, under real DDP if there are several ranks, and
 compares the gradients that reach the optimizer with plain autograd through `reference.contrastive_loss`.
 """
 
@@ -36,7 +36,7 @@ def rank_trajectory(rank: int, world_size: int, objective: str, steps: int) -> t
 
 @pytest.mark.parametrize("objective", MODELS)
 def test_one_trajectory_for_every_split_of_the_global_batch(ranks, objective):
-    # Two windows an epoch, reshuffled for the second epoch: the rows of a window must not depend on the split.
+    # Two windows per epoch, reshuffled in the second epoch: the rows of a window must not depend on the split.
     splits = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)]
     runs = [
         ranks.run(rank_trajectory, world_size, objective, steps, always_ring=True)[0] for world_size, steps in splits

@@ -28,7 +28,7 @@ def test_adapters_train_and_everything_else_stays(tmp_path, tower):
     assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
     assert all(f".{tower}." in name or "visual_projection" in name for name in changed)
     assert trainer.evaluate()["eval_loss"] > 0
-    # The adapter loads on the stock model, and computes the same.
+    # The adapter can be loaded on the stock model, with the same results.
     trainer.save_model(tmp_path / "adapter")
     loaded = peft.PeftModel.from_pretrained(models.clip(), tmp_path / "adapter").eval()
     batch = models.Pairs(3).batch()

@@ -1,4 +1,4 @@
-"""The planner: its predictions hold against measured steps, what it chooses fits, and it says so in a few lines."""
+"""The planner: its predictions agree with measured steps, its choices fit into memory, and its output is short."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str | None, Counts]:
-    """The counts of a CLIP with two layers of the widths of ViT-B/16 and its text tower, by the frozen tower."""
+    """The counts of a two-layer CLIP with the widths of ViT-B/16 and its text tower, for each frozen tower or none."""
     layers = {"num_hidden_layers": 2}
     config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers)
     return {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
 
 
 def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
-    """The rows that were there when the rates were chosen; PLAN.md also has those that came later."""
+    """Checks the rows that existed when the rates were chosen. PLAN.md also has later rows."""
     monkeypatch.syspath_prepend(SCRIPTS)
     measured = importlib.import_module("benchmarks.plan")
     steps = [step for step in measured.steps() if step.known and not step.fitted]
     assert len([step for step in steps if not step.compiles]) >= 20
     for step in steps:
         row, _, _, ms, predicted_ms, gib, predicted_gib = step
-        if not step.compiles:  # the compilation within a step is not predicted
+        if not step.compiles:  # compilation within a step is not predicted
             assert predicted_ms == pytest.approx(ms, rel=0.15), row
         assert predicted_gib == pytest.approx(gib, rel=0.1), row
     losses = [loss for loss in measured.losses() if loss.known and not loss.fitted]
@@ -60,13 +60,13 @@ def test_small_losses_are_replayed_on_several_gpus_and_keep_their_memory(counted
     assert [planning.is_replayed(512, choice) for choice in (small, large)] == [True, False]
     kept = [planning.memory(counted[None], choice).loss for choice in (small, large)]
     assert kept[0] > 0
-    assert kept[1] == 0  # the peak is in a backward
+    assert kept[1] == 0  # the peak occurs in a backward
     ms = [1000 * planning.loss_seconds(512, small, planning.GPUS["h200"], o) for o in ("softmax", "sigmoid")]
-    assert max(ms) < 2  # a host that launches every kernel took 3.7 and 2.3
+    assert max(ms) < 2  # with every kernel launched by the host it was 3.7 and 2.3
 
 
 def rank_sends(rank: int, world_size: int, batch: int, dim: int, objective: str) -> int:
-    """The bytes that this process sends around the ring in the loss of its pairs and its gradient."""
+    """The bytes that this process sends around the ring for the loss of its pairs and its gradient."""
     x, y = (t.requires_grad_() for t in features(batch, dim, seed=rank, dtype=torch.bfloat16))
     with mock.patch.object(Ring, "exchange", autospec=True, side_effect=Ring.exchange) as exchange:
         contrastive_loss(x, y, 10.0, -5.0, objective=objective).backward()
@@ -80,7 +80,7 @@ def test_a_ring_sends_the_predicted_bytes(ranks, counted, objective):
     predicted = planning.link_bytes(counts, choice)
     texts = predicted["texts"] + predicted["gradients of the texts"]
     for sent in ranks.run(rank_sends, 3, rows, counts.dim, objective, always_ring=True):
-        # Beside the features some fp32 numbers of each text travel.
+        # Besides the features, some fp32 numbers of each text are sent.
         assert sent / rows == pytest.approx(texts / choice.rows, rel=0.01)
 
 
@@ -93,10 +93,10 @@ def test_a_kernel_waits_for_the_host_that_launches_it():
         counts = Counts(1, 0, 1, 1, "softmax", 0, 0, 0, forward=one, again=(), backward=())
         return planning.seconds(counts, Choice(1, planning.ROWS, 1), gpu)["first pass"]
 
-    assert of(short, short, short) == 3  # the host's time
+    assert of(short, short, short) == 3  # the time of the host
     assert of(long, short, short) == 11  # the launches after the first are hidden
     assert of(short, short, long) == 13
-    assert of(long, reads, short) == 13  # nothing is launched before the value has been read
+    assert of(long, reads, short) == 13  # nothing is launched until the value has been read
 
 
 def test_what_is_chosen_fits_and_more_memory_is_no_slower(counted):

@@ -1,4 +1,4 @@
-"""The processes that share a batch: every collective gives the same as one process that holds everybody's tensors."""
+"""Processes that share a batch: every collective gives the result of one process that holds the tensors of all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rank_collectives(rank: int, world_size: int) -> None:
     assert torch.equal(mine, before), "the caller's tensor was written to"
     assert processes.gather_text(f"rank {rank}") == [f"rank {r}" for r in range(world_size)]
     assert processes.agree([rank, 0.5]) == [[r, 0.5] for r in range(world_size)]
-    # A process may pass fewer numbers than another, which then sees zeros.
+    # A process may pass fewer numbers than the others, which then see zeros.
     assert processes.agree([7.0] * (1 + rank))[0] == [7.0] + [0.0] * rank
 
 
@@ -78,7 +78,7 @@ def test_a_process_outside_the_group_is_refused(ranks):
 def rank_failure(rank: int, world_size: int, announced: bool) -> None:
     processes = Processes()
     if rank == 1 and announced:
-        announce_failure(MemoryError("out of paper"))  # returns, for its caller to raise the error itself
+        announce_failure(MemoryError("out of paper"))  # returns, so that its caller raises the error itself
     else:
         numbers = [] if rank == 1 else [1.0] * MOST_NUMBERS
         reason = r"^All ranks stop because of an error:\n  rank 1: MemoryError: out of paper$"
@@ -93,7 +93,7 @@ def test_a_failure_stops_every_process_with_its_reason(ranks, announced):
 
 
 def test_errors_of_other_origin_are_not_taken_for_lost_connections():
-    """`test_lost_processes.py` has the errors that are."""
+    """`test_lost_processes.py` covers errors of lost connections."""
     assert not is_lost_connection(RuntimeError("the file gloomy.png is damaged"))
     assert is_lost_connection(RuntimeError("[/gloo/gloo/transport/tcp/pair.cc:5] Connection closed by peer"))
 

@@ -1,4 +1,4 @@
-"""What is published says what was measured: the record of a run, its card, its curves and the Hub's result files."""
+"""Published files state what was measured: the record of a run, its card, its curves and the Hub's result files."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_curves_without_losses_are_refused(tmp_path):
 
 
 class LostTracker(TrainerCallback):
-    """A tracker as TensorBoardCallback, whose server does not answer."""
+    """A tracker like TensorBoardCallback whose server does not answer."""
 
     class tb_writer:  # noqa: N801
         @staticmethod

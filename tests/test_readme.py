@@ -1,4 +1,4 @@
-"""The commands and the Python of the guides are such that the package understands them, and links lead somewhere."""
+"""The package accepts the commands and the Python code of the guides, and the links of the guides have targets."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_option_that_is_named_exists():
     planned = {option for action in plan_parser()._actions for option in action.option_strings}
     named = set()
     for guide in GUIDES:
-        # Options of other programs stand in first columns, or have hyphens.
+        # Options of other programs are in the first column of a table, or contain hyphens.
         text = re.sub(r"^\|[^|]*\|", "", guide.read_text(encoding="utf-8"), flags=re.MULTILINE)
         named |= set(re.findall(r"--[a-z0-9_]+(?![a-z0-9_-])", text))
     known = {option for command in OPTIONS for option in Parser(command, "", *OPTIONS[command])._option_string_actions}
@@ -73,7 +73,7 @@ def test_python_can_be_parsed(block):
 
 
 def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
-    """With a small model, 26 pairs and a CPU; `small` has made the folder of pairs."""
+    """Runs with a small model and 26 pairs on a CPU. The fixture `small` creates the folder of pairs."""
     (block,) = [
         block for block in blocks("python") if block.startswith("import torch\nfrom transformers import AutoModel")
     ]
@@ -99,7 +99,7 @@ def text_of(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of the headings."""
+    """The anchors that GitHub creates for the headings."""
     headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

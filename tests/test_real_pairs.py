@@ -1,4 +1,4 @@
-"""The corpus of real pairs and its experiments, on pictures drawn here: nothing is fetched and no model is trained."""
+"""The corpus of real pairs and its experiments, on pictures drawn here: no downloads, and no model is trained."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_splits_share_no_concept_no_vendor_and_no_near_duplicate(module, drawing
     tested = [d for d in drawings if d.source == "openmoji" and splits.split_of(d.concept) == "test"]
     trained = [d for d in drawings if d.source == "openmoji" and splits.split_of(d.concept) == "train"]
     assert len(tested) >= 2, "the toy has something to hold out"
-    # A drawing to be tested on that looks like one to be trained on; and a file that is no picture.
+    # A test drawing that looks like a training drawing, and a file that is not a picture.
     copied = dataclasses.replace(tested[0], file=trained[0].file)
     broken = dataclasses.replace(trained[0], name="broken", file=tmp_path / "broken.png")
     broken.file.write_bytes(b"no picture")
@@ -141,7 +141,7 @@ def test_a_swap_makes_a_caption_wrong_by_one_word(module, caption, kind, swapped
     assert swapped <= {swap.caption for swap in found if swap.kind == kind}
     for swap in found:
         assert sum(a != b for a, b in zip(swap.caption.split(), caption.split(), strict=True)) == 1
-    # An orange, a light bulb, a number that counts nothing; and no word that the caption has already.
+    # An orange (the fruit), a light bulb, a number that is not a count; and no word that is already in the caption.
     for unchanged in ("tangerine orange", "light bulb", "upside-down face", "formula one", "view top bottom"):
         assert module("swaps").swaps_of(unchanged) == []
     assert "red and red flag" not in {swap.caption for swap in module("swaps").swaps_of("red and black flag")}
@@ -152,9 +152,9 @@ def test_several_captions_and_negatives_are_drawn_as_the_collator_gives_them(mod
     counts, negative_counts = torch.tensor([1, 2, 3]), torch.tensor([2, 0, 1])
     data = {
         "images": torch.zeros(3, 3, 8, 8, dtype=torch.uint8),
-        "tokens": torch.arange(9).view(3, 3, 1),  # the captions of image i are 3 i, 3 i + 1, 3 i + 2
+        "tokens": torch.arange(9).view(3, 3, 1),  # image i has captions 3 i, 3 i + 1 and 3 i + 2
         "counts": counts,
-        "negatives": torch.tensor([[100], [101], [120]]),  # those of image 0 and of image 2
+        "negatives": torch.tensor([[100], [101], [120]]),  # of image 0 and of image 2
         "negative_counts": negative_counts,
         "sources": ["a", "a", "a"],
     }
@@ -252,7 +252,7 @@ def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(m
     queue = experiments.Queue([plan], table, math.inf, machine)
     worker.plan, worker.run = queue.next_for(worker, [worker])
     row = {**vars(worker.run), "finished": True, "seconds": 640.0, "validation_image_recall@1": 0.5}
-    queue.finished(worker, [{**row, **machine}], "")  # 10 seconds a sample
+    queue.finished(worker, [{**row, **machine}], "")  # 10 seconds per sample
 
     def begun(plan: Any, seconds: float, **other: Any) -> bool:
         queue = experiments.Queue([plan], table, time.monotonic() + seconds, {**machine, **other})
@@ -299,7 +299,7 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
         row("1_global_batch", 1024, 576, 2e-3, 1, 0.2),
         row("1_global_batch", 1024, 576, 2e-3, 2, 0.2),
         row("1_global_batch", 512, 1152, 1e-3, 0, 0.5),
-        row("2_fixed_steps", 512, 576, 1e-3, 0, 0.1, captions="", equal_ids="", negatives=""),  # of older columns
+        row("2_fixed_steps", 512, 576, 1e-3, 0, 0.1, captions="", equal_ids="", negatives=""),  # with older columns
     ]
     found = tables.at_fixed_steps(rows)
     assert [setting.batch for setting in found] == [512, 1024]
@@ -395,7 +395,7 @@ def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     common |= {"steps": 576, "finished": True, "validation_image_recall@1": 0.1}
 
     def green(found: list[int]) -> int:
-        """Pixels of frames, where for every caption these drawings are found."""
+        """The number of green pixels, which belong to frames, if every caption retrieves these drawings."""
         rows = [
             {**common, "method": method, "batch": batch, "samples": 576 * batch, "vendor_examples": str([found] * 10)}
             for method, batch in (("InfCLTrainer", 256), ("Trainer", 4096), ("InfCLTrainer", 4096))

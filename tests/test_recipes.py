@@ -1,4 +1,4 @@
-"""The recipes and the configurations for launching: each trains, with what a small machine needs changed."""
+"""The recipes and launch configurations: each trains, with the changes that a small machine needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 
 def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that let a recipe run on a small machine, for two steps."""
+    """The options with which a recipe runs on a small machine, for two steps."""
     _, _, model, _, pairs, _, out, *_ = small
     changed = {"model": model, "output_dir": out, "max_steps": 2, "report_to": "none", "use_cpu": True}
     changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}
@@ -71,7 +71,7 @@ def test_recipes_train(small, tmp_path, path):
 
 
 def check_trained(out: Path, pairs: int) -> None:
-    """Two steps of so many pairs have left a checkpoint that transformers loads."""
+    """Checks that two steps of this many pairs have left a checkpoint that transformers can load."""
     seen = logs(out)
     assert {entry["global_batch_size"] for entry in seen} == {pairs}
     assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
@@ -82,13 +82,13 @@ def check_trained(out: Path, pairs: int) -> None:
 
 
 def to_the_end(*words: str) -> None:
-    """Runs a command as one of several launched processes, which the launcher's agent waits for."""
+    """Runs a command as one of several launched processes, for which the launcher's agent waits."""
     with mock.patch.object(os, "_exit", sys.exit):
         infcl(*words)
 
 
 def under(config: str, words: list[str]) -> None:
-    """A process of `accelerate launch --config_file`, on a CPU as on an accelerator."""
+    """A process of `accelerate launch --config_file`, on a CPU as if it were an accelerator."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -109,7 +109,7 @@ def under(config: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
 def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
-    """DDP's is that of test_cli.py."""
+    """test_cli.py covers the configuration for DDP."""
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     if name == "fsdp2" and compare_versions("accelerate", "<", FSDP_SINCE):
@@ -125,7 +125,7 @@ def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
 
 
 def test_several_nodes_train_together(small, tmp_path, monkeypatch):
-    """The command that the script gives each node, for two nodes of one process, which are both this machine."""
+    """Runs the command that the script gives each node, for two nodes of one process each, both on this machine."""
     (tmp_path / "bin").mkdir()
     for name, line in (("scontrol", "echo localhost; echo another"), ("srun", r"printf '%s\0' \"$@\"")):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n".replace('\\"', '"'))

@@ -1,4 +1,4 @@
-"""The reference: the losses of transformers' CLIP and SigLIP, and with `pair_ids` those of its definition."""
+"""The reference gives the losses of transformers' CLIP and SigLIP and, with `pair_ids`, the defined ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_equal_ids_are_never_negatives():
 
 
 def test_several_positives_are_unicl_and_siglip():
-    """A row's cross entropy with several positives is the mean of theirs; rows and columns without one have none."""
+    """With several positives a row's loss is the mean of their cross entropies; without one it has no loss."""
     x, y = features(3, 8, dtype=torch.float64)[0], features(4, 8, seed=1, dtype=torch.float64)[1]
     negatives = features(2, 8, seed=2, dtype=torch.float64)[0]
     ids = {"image_ids": torch.tensor([5, 7, 9]), "text_ids": torch.tensor([7, 5, 7, 1])}
@@ -59,7 +59,7 @@ def test_several_positives_are_unicl_and_siglip():
 
 
 def test_negative_texts_are_those_of_negclip():
-    """The loss line of NegCLIP's code: cross entropies of all images' rows, and of the texts' columns of the images."""
+    """As in NegCLIP's code: cross entropies of the rows of all images, and of the columns of the images' texts."""
     x, y = features(5, 8, dtype=torch.float64)
     z = features(3, 8, seed=1, dtype=torch.float64)[1]
     logits_per_image = 10 * x @ torch.cat((y, z)).t()

@@ -22,12 +22,12 @@ from hf_infcl.training.checkpoints import LOCK_NAME
 
 # ---- The same weights ----
 
-# Two windows an epoch; step 3 is in the middle of the second.
+# Two windows per epoch; step 3 is in the middle of the second epoch.
 OPTIONS = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "save_total_limit": 1}
 
 
 def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **options: Any) -> None:
-    """A run that stops and is continued by a trainer with other weights and random state ends with the same weights."""
+    """A run that stops, and is resumed by a trainer with other weights and random state, ends with the same weights."""
     options = {**OPTIONS, "save_steps": stop, **options}
     whole = trainer_for(f"{folder}/whole", models.clip(dropout=0.3), data, **{**options, "save_strategy": "no"})
     whole.train()
@@ -49,7 +49,7 @@ def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **option
 def rank_resume(rank: int, world_size: int, folder: str, kind: str, stop: int) -> None:
     rows = 16 * world_size + 3
     data = models.Pairs(rows) if kind == "rows" else models.Stream(rows)
-    # A stream is read by the main process, or by each process itself.
+    # A stream is read by the main process or by each process itself.
     options = {"accelerator_config": {"dispatch_batches": None if kind == "rows" else kind == "dispatched"}}
     check_resume(folder, data, stop, seed=99 + rank, **options)
 
@@ -73,7 +73,7 @@ def rank_dispatch(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_rows_that_the_main_process_would_send_out_are_refused(ranks, tmp_path):
-    # accelerate skips too few of them on resume.
+    # On resume accelerate skips too few batches.
     ranks.run(rank_dispatch, 2, str(tmp_path))
 
 
@@ -159,7 +159,7 @@ def test_another_split_of_the_same_global_batch_goes_on(tmp_path):
     assert relative_error(parameters(resumed), parameters(whole)) < 5e-5
 
 
-# Adam divides by small numbers at first, which amplifies rounding: with a tenth of the learning rate by less.
+# In the first steps Adam divides by small numbers, which amplifies rounding; a tenth of the learning rate reduces it.
 GENTLE = {**OPTIONS, "learning_rate": 1e-3}
 
 
@@ -220,7 +220,7 @@ def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, tmp_path
 
 
 def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
-    """With most of them the processes would wait for each other for ever, or train different weights."""
+    """With most of these options, the processes would wait for each other forever or train different weights."""
     several = {
         "learning_rate": (0.001, 0.01),
         "save_steps": (2, 3),

@@ -1,4 +1,4 @@
-"""The ring: each process holds every block once, and what the processes add for a block returns to where it began."""
+"""The ring: each process visits every block once, and sums that travel with a block return to its owner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rank_travel(rank: int, world_size: int, group: dist.ProcessGroup | None = No
         assert held_ids.dtype == torch.int64
         sources.append(source)
         addresses.add(held.data_ptr())
-        visits.add(torch.full((3,), 10.0**rank * (1 + source)))  # a digit for each process that holds the block
+        visits.add(torch.full((3,), 10.0**rank * (1 + source)))  # one digit for each process that holds the block
         if source != rank:
             others.add(torch.full((3,), 10.0**rank * (1 + source)))
         largest.add(torch.full((2,), -torch.inf if rank else float(source)))
@@ -49,7 +49,7 @@ def test_one_process_needs_no_group():
 
 
 def rank_travel_in_groups(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # whose ranks differ from those of the default group
+    groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # their ranks differ from those of the default group
     rank_travel(rank // 2, 2, groups[0 if rank % 2 else 1])
 
 

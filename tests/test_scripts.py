@@ -1,4 +1,4 @@
-"""The scripts: the demo's parts, the comparison of global batches, the benchmarks, the configurations for launching."""
+"""The scripts: the parts of the demo, the comparison of global batches, the benchmarks, the launch configurations."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_no_script_has_the_name_of_a_package_that_is_imported():
-    """Whatever runs with scripts/ on its path would import the script instead."""
+    """Programs that run with scripts/ on their path would import the script instead of the package."""
     files = [*(ROOT / "hf_infcl").rglob("*.py"), *SCRIPTS.rglob("*.py")]
-    ours = {"make_digits", "benchmarks", "real_pairs"}  # which scripts import from each other
+    ours = {"make_digits", "benchmarks", "real_pairs"}  # scripts import these from each other
     imported = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def test_the_untrained_clip_is_an_ordinary_checkpoint(demo):
     assert model.config.text_config.eos_token_id == tokenizer.eos_token_id != 2
     assert tokenizer.model_max_length == model.config.text_config.max_position_embeddings
 
-    # The text tower reads its result at the first end-of-text token: padding changes nothing, nor ends a text early.
+    # The text tower takes its result from the first end-of-text token. Padding must not change it or end a text early.
     texts = ["a handwritten 7", "the café ~ £ 8!"]
     for text in texts:
         ids = tokenizer(text).input_ids
@@ -150,7 +150,7 @@ def benchmark(*words: str) -> None:
     with (
         mock.patch.dict(os.environ, HF_INFCL_COMMIT="abc1234"),
         mock.patch.object(sys, "argv", ["benchmark.py", *words]),
-        mock.patch.object(os, "_exit", sys.exit),  # the launcher's agent waits for the function's end
+        mock.patch.object(os, "_exit", sys.exit),  # the launcher's agent waits until the function ends
     ):
         runpy.run_path(str(SCRIPTS / "benchmark.py"), run_name="__main__")
 
@@ -360,14 +360,14 @@ def test_launch_configs_say_what_their_names_do(path):
         assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
     if kind == "DEEPSPEED":
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
-        # Its own number of steps or clipping would contradict the script's arguments.
+        # A number of steps or a clipping norm in the configuration would contradict the script's arguments.
         assert {config.deepspeed_config[f"gradient_{name}"] for name in ("accumulation_steps", "clipping")} == {"auto"}
 
 
 @pytest.mark.parametrize("path", [*sorted(SCRIPTS.rglob("*.sh")), ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_shell_scripts_are_well_formed(path):
     subprocess.run(["bash", "-n", path], check=True)
-    if path.name != "environment.sh":  # which is sourced
+    if path.name != "environment.sh":  # this one is sourced, not executed
         assert os.access(path, os.X_OK)
         assert "set -euo pipefail" in path.read_text()
 
@@ -376,7 +376,7 @@ def test_shell_scripts_are_well_formed(path):
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Every cell, in order, in one process; as without a GPU, and with fewer steps."""
+    """Runs every cell, in order, in one process, without a GPU and with fewer steps."""
     pytest.importorskip("matplotlib").use("agg")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

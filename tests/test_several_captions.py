@@ -1,4 +1,4 @@
-"""Training on several captions per image and on negative captions: the gradient is that of the definition."""
+"""Training on several captions per image and on negative captions has the gradient of the definition."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS = 24
 
 
 class WithNegatives(Captioned):
-    """Images with one to ``most`` captions, every third with a negative one besides; two images share each pair id."""
+    """Images with one to ``most`` captions; every third also has a negative caption. Two images share each pair id."""
 
     def __init__(self, rows: int, most: int) -> None:
         super().__init__(rows)
@@ -53,7 +53,7 @@ def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def in_any_order(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The same batch with its captions and negative captions mixed."""
+    """The same batch with captions and negative captions shuffled together."""
     batch = collate(items)
     order = torch.randperm(len(batch["input_ids"]), generator=torch.Generator().manual_seed(0))
     mixed = ("input_ids", "attention_mask", "caption_image")
@@ -65,7 +65,7 @@ def without_ids(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def truth(objective: str, most: int, equal_ids: str, with_ids: bool) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process that holds the whole batch, by the definition."""
+    """Loss and gradients by the definition, for one process that holds the whole batch."""
     model = MODELS[objective]().train()
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
@@ -132,7 +132,7 @@ def test_gradients_equal_one_process_with_the_whole_batch(ranks, tmp_path):
 
 
 def pictures(**options: Any) -> ImageTextDataset:
-    """Twelve images with three captions each, of which every other has negative captions."""
+    """Twelve images with three captions each. Every other image has negative captions."""
     rows = {
         "image": [picture(row, (20, 24)) for row in range(12)],
         "caption": [[" ".join("abcdefghijklmno"[row : row + 1 + k]) for k in range(3)] for row in range(12)],
@@ -153,7 +153,7 @@ def trainer_of_pictures(folder: Any, seed: int = 0, data: Any = None, **options:
 
 
 def test_a_run_is_resumed_with_the_captions_that_it_would_have_drawn(tmp_path):
-    """Two windows an epoch; the run stops in the middle of the second."""
+    """There are two windows per epoch; the run stops in the middle of the second epoch."""
     whole = trainer_of_pictures(tmp_path / "whole", save_strategy="no")
     whole.train()
     trainer_of_pictures(tmp_path / "parts", callbacks=[StopAt(3)]).train()
@@ -194,7 +194,7 @@ def test_cached_features_of_a_frozen_tower_train_on_the_same_captions(tmp_path):
 
 
 def test_a_stream_of_the_same_captions_has_the_same_loss_and_is_resumed_with_them(tmp_path):
-    """The window is one pass over the shard, and each image has two captions and a negative one: nothing is drawn."""
+    """A window is one pass over the shard. Each image has two captions and a negative one, so no caption is drawn."""
     rows = {"image": [png(row, 20) for row in range(6)], "caption": [[*"abcdef"[row:], "z"][:2] for row in range(6)]}
     rows["wrong"] = list("uvwxyz")
     path = write_parquet(tmp_path / "0.parquet", range(6), **rows)
@@ -215,7 +215,7 @@ def test_a_stream_of_the_same_captions_has_the_same_loss_and_is_resumed_with_the
 
 
 class Items(IterableDataset):
-    """The items of a data set, as a stream that the main process reads."""
+    """The items of a data set as a stream, which the main process reads."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -262,7 +262,7 @@ def test_captions_of_no_image_are_refused(tmp_path, caption_image, message):
 
 
 def test_micro_batches_of_pairs_and_of_several_captions_make_one_window():
-    """`ContrastiveCollator` gives no caption_image where each image has one caption and none is negative."""
+    """`ContrastiveCollator` gives no caption_image if each image has one caption and no caption is negative."""
     window = [
         {"pixel_values": torch.zeros(2, 3)},
         {"pixel_values": torch.zeros(2, 3)},
@@ -286,7 +286,7 @@ def test_a_batch_of_other_sizes_is_refused(tmp_path, changes, message):
 
 
 def test_a_caption_whose_embedding_is_not_finite_is_named(tmp_path):
-    """Its row is that of the texts in its micro-batch; no row of the training set is claimed."""
+    """The message gives the caption's row among the texts of its micro-batch, and no row of the training set."""
 
     def broken(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = collate(items)
@@ -317,7 +317,7 @@ def test_the_loss_of_an_evaluation_is_that_of_all_captions(tmp_path):
     }
     for equal_ids, loss in expected.items():
         recalls = []
-        for collator in (collate_captions, collate):  # the second has negative captions
+        for collator in (collate_captions, collate):  # the second one gives negative captions
             metrics = trainer_for(tmp_path, data_collator=collator, equal_ids=equal_ids).evaluate(data)
             assert metrics["eval_loss"] == pytest.approx(loss, rel=1e-5)
             recalls.append({name: value for name, value in metrics.items() if "recall" in name})

@@ -28,7 +28,7 @@ def embeddings(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Tens
 
 
 def run(arguments: dict[str, Any], scale: float, bias: float, **options: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its gradients by everything that is floating."""
+    """The loss and its gradients by all floating-point arguments."""
     loss_of = options.pop("loss_of", contrastive_loss)
     dtype = arguments["image_embeds"].dtype
     scalars = {"logit_scale": torch.tensor(scale, dtype=dtype), "logit_bias": torch.tensor(bias, dtype=dtype)}
@@ -43,7 +43,7 @@ def run(arguments: dict[str, Any], scale: float, bias: float, **options: Any) ->
 
 
 def batch(kind: str, world_size: int, n: int, dtype: torch.dtype = torch.float64) -> list[dict[str, Any]]:
-    """The arguments of each rank, with all ids scattered over the ranks."""
+    """The arguments of each rank. Equal ids are scattered over the ranks."""
     pairs = kind.startswith("pairs")
     m = [n if pairs else 2 * n + 3 * (rank % 2) for rank in range(world_size)]  # unequal with several ranks
     if kind == "few texts":
@@ -69,7 +69,7 @@ def batch(kind: str, world_size: int, n: int, dtype: torch.dtype = torch.float64
 
 
 def rank_contract(rank: int, world_size: int, cases: list[tuple]) -> None:
-    """As `rank_contract` of test_contrastive.py: the gradients' mean over the ranks is that of the whole batch."""
+    """Like `rank_contract` of test_contrastive.py: the mean gradient over the ranks is that of the whole batch."""
     for kind, objective, strategy, n, scale, dtype in cases:
         arguments = batch(kind, world_size, n, dtype)
         whole = {name: torch.cat([part[name] for part in arguments]) for name in arguments[0]}
@@ -140,7 +140,7 @@ def test_any_ids_within_the_rounding_of_the_logits(objective, n, m, h, different
     finally:
         torch_backend.TILE_ELEMENTS = size
     delta = torch.finfo(dtype).eps * (10 + 10 * scale)  # the error of a logit
-    # The derivative of a coefficient by the logits is at most the coefficient; each column weighs 1/m' at most.
+    # The derivative of a coefficient by a logit is at most the coefficient, and the weight of a column at most 1/m'.
     of_features = delta * scale * 2
     assert abs(loss - truth) <= delta * 4 + 4 * torch.finfo(dtype).eps * truth  # the loss itself is rounded
     for name, gradient in gradients.items():
@@ -152,14 +152,14 @@ def test_any_ids_within_the_rounding_of_the_logits(objective, n, m, h, different
 @pytest.mark.parametrize("distance", [5.0, 25.0, 60.0])
 @pytest.mark.parametrize("form", ["ids", "negatives"])
 def test_a_tiny_loss_keeps_its_digits(distance, form):
-    """Orthonormal features: every negative is `distance` below the single positive, and the loss is log1p(k e^-d)."""
+    """Orthonormal features: every negative lies `distance` below the single positive, so the loss is log1p(k e^-d)."""
     x, order = torch.eye(16), torch.randperm(16, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(16)
     y, further = x, x[:0]
     options: dict[str, Any] = {"image_ids": ids, "text_ids": ids[order]} if form == "ids" else {}
     if form == "ids":
         y = x[order]
-    else:  # four texts have no image: 11 negatives of an image in its pairs, four beside
+    else:  # four texts have no image: an image has 11 negatives among the pairs and four others
         x, y, further = x[:12], x[:12], x[12:]
         options = {"negative_texts": further}
     arguments = {"image_embeds": x, "text_embeds": y, **options}
@@ -167,7 +167,7 @@ def test_a_tiny_loss_keeps_its_digits(distance, form):
     small = torch.tensor(-distance, dtype=torch.float64).exp()
     rows, columns = (torch.log1p(k * small) for k in (len(y) + len(further) - 1, len(x) - 1))
     assert relative_error(loss, (rows + columns) / 2) < 1e-5
-    # The derivative of log1p(k e^-d) by the scale, where all distances are equal to it.
+    # The derivative of log1p(k e^-d) by the scale, which equals all distances d.
     of_scale = sum(-k * small / (1 + k * small) for k in (len(y) + len(further) - 1, len(x) - 1)) / 2
     assert relative_error(gradients["logit_scale"], of_scale) < 1e-5
 
@@ -220,7 +220,7 @@ def test_pairs_as_ids_are_pairs():
     ],
 )
 def test_kernels_get_rows_and_columns_in_the_order_of_their_ids(monkeypatch, kernel, objective, kind):
-    """So that equal ids meet in few tiles, and the others need not compare them."""
+    """Equal ids then meet in few tiles, and other tiles need not compare ids."""
     compute, seen = getattr(kernels, kernel), []
 
     def watched(*args: Any, **options: Any) -> Any:

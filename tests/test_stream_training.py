@@ -1,4 +1,4 @@
-"""Training on a stream: processes share it, logs say how it goes, and any interruption leaves no trace."""
+"""Training on a stream: processes share it, logs report its progress, and interruptions leave no trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_infcl.training.data_wait import DataWait
 
 
 class Windows(TrainerCallback):
-    """Notes the numbers of the pairs of each window of this process, one line per step in a file."""
+    """Writes the numbers of the pairs in each window of this process to a file, one line per step."""
 
     def __init__(self, file):
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
@@ -40,7 +40,7 @@ class Windows(TrainerCallback):
 
 
 def train(folder, output, steps, name, resume=None, **options):
-    """A trainer of a model with dropout after its training on the shards in a folder."""
+    """Trains a model with dropout on the shards in a folder; returns the trainer."""
     windows = Windows(Path(output, name))
     given = {"max_steps": steps, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
     made = trainer_for(
@@ -57,7 +57,7 @@ def train(folder, output, steps, name, resume=None, **options):
 
 
 def windows_of(*files):
-    """The pairs of all processes in each step. A step that was trained again counts the last time."""
+    """The pairs of all processes in each step. Of a step that was trained twice, the last time counts."""
     steps = {}
     for file in files:
         own = dict(map(json.loads, Path(file).read_text(encoding="utf-8").splitlines()))
@@ -83,7 +83,7 @@ def rank_shares(rank, world_size, folder, output):
 
 
 def test_processes_have_different_pairs_and_the_same_weights(ranks, tmp_path):
-    """Nothing is dispatched or sharded once more by accelerate: the windows are those of one process, split."""
+    """accelerate neither dispatches nor shards the stream again: the windows are those of one process, split up."""
     write_tars(tmp_path / "shards", [20] * 13)
     (alone,) = ranks.run(rank_shares, 1, str(tmp_path / "shards"), str(tmp_path))
     first, second = ranks.run(rank_shares, 2, str(tmp_path / "shards"), str(tmp_path))
@@ -96,7 +96,7 @@ def test_processes_have_different_pairs_and_the_same_weights(ranks, tmp_path):
     assert relative_error(alone, first) > 0.01  # another global batch
 
 
-# ---- Going on ----
+# ---- Resuming ----
 
 
 def rank_resumes(rank, world_size, folder, output, workers=0):
@@ -128,7 +128,7 @@ def rank_resumes(rank, world_size, folder, output, workers=0):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resume_is_bit_identical(ranks, tmp_path, world_size):
-    """In several passes, and with epochs, at the end of one; with dropout."""
+    """With dropout; in the middle of several passes or, with epochs, at the end of an epoch."""
     write_tars(tmp_path / "shards", [6] * 8)
     ranks.run(rank_resumes, world_size, str(tmp_path / "shards"), str(tmp_path), timeout=300)
 
@@ -139,7 +139,7 @@ def test_resume_is_bit_identical_with_workers(tmp_path):
 
 
 class EndAt(TrainerCallback):
-    """A scheduler's request to end, after a step."""
+    """A request to end, as from a scheduler, after a step."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
@@ -147,7 +147,7 @@ class EndAt(TrainerCallback):
 
 
 def test_pre_emption_loses_no_window_that_was_fetched(tmp_path):
-    """The signal is agreed on when the next window is there, which is not trained."""
+    """Processes agree on the signal when the next window has been fetched; that window is not trained."""
     write_tars(tmp_path / "shards", [6] * 8)
     output = str(tmp_path)
     whole = train(tmp_path / "shards", f"{output}", 9, "whole", save_strategy="no")
@@ -181,13 +181,13 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
 
 
 def serve(rank, port, folder, output):
-    """One of two processes of a training, as a launcher starts it, which goes on where the last one was killed."""
+    """One of two processes of a training, as started by a launcher, which resumes where the last one was killed."""
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in launched.items()})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    multiprocessing.set_start_method("fork", force=True)  # of the workers; else it is that of this process
+    multiprocessing.set_start_method("fork", force=True)  # for the workers; otherwise that of this process
     options = {"dataloader_num_workers": 2, "save_steps": 1}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
@@ -195,7 +195,7 @@ def serve(rank, port, folder, output):
 
 
 def test_three_hard_kills_leave_no_trace(tmp_path):
-    """2 processes × 2 workers over more than two passes: the same windows in the same order, and the same weights."""
+    """2 processes × 2 workers, more than two passes: windows, their order and the weights are the same."""
     write_tars(tmp_path / "shards", [9] * 8)
     draw = random.Random(3)
 
@@ -209,7 +209,7 @@ def test_three_hard_kills_leave_no_trace(tmp_path):
         while kill_after is not None and all(process.is_alive() for process in processes):
             done = (output / "windows-0").read_text().splitlines() if (output / "windows-0").is_file() else []
             if done and json.loads(done[-1])[0] >= kill_after:
-                time.sleep(draw.uniform(0, 0.3))  # at any moment of the next steps
+                time.sleep(draw.uniform(0, 0.3))  # any moment of the next steps
                 for process in processes:
                     process.kill()
             time.sleep(0.01)

@@ -33,7 +33,7 @@ def numbers(items):
 
 
 class Run:
-    """All processes and workers of a training on a stream, in this process: micro-batches of numbers in their order."""
+    """All processes and workers of a training on a stream, in this process. Gives micro-batches of numbers in order."""
 
     def __init__(self, monkeypatch, make, batch_size=2, world_size=1, workers=1, states=(), steps=1):
         self._patch, self._workers = monkeypatch, workers
@@ -53,7 +53,7 @@ class Run:
         self._readers = {}
 
     def take(self, count):
-        """The next micro-batches, consumed; the workers have read some more ahead, which nobody consumes."""
+        """Consumes the next micro-batches. The workers read ahead some more, which are never consumed."""
         if not self._readers:
             for rank, batches in enumerate(self._batches):
                 for worker in range(self._workers):
@@ -75,20 +75,20 @@ class Run:
         return batch
 
     def states(self):
-        """As a checkpoint has them, in no particular order."""
+        """The states as in a checkpoint, in no particular order."""
         return json.loads(json.dumps([batches.state() for batches in reversed(self._batches)]))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """13 tar files of different lengths, one of them empty: 0, 5, 10, ... 60 samples."""
+    """13 tar files with 0, 5, 10, ... 60 samples."""
     write_tars(tmp_path / "shards", [5 * shard for shard in range(13)])
     return tmp_path / "shards"
 
 
 @pytest.fixture
 def make(folder):
-    """A stream with lanes for 4 readers, whose buffers hold a third of what a lane reads in a pass."""
+    """A stream with lanes for 4 readers. A lane's buffer holds a third of what the lane reads in a pass."""
     return lambda **options: ImageTextStream(
         str(folder), **{"lanes": 4, "shuffle_buffer": 30, "open_shards": 2, "seed": 3, **options}
     )
@@ -111,7 +111,7 @@ def read_in_pass(make, monkeypatch, lane, passes):
     found = []
     for (number,), tag in batches:
         at = tag["cursor"]["sources"][0]
-        ended = at["pass"] - (at["taken"] == at["buffer"] == 0)  # of the sample before the cursor
+        ended = at["pass"] - (at["taken"] == at["buffer"] == 0)  # the pass of the sample before the cursor
         if ended > passes:
             return found
         if ended == passes:
@@ -146,7 +146,7 @@ def test_data_loader_workers_give_the_same_sequence(make, monkeypatch):
 
 
 def test_neighbours_in_a_shard_end_up_far_apart(tmp_path, monkeypatch):
-    """The distance in the sequence of two samples that are next to each other in a shard is a third of all buffers."""
+    """Two samples that are adjacent in a shard are a third of all buffers apart in the sequence."""
     write_tars(tmp_path, [100] * 16)
     run = Run(
         monkeypatch,
@@ -167,7 +167,7 @@ def test_neighbours_in_a_shard_end_up_far_apart(tmp_path, monkeypatch):
 
 
 def test_resume_is_exact_again_and_again_on_any_number_of_readers(make, monkeypatch):
-    """Over more than two passes of the lanes, interrupted at random, on 2×2, 1×4, 4×1 and 1×1 processes × workers."""
+    """More than two passes, interrupted at random, with 2×2, 1×4, 4×1 and 1×1 processes × workers."""
     whole = Run(monkeypatch, make).take(600)
     draw, got, states = random.Random(0), [], ()
     readers = itertools.cycle([(2, 2), (1, 4), (4, 1), (1, 1), (2, 1), (1, 2)])
@@ -181,7 +181,7 @@ def test_resume_is_exact_again_and_again_on_any_number_of_readers(make, monkeypa
 
 
 def test_a_resume_reads_one_buffer_wherever_it_is(tmp_path, monkeypatch):
-    """After as many steps as you like: the cursor says where to seek, and how many passes came before."""
+    """This holds after any number of steps: the cursor contains the position to seek and the number of passes."""
     write_tars(tmp_path, [500] * 4)
     make = lambda: ImageTextStream(str(tmp_path), shuffle_buffer=100, open_shards=2)  # noqa: E731
     run = Run(monkeypatch, make)
@@ -275,7 +275,7 @@ def test_fewer_shards_than_readers_are_split_evenly(tmp_path, monkeypatch, kind,
     first = run.take(40)
     states, rest = run.states(), run.take(252)
     assert sorted(itertools.chain(*first, *rest)) == sorted({*itertools.chain(*first, *rest)})  # 4 × 73 of 300 samples
-    monkeypatch.setattr(TarReader, "split", None)  # the checkpoint knows the parts
+    monkeypatch.setattr(TarReader, "split", None)  # the checkpoint contains the parts
     monkeypatch.setattr(ParquetReader, "split", None)
     assert Run(monkeypatch, make, batch_size=1, world_size=2, workers=2, states=states).take(252) == rest
 
@@ -297,7 +297,7 @@ def test_a_mixture_has_the_share_of_its_weights_and_resumes(tmp_path, monkeypatc
     whole = Run(monkeypatch, make).take(500)
     from_b = [number for number in itertools.chain(*whole) if number >= 1000]
     assert 0.27 < len(from_b) / 1000 < 0.33
-    assert set(Counter(from_b).values()) <= {6, 7, 8, 9}  # of about 300 draws, pass by pass
+    assert set(Counter(from_b).values()) <= {6, 7, 8, 9}  # about 300 draws, one pass after another
     run = Run(monkeypatch, make)
     start = run.take(222)
     assert start + Run(monkeypatch, make, workers=2, states=run.states()).take(278) == whole
@@ -413,7 +413,7 @@ def test_a_bad_sample_is_named_or_left_out_and_counted(tmp_path, cause):
     write_tar(tmp_path / "00.tar", [*pair(50), *bad(cause, "x"), *pair(51), *bad(cause, "y"), *bad(cause, "z")])
     batches = ImageTextStream(str(tmp_path), on_bad_sample="skip").batches(2)
     got, reported = Counter(), 0
-    for items, tag in itertools.islice(batches, 50):  # as many passes, of 2 good and 3 bad samples
+    for items, tag in itertools.islice(batches, 50):  # one pass each, with 2 good and 3 bad samples
         batches.consume(tag)
         got.update(numbers(items))
         reported += sum(item["skipped"] for item in items)
@@ -449,7 +449,7 @@ def test_bad_samples_do_not_change_the_order_of_others_and_resume(tmp_path, monk
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_tar_files_are_read_as_tarfile_reads_them(tmp_path, form):
-    """Long names, other alphabets, folders, links and hidden files; and again from every position."""
+    """With long names, other alphabets, folders, links and hidden files; also when started from any position."""
     deep = "d" * 70 + "/" + "e" * 60
     names = [f"{deep}/{n:03d}.{extension}" for n in range(5) for extension in ("png", "txt")]
     if form != tarfile.USTAR_FORMAT:
@@ -480,7 +480,7 @@ def test_tar_files_are_read_as_tarfile_reads_them(tmp_path, form):
 
 
 def test_sizes_beyond_8_gib_are_understood(tmp_path):
-    """GNU's binary sizes and POSIX's records; the contents are absent, so the reader must say where they would end."""
+    """GNU's binary sizes and POSIX's records. The contents are absent, so the reader must tell where they would end."""
     for form, end in ((tarfile.GNU_FORMAT, 1024), (tarfile.PAX_FORMAT, 2048)):
         path = write_tar(tmp_path / f"{form}.tar", pair(1))
         reader = TarReader(Columns("image", "caption"), [str(path)])
@@ -525,7 +525,7 @@ def test_a_truncated_shard_ends_the_training_or_is_left_out_with_a_warning(tmp_p
     whole = list(itertools.chain(*run.take(60)))
     assert {*range(20), *range(40, 60)} <= set(whole)
     assert f"{broken}' is truncated" in caplog.text
-    assert 1 <= run.states()[0]["lanes"]["0"]["skipped"] <= 2  # in the first pass, and perhaps in the second
+    assert 1 <= run.states()[0]["lanes"]["0"]["skipped"] <= 2  # in the first pass and perhaps in the second
     run = Run(monkeypatch, make, batch_size=1)
     start = run.take(17)
     assert list(itertools.chain(*start, *Run(monkeypatch, make, batch_size=1, states=run.states()).take(43))) == whole
@@ -630,14 +630,14 @@ def test_a_stream_shorter_than_a_global_batch(make, monkeypatch):
 
 @pytest.fixture
 def no_waiting(monkeypatch):
-    """Retries follow at once, and files are read in small parts."""
+    """Retries do not wait, and files are read in small parts."""
     monkeypatch.setattr(shards, "RETRY_SECONDS", (0, 0, 0))
     monkeypatch.setattr(readers, "open_shard", functools.partial(shards.open_shard, buffer=4096))
 
 
 @pytest.fixture
 def remote(folder):
-    """The shards in fsspec's memory, and how their reads fail: an iterator of errors or None."""
+    """The shards in fsspec's memory, and the outcomes of their reads: an iterator of errors, or None for success."""
     import fsspec
     from fsspec.implementations.memory import MemoryFile
 
@@ -701,7 +701,7 @@ def test_shards_of_a_web_server_whose_connections_break(folder, make, monkeypatc
 
 
 def test_repositories_of_the_hub(folder, make, monkeypatch, tmp_path):
-    """Repositories by id and split, and by path; `huggingface_hub` and `datasets` talk to a double."""
+    """Repositories given by id and split, and by path. `huggingface_hub` and `datasets` talk to a double."""
     expected = Run(monkeypatch, make).take(50)
     (tmp_path / "data").mkdir()
     folder.rename(tmp_path / "data" / "train")

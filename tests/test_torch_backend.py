@@ -55,7 +55,7 @@ def test_any_input_within_the_rounding_of_its_logits(objective, kind, b, d, scal
     finally:
         torch_backend.TILE_ELEMENTS = size
 
-    # fp32 logits are off by delta, exponentials of differences of them by a factor of exp(2 delta) at the most.
+    # fp32 logits are off by delta, and exponentials of their differences by a factor of at most exp(2 delta).
     largest = x.norm(dim=1).max() * y.norm(dim=1).max()
     delta = 2**-24 * ((d + 8) * scale * largest.item() + abs(bias) + 30)
     factor = math.expm1(4 * delta) + 2**-20
@@ -63,7 +63,7 @@ def test_any_input_within_the_rounding_of_its_logits(objective, kind, b, d, scal
     assert all(g.isfinite().all() for g in gradients)
     assert abs(loss.item() - truth.item()) <= factor * truth.item() + 1e-30
 
-    def magnitude(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # of the sums that make up each gradient
+    def magnitude(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:  # of the terms of each gradient, added up
         z = (scale * x.double() @ y.double().t() + bias).requires_grad_()
         coefficients = _coefficients(z, objective, ids).abs()
         return scale * coefficients @ b.double().abs(), scale * coefficients.t() @ a.double().abs()
@@ -102,7 +102,7 @@ def test_half_precision_is_no_worse_than_vanilla(objective, dtype):
 
 @pytest.mark.parametrize("distance", [5.0, 20.0, 25.0])
 def test_a_tiny_loss_keeps_its_digits(distance):
-    # Orthonormal pairs: every negative is `distance` below its positive; at 25 the loss is 2e-10.
+    # Orthonormal pairs: every negative lies `distance` below its positive. At 25 the loss is 2e-10.
     x = torch.eye(16)
     truth, expected = run(reference.contrastive_loss, x, x, distance, 0.0, torch.float64)
     loss, gradients = run(contrastive_loss, x, x, distance, 0.0, torch.float32)
@@ -116,7 +116,7 @@ def test_the_sum_over_many_tiles_keeps_its_digits(ids, monkeypatch):
     monkeypatch.setattr(torch_backend, "TILE_ELEMENTS", 16)
     x, y = features(256, 8)
     options = dict.fromkeys(("image_ids", "text_ids"), torch.arange(256)) if ids else {}
-    for scale in (0.0, 1.0):  # at 0 all terms are equal, and so are all roundings of their sum
+    for scale in (0.0, 1.0):  # at 0 all terms are equal, and all roundings go in the same direction
         truth, expected = run(reference.contrastive_loss, x, y, scale, -1.0, torch.float64, objective="sigmoid")
         loss, gradients = run(contrastive_loss, x, y, scale, -1.0, torch.float32, objective="sigmoid", **options)
         assert relative_error(loss, truth) < 1e-6
@@ -184,7 +184,7 @@ def test_blocks_with_several_positives(tile, monkeypatch):
     )
     ids_x = torch.tensor([0, 1, 1, 2, 3, 4, 9], dtype=torch.int32)
     ids_y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 5, 5, 6], dtype=torch.int32)
-    share_x = torch.tensor([0.3, 0.5, 0.5, 0.5, -0.2, 0.0, 0.0], dtype=torch.float64)  # of row 4: a single positive
+    share_x = torch.tensor([0.3, 0.5, 0.5, 0.5, -0.2, 0.0, 0.0], dtype=torch.float64)  # row 4 has a single positive
     share_y = torch.tensor([-0.1, -1e-37, -0.3, 0.5, 0.5, -0.6, -0.7, -0.8, 0, 0, 0], dtype=torch.float64)
     relative_x[5:], relative_y[8:] = math.inf, math.inf  # without a loss of their own
     logits = scale * x @ y.t()
@@ -234,6 +234,6 @@ def test_memory_grows_linearly(objective):
         with LargestTensor() as seen:
             contrastive_loss(x, y, 10.0, 0.0, objective=objective).backward()
         largest[b] = seen.elements
-    # Nothing larger than a tile (the features are smaller here), while b² grows sixteenfold to 64 tiles.
+    # No tensor is larger than a tile (the features are smaller here), while b² grows sixteenfold, to 64 tiles.
     assert all(elements <= torch_backend.TILE_ELEMENTS for elements in largest.values()), largest
     assert 64 * torch_backend.TILE_ELEMENTS <= 8192**2

@@ -1,6 +1,6 @@
 """`InfCLTrainer` as a Trainer: logs, options and errors.
 
-Gradients are in test_parity.py, the windows of a training in test_windows.py, resuming in test_resume.py.
+test_parity.py covers gradients, test_windows.py the windows of a training, and test_resume.py resuming.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_images_are_let_go_after_their_last_use(tmp_path):
 
 
 class Tracker(TrainerCallback):
-    """Gets what TensorBoard, Weights & Biases, trackio and MLflow get: the numbers given to `on_log`."""
+    """Receives the numbers given to `on_log`, as TensorBoard, Weights & Biases, trackio and MLflow do."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, float]] = []
@@ -163,7 +163,7 @@ def test_bf16_is_within_its_rounding(tmp_path):
     plain, mixed = _gradients(tmp_path), _gradients(tmp_path, bf16=True)
     whole = torch.stack([g.norm() for g in plain.values()]).norm()
     difference = torch.stack([(mixed[name] - g).norm() for name, g in plain.items()]).norm()
-    assert 1e-6 * whole < difference < 0.05 * whole  # bf16 was in use, and nothing else changed
+    assert 1e-6 * whole < difference < 0.05 * whole  # bf16 was used, and nothing else changed
 
 
 def test_matrices_alone_decay(tmp_path):
@@ -177,7 +177,7 @@ def test_matrices_alone_decay(tmp_path):
 
 
 def test_learning_rates_follow_their_own_rules(tmp_path):
-    """logit_scale has a rate of its own, and the others grow with the global batch; the schedule holds for both."""
+    """logit_scale has its own rate, and the other rates grow with the global batch; both follow the schedule."""
     seen = []
 
     class Rates(TrainerCallback):
@@ -213,7 +213,7 @@ def test_model_init_starts_sigmoid_where_it_should(tmp_path):
 
 
 class Breaks:
-    """A collator that fails at the batch of a given number on one rank."""
+    """A collator that fails on one rank, at the batch with a given number."""
 
     def __init__(self, here: bool, batch: int) -> None:
         self.here, self.batch, self.calls = here, batch, 0
@@ -285,7 +285,7 @@ def test_training_on_several_captions_at_once_is_refused(tmp_path):
 
 
 class Pictures(torch.utils.data.Dataset):
-    """Unprocessed pairs, with images of several sizes."""
+    """Unprocessed pairs with images of several sizes."""
 
     def __len__(self) -> int:
         return 16
@@ -295,7 +295,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def test_images_travel_in_uint8_and_train_and_evaluate_like_normalised_ones(tmp_path):
-    """Tests the default collator as well: its captions fit the text tower, and the model trains on them."""
+    """Also tests the default collator: its captions fit the text tower, and the model trains on them."""
     seen = {}
     for name, collator in (("default", None), ("float", ContrastiveCollator(clip_processor(), max_length=16))):
         trainer = InfCLTrainer(
@@ -394,7 +394,7 @@ def rank_timeout(rank: int, world_size: int, folder: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
-    # As under torchrun, the store exists already.
+    # The store already exists, as under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     arguments(folder, ddp_timeout=2)
     if rank == 1:
@@ -415,7 +415,7 @@ def test_ddp_timeout_holds_on_cpus(ranks, tmp_path):
 
 
 def rank_apart(rank: int, world_size: int, folder: str) -> None:
-    # As on CPUs without use_cpu, torch.distributed is initialised and TrainingArguments ignore it.
+    # torch.distributed is initialised and TrainingArguments ignore it, as on CPUs without use_cpu.
     with (
         mock.patch.object(InfCLTrainingArguments, "world_size", 1),
         pytest.raises(ValueError, match="2 processes were"),

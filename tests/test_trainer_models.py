@@ -1,4 +1,4 @@
-"""Models in the trainer: what is refused, mended or warned of before it trains them, and the buffers it leaves."""
+"""Models in the trainer: what it refuses, fixes or warns about before training, and the buffers after training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_batch_norms_advance_once_for_each_micro_batch(tmp_path, retain):
 
 
 def rank_buffers(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
-    """The running mean before each forward with autograd: in order, three for each of two windows."""
+    """The running means before each forward with autograd, in order: three for each of two windows."""
     torch.manual_seed(0)
     model, seen = models.groupvit(), []
     trainer = trainer_for(folder, model, data=models.Pairs(48), gradient_accumulation_steps=3)
@@ -78,7 +78,7 @@ def test_a_model_that_was_split_while_it_was_loaded_is_refused(tmp_path):
         {"hf_device_map": {"vision_model": 0, "text_model": "cpu"}},
         {"_tp_size": 2},
     ]
-    if hasattr(models.tf.CLIPModel, "is_distributed_loading_by_transformers"):  # of newer releases of transformers
+    if hasattr(models.tf.CLIPModel, "is_distributed_loading_by_transformers"):  # in newer releases of transformers
         splits.append({"_is_distributed_loading_by_transformers": True})
     for attributes in splits:
         model = models.clip()
@@ -164,7 +164,7 @@ def test_a_frozen_logit_scale_is_told(tmp_path, caplog):
 
 
 def test_model_init_gets_the_collator_that_a_model_gets(tmp_path):
-    processor = clip_processor(model_max_length=10**30)  # a tokenizer without a limit; the models take 16 tokens
+    processor = clip_processor(model_max_length=10**30)  # a tokenizer without a limit; the models accept 16 tokens
     for build in (models.clip, models.siglip):
         trainers = [
             InfCLTrainer(build(), arguments(tmp_path), processing_class=processor),

@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: on a GPU, or interpreted on the CPU with small sizes."""
+"""The Triton kernels compared with the reference, on a GPU or, with small sizes, interpreted on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_infcl.loss import cuda_graphs, strategies
 
 DEVICE = "cpu" if triton_tiling.INTERPRETED else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([] if triton_tiling.INTERPRETED else [torch.bfloat16])
-# The error that rounded coefficients have in a product, whatever else is done; of float32, that the parts leave out.
+# The unavoidable error of a product with rounded coefficients; for float32, the error that the parts leave.
 FLOOR = {torch.float32: 5e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 OBJECTIVES = ["softmax", "sigmoid"]
 NAMES = ("loss", "image gradient", "text gradient", "scale gradient", "bias gradient")
@@ -34,7 +34,7 @@ Results = tuple[Tensor, ...]
 
 
 class PoisonedTorch:
-    """torch, but memory that nothing has written holds NaN."""
+    """torch with NaN in memory that has not been written."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -61,7 +61,7 @@ ON_HOPPER = DEVICE == "cuda" and backend.hopper_kernels(torch.device("cuda")) is
 
 @pytest.fixture(autouse=True, params=["plain", "hopper"] if ON_HOPPER else ["plain"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper GPU each test runs with the plain kernels and with Hopper's, whatever its sizes."""
+    """On a Hopper GPU each test runs with the plain kernels and with Hopper's, regardless of its sizes."""
     monkeypatch.setattr(backend, "HOPPER_PAYS", 0 if request.param == "hopper" else 1 << 62)
     monkeypatch.setattr(backend, "HOPPER_SUMS_PAY", 0)
 
@@ -83,7 +83,7 @@ def run(loss: Callable[..., Tensor], x: Tensor, y: Tensor, scale: float, dtype: 
 
 
 def check(x: Tensor, y: Tensor, scale: float = 100.0, *, objective: str = "softmax", **options: Any) -> Results:
-    """Compares with float64: no worse than plain torch in the features' dtype, or than the floor."""
+    """Compares with float64. The error may be that of plain torch in the features' dtype, or the floor if larger."""
     options = {"objective": objective, **options}
     in_float64 = {k: v.double() if k == "negative_texts" else v for k, v in options.items()}
     truth = run(reference.contrastive_loss, x, y, scale, torch.float64, **in_float64)
@@ -92,12 +92,12 @@ def check(x: Tensor, y: Tensor, scale: float = 100.0, *, objective: str = "softm
     for name, value, true, usual in zip(NAMES, ours, truth, plain, strict=True):
         if objective == "softmax" and name == "bias gradient":
             assert value == 0
-        elif torch.linalg.vector_norm(true) < 1e-12:  # nothing to be relative to
+        elif torch.linalg.vector_norm(true) < 1e-12:  # an error cannot be relative to it
             assert torch.linalg.vector_norm(value) < 1e-6, name
         else:
             # Logits of thousands are rounded to 1e-4 in float32.
             allowed = max(2e-5 if name == "loss" else FLOOR[x.dtype] * max(1, scale / 1e3), relative_error(usual, true))
-            if name == "scale gradient" and scale > 0:  # a sum over pairs that may cancel
+            if name == "scale gradient" and scale > 0:  # a sum over pairs, whose terms may cancel
                 addends = torch.linalg.vector_norm(x.double()) * torch.linalg.vector_norm(truth[1]) / scale
                 allowed = max(
                     1e-5 * max(1, scale / 10) * max(1.0, (addends / true.abs()).item()), relative_error(usual, true)
@@ -128,7 +128,7 @@ def test_parity(batch: int, dim: int, dtype: torch.dtype, objective: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
     x, y = pairs(67, 24, dtype)
-    ids = torch.arange(67, device=DEVICE) * 7 % 61  # in no order, and some for two images
+    ids = torch.arange(67, device=DEVICE) * 7 % 61  # in no order; some ids belong to two images
     text_ids = torch.cat((ids[:50], ids[:30])) - 5
     options = {"image_ids": ids, "text_ids": text_ids, "negative_texts": y[60:]}
     check(x, torch.cat((y[:50], -y[:30])), 20.0, objective=objective, **options)
@@ -141,7 +141,7 @@ def test_ids_of_images_and_texts(dtype: torch.dtype, objective: str) -> None:
 def test_without_descriptors(
     batch: int, dim: int, dtype: torch.dtype, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As GPUs before Hopper and those of AMD read and write."""
+    """GPUs before Hopper and AMD's GPUs read and write without descriptors."""
     monkeypatch.setattr(triton_tiling, "has_descriptors", lambda device: False)
     monkeypatch.setattr(backend, "HOPPER_PAYS", 1 << 62)
     check(*pairs(batch, dim, dtype), objective=objective)
@@ -159,7 +159,7 @@ def test_scales(scale: float, objective: str) -> None:
 
 @pytest.mark.parametrize("near_pays", [0, 1 << 60])
 def test_both_forms_of_the_statistics(near_pays: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positives that lie near each other, and such that do not in some of the programs only."""
+    """Positives that lie near each other in all programs, or far apart in some programs."""
     monkeypatch.setattr(backend, "NEAR_PAYS", near_pays)
     x, y = pairs(100, 16, torch.float16)
     check(x, y, 20.0)
@@ -171,10 +171,10 @@ def test_both_forms_of_the_statistics(near_pays: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("near_pays", [0, 1 << 60])
 def test_overflow_of_the_sums(near_pays: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negatives hundreds above the positive: sums overflow and are taken again, for the rows alone that need it."""
+    """Negatives hundreds above the positive: sums overflow and are recomputed, only for the rows that need it."""
     monkeypatch.setattr(backend, "NEAR_PAYS", near_pays)
     x, y = pairs(70, 16, torch.float16)
-    y[3], y[4] = -x[3], x[3]  # a row whose positive is at cosine -1, and a negative at +1
+    y[3], y[4] = -x[3], x[3]  # a row whose positive has cosine -1 and one of whose negatives has +1
     check(x, y, 200.0)
     check(x, y, 200.0, pair_ids=halves(70))
     check(x, -x, 100.0)
@@ -183,7 +183,7 @@ def test_overflow_of_the_sums(near_pays: int, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overflow_of_sigmoids(dtype: torch.dtype, chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negatives too large for the short way: alone, only several together, and by little; in some tiles only."""
+    """Negatives too large for the fast launch: each alone, only several together, or by little; in some tiles only."""
     tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
     if chunks:
         monkeypatch.setattr(backend, "CHUNK_COLUMNS", 2 * tile)
@@ -193,9 +193,9 @@ def test_overflow_of_sigmoids(dtype: torch.dtype, chunks: bool, monkeypatch: pyt
         y[tile + 5 :: 8][:copies] = x[3]
         check(x, y, scale, objective="sigmoid")
         check(x, y, scale, objective="sigmoid", pair_ids=halves(3 * tile))
-    # Two of 2^63.15 over one denominator, whose reciprocal is no normal number: a GPU makes it 0.
+    # Two of 2^63.15 share a denominator whose reciprocal is subnormal, which a GPU flushes to 0.
     torch.manual_seed(0)
-    x, y = 0.05 * torch.randn(2, 3 * tile, 8, device=DEVICE).to(dtype)  # not all the same, or their roundings add up
+    x, y = 0.05 * torch.randn(2, 3 * tile, 8, device=DEVICE).to(dtype)  # unequal, so that roundings do not add up
     x[:, 0], x[3], y[:, 0] = 0, 0, -1
     x[3, 0] = 1
     y[[tile + 5, tile + 5 + tile // 4], 0] = 1
@@ -214,7 +214,7 @@ def test_small_losses_keep_their_digits() -> None:
 
 @pytest.mark.parametrize(("objective", "scale"), [("softmax", 1.0), ("sigmoid", 10.0), ("sigmoid", 100.0)])
 def test_scale_gradient_keeps_its_digits(objective: str, scale: float) -> None:
-    """Nearly equal coefficients are rounded alike, and the terms of the scale's gradient cancel; its error must not."""
+    """Nearly equal coefficients have equal rounding errors, which would not cancel like the terms of this gradient."""
     generator = torch.Generator().manual_seed(0)
     x, y = (0.1 * torch.nn.functional.normalize(torch.randn(100, 24, generator=generator)) for _ in range(2))
     for dtype in DTYPES:
@@ -280,7 +280,7 @@ def _any_precision() -> Iterator[None]:
     [
         (partial(torch.set_float32_matmul_precision, "highest"), 0, 5e-6),
         (partial(torch.set_float32_matmul_precision, "high"), 5e-7, 5e-5),
-        (partial(setattr, torch.backends, "fp32_precision", "tf32"), 5e-7, 5e-5),  # transformers' way
+        (partial(setattr, torch.backends, "fp32_precision", "tf32"), 5e-7, 5e-5),  # as transformers sets it
         (partial(setattr, torch.backends, "fp32_precision", "ieee"), 0, 5e-6),
     ],
 )
@@ -294,10 +294,10 @@ def test_precision_of_float32(setting: Callable[[], None], least: float, limit: 
 
 @pytest.mark.parametrize("module", [torch_backend, backend], ids=["torch", "triton"])
 def test_softmax_losses_keep_their_digits(module: Any) -> None:
-    """From odds of e^-60 to e^60; the exponent of an exponential is rounded by its size."""
+    """Odds from e^-60 to e^60. The rounding error of an exponent grows with the exponent."""
     odds_x, odds_y = torch.linspace(-60, 60, 5001, device=DEVICE), torch.linspace(60, -60, 7001, device=DEVICE)
     zeros = torch.zeros(7001, device=DEVICE)
-    own = odds_y[1000:6001]  # not aligned: a process's part of all columns
+    own = odds_y[1000:6001]  # not aligned, like a process's part of all columns
     loss, lse_x, lse_y, coefficient = module.softmax_losses(zeros[:5001], odds_x, own, zeros, odds_y)
     for lse, odds in ((lse_x, odds_x), (lse_y, odds_y)):
         expected = torch.nn.functional.softplus(odds.double(), threshold=100)
@@ -314,7 +314,7 @@ def test_softmax_losses_keep_their_digits(module: Any) -> None:
 
 @pytest.mark.parametrize("diagonal", [None, 0, 5, 40])
 def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The blocks of strategies: m images against n texts, with the positives elsewhere, in two launches each."""
+    """The blocks of strategies: m images and n texts, with positives off the main diagonal, in two launches each."""
     monkeypatch.setattr(backend, "NEAR_PAYS", 0)
     tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
     m, n = tile + 1, 3 * tile + 4
@@ -325,7 +325,7 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
     generator = torch.Generator().manual_seed(0)
     positive_x, positive_y = (torch.randn(rows, generator=generator).to(DEVICE) for rows in (m, n))
     coefficients = positive_x.clamp(-2, 2)  # no loss has larger ones, and fp16 holds none beyond 4
-    lse_x, lse_y = positive_x + 25, torch.full((n,), torch.inf, device=DEVICE)  # inf: of no column a share
+    lse_x, lse_y = positive_x + 25, torch.full((n,), torch.inf, device=DEVICE)  # inf: columns without a share
 
     def of(module: Any, dtype: torch.dtype) -> list[Tensor]:
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -347,15 +347,15 @@ def test_rectangular_blocks(diagonal: int | None, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("scale", [20.0, 300.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks in which equal ids are positives: one or several for a row, none for some; sums overflow at scale 300."""
+    """Equal ids are positives: rows have one, several or none. At scale 300 sums overflow."""
     monkeypatch.setattr(backend, "NEAR_PAYS", 0)
     tile = triton_tiling.tiling_for(torch.device(DEVICE), 1).tile
     m, n, d = tile + 9, 4 * tile + 4, 16
     y, _ = pairs(n, d, dtype)
     ids_x = torch.arange(m, dtype=torch.int32, device=DEVICE)
-    ids_y = (torch.arange(n, device=DEVICE) * m // (n - 20)).int()  # the last texts are of no image
-    ids_y[: n // 2] //= 2  # every other of the first images has no text
-    place = torch.searchsorted(ids_y, ids_x).clamp(max=n - 1)  # of each row's first positive, or of another text
+    ids_y = (torch.arange(n, device=DEVICE) * m // (n - 20)).int()  # the last texts belong to no image
+    ids_y[: n // 2] //= 2  # every other one of the first images has no text
+    place = torch.searchsorted(ids_y, ids_x).clamp(max=n - 1)  # each row's first positive, or another text
     x = pairs(n, d, dtype)[1][place]
     multiplier = torch.tensor(scale, device=DEVICE)
     references = (
@@ -377,7 +377,7 @@ def test_several_positives(dtype: torch.dtype, scale: float, monkeypatch: pytest
 
     true = of(torch_backend, torch.float64, references)
     for value, expected in zip(of(backend, dtype, references), true, strict=True):
-        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=5e-7 * scale)  # as the logits are rounded
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=5e-7 * scale)  # the rounding of the logits
 
     relative, share = [], []
     for dim, (negatives, positives, _) in enumerate((true[:3], true[3:])):
@@ -404,7 +404,7 @@ def test_only_tiles_that_may_hold_equal_ids_compare_them(diagonal: int | None) -
     assert seen is not None
     for block, (start, stop) in enumerate(seen.tolist()):
         (rows,) = equal[:, block * tile : (block + 1) * tile].any(1).nonzero(as_tuple=True)
-        # A row may have an id within the range of a column block's ids that no column has.
+        # A row may have an id that lies within the range of a column block's ids although no column has it.
         assert rows.min() // tile - 1 <= start <= rows.min() // tile
         assert rows.max() // tile + 1 <= stop <= rows.max() // tile + 2
 
@@ -469,7 +469,7 @@ def test_compiled_without_a_graph_break(objective: str, name: str) -> None:
 
 @pytest.mark.parametrize("target", ["cuda 80", "cuda 90", "hip gfx942"])
 def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
-    """Without a GPU: they fit its shared memory and, on NVIDIA's, load no feature alone."""
+    """Needs no GPU. The kernels fit into its shared memory and, on NVIDIA's GPUs, never load a single feature."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     script = Path(__file__).with_name("compile_kernels.py")
     output = subprocess.check_output([sys.executable, str(script), *target.split()], env=environment, text=True)
@@ -480,7 +480,7 @@ def test_kernels_compile_for(target: str, tmp_path: Path) -> None:
         on_hopper = ("softmax_sums", "softmax_coefficients", "sigmoid_coefficients")
         names |= {f"hopper_kernels.{name}" for name in on_hopper}
     assert {name for name, *_ in compiled} == names
-    # The least of compute capability 8.x, that of 8.6 and 8.9.
+    # The smallest shared memory of compute capability 8.x, that of 8.6 and 8.9.
     available = {"cuda 80": 99 << 10, "cuda 90": 227 << 10, "hip gfx942": 64 << 10}[target]
     for name, shared, narrow_loads in compiled:
         assert int(shared) <= available, name
@@ -544,7 +544,7 @@ def test_large(batch: int, dim: int, dtype: torch.dtype, objective: str) -> None
 @pytest.mark.parametrize("enough_l2", [0, 1 << 40])
 @pytest.mark.parametrize("dim", [64, 192, 320, 512, 576, 768, 1024, 1152])
 def test_pairs_of_runs(dim: int, enough_l2: int, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pairs of runs for a multiprocessor, some without a second run; all, some or no boxes of a run stay."""
+    """Several pairs of runs per multiprocessor, some without a second run; all, some or no boxes of y are kept."""
     if ON_HOPPER:
         monkeypatch.setattr("hf_infcl.kernels.hopper_kernels.ENOUGH_L2", enough_l2)
     monkeypatch.setattr(backend, "LONGEST_OF_STATISTICS", 3)
@@ -562,7 +562,7 @@ def test_large_overflow(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def _memory_given_back() -> Iterator[None]:
-    """Leaves no memory in the allocator: 69 GiB of it would stay there while others test on the same GPU."""
+    """Empties the allocator, which would keep 69 GiB while other workers test on the same GPU."""
     yield
     torch.cuda.empty_cache()
 
@@ -611,7 +611,7 @@ def test_other_stream_and_device() -> None:
         value = run(contrastive_loss, x, y, 30.0, x.dtype)
     stream.synchronize()
     assert all(relative_error(a, b) < 1e-3 for a, b in zip(value[:4], expected[:4], strict=True))
-    if torch.cuda.device_count() > 1:  # the current device stays the first
+    if torch.cuda.device_count() > 1:  # the current device remains the first
         value = run(contrastive_loss, x.to("cuda:1"), y.to("cuda:1"), 30.0, x.dtype)
         assert all(relative_error(a.to("cuda:0"), b) < 1e-3 for a, b in zip(value[:4], expected[:4], strict=True))
 
@@ -620,7 +620,7 @@ def test_other_stream_and_device() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_replays(objective: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording gives what its computation gives, of other data, and keeps nothing that a later replay overwrites."""
+    """A replay with other data gives the results of the computation, and later replays do not overwrite them."""
     batches = [pairs(1000, 72, dtype, seed=seed) for seed in range(5)]
     for ids in (None, halves(1000)):
         options = {"objective": objective, "backend": "triton", "pair_ids": ids}

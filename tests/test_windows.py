@@ -1,4 +1,4 @@
-"""The windows of a training: full global batches of distinct rows, from data sets and from streams."""
+"""The windows of a training are full global batches of distinct rows, from data sets and from streams."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
     trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)
     rows.watch(trainer)
     trainer.train()
-    assert trainer.state.global_step == 4  # two full windows of 16 an epoch, five rows left over
+    assert trainer.state.global_step == 4  # two full windows of 16 per epoch; five rows are left over
     return rows.steps[:4]
 
 
@@ -71,7 +71,7 @@ def test_a_collator_that_leaves_a_row_out_does_not_end_the_epoch(ranks, tmp_path
 
 
 class Epochs(models.Pairs):
-    """Records the epochs that are set."""
+    """Records the epochs passed to `set_epoch`."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
@@ -91,7 +91,7 @@ class StreamOfEpochs(models.Stream):
 
 
 class Wrapper(Dataset):
-    """A data set such as users write to transform the items of another one."""
+    """A data set like those that users write to transform the items of another one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -131,8 +131,8 @@ def test_an_exhausted_stream_agrees_no_more(tmp_path, monkeypatch):
     calls, agree = [], Processes.agree
     monkeypatch.setattr(Processes, "agree", lambda *args, **kwargs: calls.append(1) or agree(*args, **kwargs))
     trainer_for(tmp_path, data=models.Stream(20), max_steps=6, logging_strategy="no").train()
-    # Agreements: one before the first step, about callbacks; two full windows and the end of each of three passes, and
-    # an incomplete window in the two passes that reached it.
+    # Agreements: one before the first step, about callbacks; in each of three passes one per full window (two) and one
+    # at the end; and one for the incomplete window in the two passes that reached it.
     assert len(calls) == 1 + 3 + 3 + 3 + 2
 
 
@@ -142,7 +142,7 @@ def rank_stream(rank: int, world_size: int, folder: str) -> int:
             assert all(p.grad is None for p in model.parameters()), "a gradient leaked into this window"
 
     rows = TrainedRows()
-    # 42 rows: two windows of 16 on two ranks (five of 8 on one), then an incomplete one, every pass.
+    # 42 rows: in every pass two windows of 16 on two ranks (five of 8 on one), then an incomplete one.
     trainer = trainer_for(folder, data=models.Stream(42), max_steps=12 // world_size, callbacks=[rows, CleanStart()])
     rows.watch(trainer)
     trainer.train()
@@ -169,13 +169,13 @@ def rank_sized_stream(rank: int, world_size: int, folder: str) -> list[tuple[int
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world_size):
-    # Two full windows a pass and half of a third, which Trainer would count.
+    # Two full windows per pass, and half of a third one, which Trainer would count.
     for reached in ranks.run(rank_sized_stream, world_size, str(tmp_path)):
         assert reached == [(6, 0.0), (4, 0.0)] * 2
 
 
 def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
-    # Without InfCLTrainer accelerate would fill the window with rows that it already has.
+    # Without InfCLTrainer, accelerate would fill the window with rows that are already in it.
     trainer = trainer_for(folder, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
     with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
         trainer.train()
@@ -188,7 +188,7 @@ def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispat
 
 
 class Uneven(models.Stream):
-    """A stream of which one of two workers has ten rows and the other has the rest."""
+    """A stream from which one of two workers gets ten rows and the other gets the rest."""
 
     def __iter__(self):
         first = torch.utils.data.get_worker_info().id == 0
@@ -204,7 +204,7 @@ def test_a_worker_s_end_is_not_the_stream_s(tmp_path):
 
 
 class Parts(models.Stream):
-    """A stream of which every worker has a part of the rows; the parts have unequal sizes."""
+    """A stream from which every worker gets a part of the rows; the parts differ in size."""
 
     def __iter__(self):
         worker = torch.utils.data.get_worker_info()
