@@ -136,11 +136,17 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     cli.main(words=[*command, "--dataset_size", "400000", "--plot", str(tmp_path / "plan.png")])
     said = capsys.readouterr().out
     assert "sigmoid loss" in said
-    assert "1,024 pairs per GPU" in said
-    assert "So few texts are gathered" in said
+    assert "is 1,024 per GPU" in said
+    assert "so few that they are exchanged at once" in said
     assert "An epoch of 400,000 pairs takes 97 steps" in said
-    assert "97 optimizer steps are too few" in said
+    assert "So few steps are not enough for a learning rate schedule" in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+    cli.main(words=[*command, "--freeze", "image", "--gpu_memory", "24"])
+    said = capsys.readouterr().out
+    (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)
+    assert chosen.endswith("--freeze image"), "the training that is planned"
+    assert "on 4 × GPU with 24 GiB" in said
+    assert "Times are predicted with the rates of an H100." in said
     seconds, peak = planning.measure(models.siglip().config, 4, torch.device("cpu"))
     assert seconds > 0
     assert peak == 0

@@ -70,6 +70,7 @@ def report(options: argparse.Namespace) -> list[str]:
         raise ValueError("--measure needs a GPU. Leave it out to predict from the config alone.")
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
+    freeze = f" --freeze {options.freeze}" if options.freeze else ""
     config = load_config(options.model)
     counts = {False: planning.count(config, freeze=options.freeze)}
     setting = {"gpus": options.gpus, "global_batch": options.global_batch, "gpu": gpu, "memory_gib": memory_gib}
@@ -88,27 +89,33 @@ def report(options: argparse.Namespace) -> list[str]:
     other = planning.best(planning.choices(counts, compiled=not options.torch_compile, **setting))
     times = planning.seconds(of_model, choice, gpu)
     step = sum(times.values())
+    trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
+    rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
+    name = gpu.name if options.gpu_memory is None else "GPU"
     lines = [
-        f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {of_model.trained / 1e6:.1f} of them "
-        f"trained; embeddings of {of_model.dim} dimensions; {of_model.objective} loss.",
-        f"A global batch of {choice.global_batch:,} on {choice.gpus} × {gpu.name} of {memory_gib:g} GiB is "
-        f"{choice.rows:,} pairs per GPU.",
+        f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
+        f"of {of_model.dim} dimensions; {of_model.objective} loss.",
+        f"A global batch of {choice.global_batch:,} pairs on {choice.gpus} × {name} with {memory_gib:g} GiB is "
+        f"{choice.rows:,} per GPU.{rates}",
         "",
-        f"Choose  {choice.options}",
+        f"Choose  {choice.options}{freeze}",
         "",
         *memory_lines(of_model, choice, memory_gib),
         "",
-        f"Time of a step: {_duration(step)} ({', '.join(f'{name} {t / step:.0%}' for name, t in times.items())})",
+        f"Time of a step: {_duration(step)} ({', '.join(f'{name} {_duration(t)}' for name, t in times.items())}).",
     ]
     if other is not None:
-        how = "without" if options.torch_compile else "with"
-        lines.append(f"  {how} --torch_compile: {_duration(other[0])}, {other[1].options}")
-    if options.torch_compile:
-        lines.append("  The first step also compiles the model. That takes tens of seconds, which are not included.")
+        how = "Without" if options.torch_compile else "With"
+        lines.append(f"  {how} --torch_compile it is {_duration(other[0])}: choose {other[1].options}{freeze}")
+    if options.torch_compile or other is not None:
+        lines.append(
+            "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."
+        )
     rate = choice.rows / step
+    workers = math.ceil(rate / WORKER_RATE)
     lines.append(
-        f"  {rate:,.0f} images per second and GPU, for which {math.ceil(rate / WORKER_RATE)} workers of the data "
-        "loader are needed per GPU (JPEGs of 500 × 375)"
+        f"  Each GPU trains {rate:,.0f} images per second. Loading them takes about {_number(workers, 'worker')} per GPU "
+        "(--dataloader_num_workers, with JPEGs of 500 × 375)."
     )
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
@@ -206,11 +213,11 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
 def memory_lines(counts: Counts, choice: Choice, memory_gib: float) -> list[str]:
     parts = planning.memory(counts, choice)
     retain = min(choice.retain, choice.accumulation)
-    buckets = " and DDP's buckets" if choice.gpus > 1 else ""
+    gradients = ", gradients and DDP's buckets" if choice.gpus > 1 else " and gradients"
     graphs = "1 micro-batch" if retain == 1 else f"{retain} micro-batches, whose graphs are kept"
     where = "two micro-batches, the others in host memory" if choice.offload else "the window"
     named = {
-        f"weights, gradients{buckets}": parts.weights,
+        f"weights{gradients}": parts.weights,
         "optimizer": parts.optimizer,
         f"activations of {graphs}": parts.activations,
         f"images of {where}": parts.images,
@@ -227,15 +234,22 @@ def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
     sent = planning.link_bytes(counts, choice)
     if planning.is_gathered(counts.dim, choice):
         seconds = (sent["texts"] + sent["gradients of the texts"]) / 100e9
-        hidden = f"So few texts are gathered. No computation hides that: it takes {_duration(seconds)} at 100 GB/s."
+        hidden = (
+            "The texts and their gradients are so few that they are exchanged at once. No computation hides this: it "
+            f"takes {_duration(seconds)} at 100 GB/s."
+        )
     else:
         rate = planning.hiding_bandwidth(choice, gpu) / 1e9
-        hidden = f"The texts travel around a ring, which the computation hides from {rate:.0f} GB/s in each direction."
+        hidden = (
+            "The texts and their gradients travel around a ring. The computation of the loss hides this if each GPU "
+            f"sends {rate:.1f} GB/s or more in each direction."
+        )
     return [
         f"Each GPU sends {sum(sent.values()) / GIB:.2f} GiB per step: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in sent.items())
         + ".",
         f"  {hidden}",
+        "  DDP sends the gradients of the weights during the last backward of the step.",
     ]
 
 
@@ -243,18 +257,24 @@ def step_lines(pairs: int, epochs: float, choice: Choice, seconds: float) -> lis
     """The length of the training, and whether it has enough steps: a rule of thumb."""
     per_epoch = pairs // choice.global_batch
     if per_epoch == 0:
-        return [f"The training set of {pairs:,} pairs is smaller than one global batch."]
+        return [
+            f"The training set of {pairs:,} pairs is smaller than one global batch, which training refuses. Lower "
+            "--global_batch."
+        ]
     steps = int(per_epoch * epochs)
     if steps < 100:
-        verdict = "too few for a learning rate schedule: take a smaller global batch or more epochs"
+        verdict = "So few steps are not enough for a learning rate schedule: lower --global_batch or raise --epochs."
     elif steps < 1000:
-        verdict = "enough for fine-tuning, few for a training from scratch"
+        verdict = "This number of steps is enough for fine-tuning, but small for a training from scratch."
     else:
-        verdict = "a usual number"
+        verdict = "This number of steps is a usual one."
+    training = (
+        f"; {epochs:g} epochs take {_number(steps, 'step')} and {_duration(steps * seconds)}" if epochs != 1 else ""
+    )
     return [
-        f"An epoch of {pairs:,} pairs takes {per_epoch:,} steps and {_duration(per_epoch * seconds)}; the training "
-        f"takes {steps:,} steps and {_duration(steps * seconds)}.",
-        f"  {steps:,} optimizer steps are {verdict}.",
+        f"An epoch of {pairs:,} pairs takes {_number(per_epoch, 'step')} and "
+        f"{_duration(per_epoch * seconds)}{training}.",
+        f"  {verdict}",
     ]
 
 
@@ -276,7 +296,7 @@ def draw(path: Path, counts: Counts, choice: Choice, gpu: GPU, memory_gib: float
         )
     left.axhline(planning.USABLE * memory_gib, color="0.5", lw=1, label=f"usable of {memory_gib:g} GiB")
     left.plot(choice.global_batch, planning.memory(counts, choice).total / GIB, "o", color="black", label=label)
-    left.set(title="Memory per GPU", ylabel="GiB at the peak of a step", ylim=(0, None))
+    left.set(title="Memory per GPU", ylabel="GiB at the peak of a step", ylim=(0, 2 * memory_gib))
     for compiled in (False, True):
         ways = [replace(choice, accumulation=window, retain=1, compiled=compiled) for window in windows]
         times = [sum(planning.seconds(counts, way, gpu).values()) for way in ways]
@@ -290,6 +310,10 @@ def draw(path: Path, counts: Counts, choice: Choice, gpu: GPU, memory_gib: float
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(path, dpi=120)
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _duration(seconds: float) -> str:

@@ -143,7 +143,10 @@ def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "
     """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
-        raise ValueError(f"Models of type {config.model_type} have no image size, so no micro-batch can be planned.")
+        raise ValueError(
+            f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
+            "steps instead: the log has the peak of the memory and the images per second."
+        )
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(vision, "num_channels", 3)
