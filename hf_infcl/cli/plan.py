@@ -114,8 +114,8 @@ def report(options: argparse.Namespace) -> list[str]:
     rate = choice.rows / step
     workers = math.ceil(rate / WORKER_RATE)
     lines.append(
-        f"  Each GPU trains {rate:,.0f} images per second. Loading them takes about {_number(workers, 'worker')} per GPU "
-        "(--dataloader_num_workers, with JPEGs of 500 × 375)."
+        f"  Each GPU trains {rate:,.0f} images per second. Loading them takes about {_number(workers, 'worker')} per "
+        "GPU (--dataloader_num_workers, with JPEGs of 500 × 375)."
     )
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
