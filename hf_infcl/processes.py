@@ -197,16 +197,22 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     # torch 2.13 renames the collectives of single tensors and deprecates the old names.
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    pairs = list(zip(gathered, parts, strict=True))
-    if len(pairs) == 1 or torch.compiler.is_compiling():  # torch.compile cannot trace one exchange of several tensors
-        for out, part in pairs:
+    if len(parts) == 1 or torch.compiler.is_compiling():  # torch.compile cannot trace one exchange of several tensors
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        for out, part in zip(gathered, parts, strict=True):
             all_gather(out, part, group=group)
         return
-    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one.
-    with dist._coalescing_manager(group):
-        for out, part in pairs:  # as bytes: gloo silently assumes one dtype for all tensors of an exchange
-            all_gather(out.view(torch.uint8), part.view(torch.uint8), group=group)
+    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one. The method of
+    # the group is not documented; torch's own wrapper, `_coalescing_manager`, takes the host another 0.02 ms.
+    members: Any = group or dist.group.WORLD
+    exchange = getattr(members, "all_gather_single_coalesced", None) or members.allgather_into_tensor_coalesced
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = False
+    # As bytes: gloo silently assumes one dtype for all tensors of an exchange.
+    outputs, inputs = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (gathered, parts))
+    work = exchange(outputs, inputs, options)
+    if work is not None:
+        work.wait()
 
 
 def announce_failure(error: Exception) -> None:
