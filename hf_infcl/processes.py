@@ -202,8 +202,8 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
         for out, part in zip(gathered, parts, strict=True):
             all_gather(out, part, group=group)
         return
-    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one. The method of
-    # the group is not documented; torch's own wrapper, `_coalescing_manager`, takes the host another 0.02 ms.
+    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one. torch's own
+    # way to this method of the group, `_coalescing_manager`, takes another 0.02 ms.
     members: Any = group or dist.group.WORLD
     exchange = getattr(members, "all_gather_single_coalesced", None) or members.allgather_into_tensor_coalesced
     options = dist.distributed_c10d.AllgatherOptions()
