@@ -1,7 +1,7 @@
-"""Looks up the installed packages in the advisories of PyPI: pip install pip-audit; python scripts/audit.py
+"""Looks up the installed packages in PyPI's advisories: pip install pip-audit; python scripts/audit.py
 
-The exit code is 1 if a package has a known vulnerability. pip-audit by itself reports success where no advisory can be
-reached; then this script says that nothing was audited.
+The exit code is 1 if a package has a known vulnerability. pip-audit by itself reports success if it cannot reach any
+advisory; this script then says that nothing was audited.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws what each preset of augmentation makes of one picture in six epochs, for the guide in hf_infcl/data.
+"""Draws one picture as augmented by each preset in six epochs, for the guide in hf_infcl/data.
 
 python scripts/augmentation_picture.py --output hf_infcl/data/augmentation.png
 """
@@ -21,7 +21,7 @@ TILE, GAP, LABEL, EPOCHS = 112, 6, 84, 6
 
 
 def scene() -> Image.Image:
-    """A picture of 500 × 375 on which crops and reflections show: a grid, a sun to the left, a word."""
+    """A picture of 500 × 375 pixels that makes crops and reflections visible: a grid, a sun on the left, a word."""
     picture = Image.new("RGB", (500, 375), "#bfe0f2")
     draw = ImageDraw.Draw(picture)
     draw.rectangle((0, 250, 500, 375), fill="#7fb069")

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Measures this package beside others on GPUs; each benchmark appends rows to a CSV and draws its plot.
+"""Measures this package and others on GPUs. Each benchmark appends rows to a CSV and draws its plot.
 
     python scripts/benchmark.py loss --batch-sizes 4096 16384 65536 --dims 512 1024 --objectives softmax sigmoid
     torchrun --nproc-per-node 4 scripts/benchmark.py ring
     torchrun --nproc-per-node 4 scripts/benchmark.py memory
     python scripts/benchmark.py step
 
-`benchmark.py <name> --help` says what each measures and how. The code is in scripts/benchmarks/, the rows and pictures
-are in scripts/benchmarks/results/.
+`benchmark.py <name> --help` explains what a benchmark measures and how. The code is in scripts/benchmarks/, the rows
+and pictures are in scripts/benchmarks/results/.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Why the global batch matters, measured: one CLIP trained by transformers.Trainer and by InfCLTrainer.
+"""Measures why the global batch matters: the same CLIP, trained by transformers.Trainer and by InfCLTrainer.
 
     python scripts/global_batch.py --output_dir outputs/global_batch
 
-Data: pictures of four handwritten digits (scikit-learn's) in a square, captioned "the digits four seven one nine". Each
-of the 10,000 numbers occurs once, so retrieval has one right answer. The numbers of the validation and the test set are
-not trained on, nor are the handwritten digits that they are put together from. The hard negatives are numbers of the
-same digits in another order; 16 random pairs hardly ever hold one.
+Data: pictures of four of scikit-learn's handwritten digits in a square, captioned "the digits four seven one nine".
+Each of the 10,000 numbers occurs once, so retrieval has one right answer. Neither the numbers of the validation and
+test sets nor the handwritten digits in their pictures occur in training. Hard negatives are numbers with the same
+digits in another order; 16 random pairs hardly ever contain one.
 
-All methods see the same pairs equally often in micro-batches of 16, from the same initial weights, with AdamW, a
-warm-up over a tenth of the steps and a cosine to 0. Each method gets three learning rates and keeps the one that is
-best on the validation set (recall@1 of the first seed). What is reported is of the test set, with three seeds.
+All methods see the same pairs equally often, in micro-batches of 16, starting from the same weights, with AdamW, a
+warm-up over a tenth of the steps and cosine decay to 0. For each method, three learning rates are tried and the best
+one on the validation set is kept (recall@1 of the first seed). Results are those on the test set, with three seeds.
 
-Writes global_batch.csv (each run after every second epoch) and global_batch.png, prints a table. 15 runs of one to
-three minutes, as many at a time as there are cores; no GPU is used.
+The script writes global_batch.csv (each run after every second epoch) and global_batch.png, and prints a table. There
+are 15 runs of one to three minutes, as many at a time as there are cores. No GPU is used.
 """
 
 import argparse
@@ -49,7 +49,7 @@ SIZES = {"train": 16 * MICRO_BATCH * WINDOW, "validation": 800, "test": 1000}
 ACCUMULATED = f"Trainer: {MICRO_BATCH} pairs per loss, {WINDOW} losses per step"
 EVERY_BATCH = f"Trainer: {MICRO_BATCH} pairs per loss, 1 loss per step"
 GLOBAL = f"InfCLTrainer: {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
-METHODS = {  # accumulation steps, learning rates tried (the best is the middle one, so none was cut short)
+METHODS = {  # accumulation steps, learning rates tried (the best is the middle one, so the range is wide enough)
     ACCUMULATED: (WINDOW, (1e-3, 2e-3, 4e-3)),
     EVERY_BATCH: (1, (1.25e-4, 2.5e-4, 5e-4)),
     GLOBAL: (WINDOW, (2e-3, 4e-3, 8e-3)),
@@ -63,7 +63,7 @@ def main() -> None:
     folder = parser.parse_args().output_dir
     folder.mkdir(parents=True, exist_ok=True)
 
-    # One single-threaded process per core: the model is too small for more threads to help.
+    # One single-threaded process per core, since the model is too small to benefit from more threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
         sweep = [(method, rate, SEEDS[0]) for method, (_, rates) in METHODS.items() for rate in rates]
@@ -97,7 +97,7 @@ def run_all(pool: ProcessPoolExecutor, runs: list[tuple[str, float, int]]) -> li
 
 
 def train(method: str, learning_rate: float, seed: int) -> list[Row]:
-    """One run; what was measured after every second epoch."""
+    """Trains once; returns the measurements after every second epoch."""
     accumulation, _ = METHODS[method]
     model, processor = small_clip(data()["train"][1], image_size=16, patch_size=8, seed=seed)
     splits = {name: items(*split, processor) for name, split in data().items()}
@@ -129,7 +129,7 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
                 callbacks=[measure],
             )
         else:
-            # return_loss: the loss that CLIPModel itself computes, over the micro-batch.
+            # With return_loss CLIPModel itself computes the loss, over the micro-batch.
             trainer = Trainer(
                 model,
                 TrainingArguments(**options),
@@ -143,7 +143,7 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
 
 
 class Measure(TrainerCallback):
-    """Global contrastive loss and recalls of the held-out sets, after every second epoch."""
+    """Measures the global contrastive loss and the recalls on the held-out sets after every second epoch."""
 
     def __init__(self, splits: dict[str, list[dict[str, torch.Tensor]]], run: Row) -> None:
         self.batches = {name: default_data_collator(splits[name]) for name in ("validation", "test")}
@@ -168,7 +168,7 @@ class Measure(TrainerCallback):
 
 @cache
 def data() -> dict[str, tuple[torch.Tensor, list[str]]]:
-    """For each split pixel_values [N, 3, 16, 16] in [-1, 1] and N captions."""
+    """For each split, pixel_values [N, 3, 16, 16] in [-1, 1] and N captions."""
     digits = load_digits()
     everything = np.arange(len(digits.target))
     train, held_out = train_test_split(everything, test_size=400, stratify=digits.target, random_state=0)
@@ -190,7 +190,7 @@ def data() -> dict[str, tuple[torch.Tensor, list[str]]]:
 
 
 def items(images: torch.Tensor, captions: list[str], processor: Any) -> list[dict[str, torch.Tensor]]:
-    tokens = processor.tokenizer(captions, return_tensors="pt")  # four words each: all of one length
+    tokens = processor.tokenizer(captions, return_tensors="pt")  # four words each, so all have the same length
     return [{"pixel_values": image, "input_ids": ids} for image, ids in zip(images, tokens["input_ids"], strict=True)]
 
 
@@ -200,7 +200,7 @@ def best_rate(rows: list[Row], method: str) -> float:
 
 
 def table(rows: list[Row], best: dict[str, float]) -> str:
-    """Markdown: mean and standard deviation over the seeds at the end of training."""
+    """A table in Markdown: mean and standard deviation over the seeds at the end of training."""
     lines = ["| method | learning rate | steps | test loss | recall@1 | recall@5 |", "|---" * 6 + "|"]
     for method, rate in best.items():
         last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS]
@@ -213,7 +213,7 @@ def table(rows: list[Row], best: dict[str, float]) -> str:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Loss and recall@1 of the test set against the pairs seen: mean, least and greatest of the seeds."""
+    """Plots loss and recall@1 on the test set over the pairs seen: mean, minimum and maximum of the seeds."""
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     panels = {"test_loss": "global contrastive loss (nats)", "test_recall@1": "retrieval recall@1"}
     for axis, (column, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):

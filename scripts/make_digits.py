@@ -122,13 +122,13 @@ def small_clip(
 def train_tokenizer(captions: list[str]) -> CLIPTokenizer:
     """A CLIP tokenizer (lower-case byte-level BPE, words end in </w>) learned from the captions.
 
-    CLIP's text tower reads its result at the first <|endoftext|>, so an unknown character must not become one, as it
-    does by CLIPTokenizer's default. Nor may its id be 2, which CLIPTextModel takes for a mark of old configurations.
+    CLIP's text tower takes its result from the first <|endoftext|>, so unknown characters must not be mapped to it, as
+    CLIPTokenizer does by default. Its id must not be 2, which CLIPTextModel takes as a sign of old configurations.
     """
     special = ["<|startoftext|>", "<|endoftext|>", "<|unknown|>"]
     untrained = CLIPTokenizer(vocab={token: index for index, token in enumerate(special)}, unk_token=special[2])
     trained = untrained.train_new_from_iterator(captions, vocab_size=512, show_progress=False)
-    # The trainer numbers tokens in the order of a hash table, each time another. Sorted, runs can be repeated.
+    # The trainer numbers tokens in the order of a hash table, which varies. Sorting makes runs repeatable.
     tokens = special + sorted(trained.get_vocab().keys() - set(special))
     merges = json.loads(trained.backend_tokenizer.to_str())["model"]["merges"]
     tokenizer = CLIPTokenizer(

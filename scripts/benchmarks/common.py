@@ -1,4 +1,4 @@
-"""Helpers of several benchmarks: processes, inputs, timing, rows of a CSV, and the style of plots."""
+"""Helpers that several benchmarks share: processes, inputs, timing, rows of a CSV, and the style of plots."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ Row = dict[str, Any]
 
 
 def start_processes() -> torch.device:
-    """Joins torchrun's processes, or makes a group of this process alone; the device of this process.
+    """Joins torchrun's processes, or forms a group of this process alone; returns the device of this process.
 
-    Without a GPU everything runs on CPUs over gloo: that shows that it runs, not how fast.
+    Without a GPU everything runs on CPUs over gloo, which shows that it works but not how fast it is.
     """
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
@@ -47,7 +47,7 @@ def start_processes() -> torch.device:
 
 
 def end_processes() -> None:
-    """Leaves together. Several leave without Python's clean-up, in which gloo's threads sometimes abort."""
+    """Ends all processes together. If there are several, Python's clean-up is skipped, as gloo may abort in it."""
     if dist.is_initialized():
         several = world_size() > 1
         dist.barrier()
@@ -59,7 +59,7 @@ def end_processes() -> None:
 
 
 def over_processes(value: float, device: torch.device, operation: Any = dist.ReduceOp.MAX) -> float:
-    """The largest of the processes' values, or what another operation makes of them; the same on every process."""
+    """The largest of the processes' values, or the result of another reduction; the same on every process."""
     if not dist.is_initialized():
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=device)
@@ -93,7 +93,7 @@ def features(batch: int, dim: int, dtype: torch.dtype, device: Any, seed: int = 
 
 
 def seconds(step: Callable[[], Any], device: torch.device) -> float:
-    """The duration of one step on this process; all processes start together."""
+    """The duration of one step on this process. All processes start together."""
     if dist.is_initialized():
         dist.barrier()
     if device.type == "cpu":
@@ -110,7 +110,7 @@ def seconds(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def slowest_seconds(step: Callable[[], Any], device: torch.device, budget: float) -> list[float]:
-    """Times of repetitions for about ``budget`` seconds, each that of the slowest process."""
+    """The times of repetitions during about ``budget`` seconds, each on the slowest process."""
     once = over_processes(seconds(step, device), device)
     if once > budget:
         return [once]
@@ -119,15 +119,15 @@ def slowest_seconds(step: Callable[[], Any], device: torch.device, budget: float
 
 
 def quantiles(values: Iterable[float]) -> Row:
-    """Median, first and last decile of seconds, as columns in ms."""
+    """Median, first and last decile of times in seconds, as columns in ms."""
     q = torch.quantile(torch.tensor(list(values), dtype=torch.float64), torch.tensor([0.5, 0.1, 0.9]).double())
     return {name: round(1000 * value, 4) for name, value in zip(("ms", "ms_p10", "ms_p90"), q.tolist(), strict=True)}
 
 
 def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
-    """The peak of the memory that a step allocates, on the process with the highest peak; None on a CPU.
+    """The peak memory that a step allocates, on the process with the highest peak; None on a CPU.
 
-    NCCL's own buffers are not torch's and do not show.
+    NCCL's own buffers are not included, because torch does not allocate them.
     """
     if device.type == "cpu":
         step()
@@ -142,7 +142,7 @@ def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """The memory that every process has left; without limit on a CPU."""
+    """The memory that is free on every process; infinite on a CPU."""
     if device.type == "cpu":
         return float("inf")
     torch.cuda.empty_cache()
@@ -167,9 +167,9 @@ def environment(device: torch.device, *packages: str) -> Row:
 
 
 def commit() -> str:
-    """Short hash of the commit that is measured, with "-dirty" where the files differ from it.
+    """The short hash of the measured commit, with "-dirty" if files differ from it.
 
-    On a machine without the repository's history the variable HF_INFCL_COMMIT names it.
+    On a machine without the repository's history it is taken from the environment variable HF_INFCL_COMMIT.
     """
     if named := os.environ.get("HF_INFCL_COMMIT"):
         return named
@@ -180,7 +180,7 @@ def commit() -> str:
 
 
 def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
-    """Writes a row to the CSV and prints it; the process of rank 0 does, the others do nothing."""
+    """Appends a row to the CSV and prints it, on rank 0 only."""
     if rank() != 0:
         return
     table.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def append(table: Path, columns: tuple[str, ...], row: Row) -> None:
 
 
 def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
-    """The ``wanted`` rows, in the order in which they were measured; none if there is no table."""
+    """The ``wanted`` rows, in the order of measurement; none if there is no table."""
     if not table.exists():
         return []
     with table.open(newline="") as file:
@@ -210,9 +210,9 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
 
 
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
-    """The newest of the ``wanted`` rows for each combination of ``keys``, so that repeated ones replace older ones.
+    """The newest of the ``wanted`` rows for each combination of ``keys``.
 
-    They are those of one device: by default the one that was measured last.
+    All rows are from one device, by default the one that was measured last.
     """
     rows = read(table, wanted)
     device = device or (rows[-1]["device"] if rows else None)
@@ -226,7 +226,7 @@ MARKERS = "sD^vP*Xh<>"
 
 
 def styles(names: Iterable[str]) -> dict[str, Row]:
-    """Line styles by implementation: this package strong, its variants in the same colour and thin, others muted."""
+    """Line styles by implementation: bold for this package, thin in the same colour for its variants, else muted."""
     ours = [name for name in names if name.startswith("hf_infcl")]
     others = [name for name in names if not name.startswith("hf_infcl")]
     lines: dict[str, Row] = {
@@ -240,7 +240,7 @@ def styles(names: Iterable[str]) -> dict[str, Row]:
 
 
 def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: dict[str, Row]) -> None:
-    """Lines on logarithmic axes, each named beside its last point."""
+    """Draws lines on logarithmic axes, each with its name beside its last point."""
     for name, points in lines.items():
         axis.plot(*zip(*sorted(points), strict=True), **style[name])
     axis.set(xscale="log", yscale="log")
@@ -268,7 +268,7 @@ def draw_lines(axis: Any, lines: dict[str, list[tuple[float, float]]], style: di
 
 
 def draw_bars(axis: Any, values: dict[str, float], notes: dict[str, str]) -> None:
-    """Horizontal bars, the smallest on top, each with its value and a note."""
+    """Draws horizontal bars, the smallest on top, each with its value and a note."""
     names = sorted(values, key=values.__getitem__, reverse=True)
     variant = "#e08a90"
     colors = [OURS if name == "hf_infcl" else variant if name.startswith("hf_infcl") else MUTED[-1] for name in names]

@@ -1,21 +1,21 @@
-"""Images on their way to the model: the cost of a worker, of the transfer, of reading shards, and training from shards.
+"""Images on their way to the model: the costs of a worker, of transfers and of reading shards; training from shards.
 
     python scripts/benchmark.py data
     python scripts/benchmark.py data --parts train --images 20000 --workers 14
 
-The parts, of which all but the last need no GPU:
+The parts, of which only the last needs a GPU:
 
-``worker``: JPEGs of 500 × 375 become a batch of 224 × 224 in a DataLoader's worker. ``ms`` is the worker's CPU time for
-an image, its share of passing the batch on included; quantiles over rounds in which all implementations take turns, so
-that a busy machine is busy for all. ``per_second`` is 1000 / ms, the images of one core. OpenCLIP's transforms are its
-own if open_clip_torch can be imported, which needs a torchvision that fits torch; otherwise they are written out with
-PIL. "commit 70601dd" is this package's code of that commit, read from the repository's history, with each of
-transformers' image backends that can be imported.
+``worker``: a DataLoader worker turns JPEGs of 500 × 375 pixels into a batch of 224 × 224. ``ms`` is the worker's CPU
+time per image, including its share of passing on the batch. Quantiles are over rounds in which all implementations take
+turns, so that other load on the machine affects all of them. ``per_second`` is 1000 / ms, the images per second of one
+core. OpenCLIP's transforms are taken from open_clip_torch if it can be imported, which needs a torchvision that matches
+torch; otherwise they are written out with PIL. "commit 70601dd" is this package's code at that commit, read from the
+repository's history, with each of transformers' image backends that can be imported.
 ``queue``: batches of 256 images are passed from a worker to the main process and copied there once, as pinning does.
-``ms`` is the main process's CPU time for a batch.
-``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time for a sample.
-``train``: InfCLTrainer trains a ViT-B/16 from tar shards of such JPEGs, beside the same from a pool of micro-batches in
-host memory. ``per_second`` are images per second of wall time, over the steps after a warm-up.
+``ms`` is the CPU time of the main process per batch.
+``tar``: samples with an image, a text and a JSON file are read from a tar shard. ``ms`` is the CPU time per sample.
+``train``: InfCLTrainer trains a ViT-B/16 from tar shards of such JPEGs and, for comparison, from a pool of
+micro-batches in host memory. ``per_second`` is the number of images per second of wall time after a warm-up.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def processor_name() -> str:
 
 
 def jpegs(count: int, seed: int = 0) -> list[bytes]:
-    """Pictures of 500 × 375 with smooth colours and some noise, about 54 kB each at quality 90."""
+    """Pictures of 500 × 375 pixels with smooth colours and some noise, about 54 kB each at quality 90."""
     rng = np.random.default_rng(seed)
     files = []
     for _ in range(count):
@@ -89,7 +89,7 @@ def jpegs(count: int, seed: int = 0) -> list[bytes]:
 
 
 class Timed:
-    """A collate function whose batches come with the CPU time that their worker has taken so far."""
+    """A collate function that adds to each batch the CPU time that its worker has used so far."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -99,7 +99,7 @@ class Timed:
 
 
 class Transformed(Dataset[torch.Tensor]):
-    """JPEGs as OpenCLIP's loader prepares them: PIL decodes the file, and a transform makes the tensor."""
+    """JPEGs as prepared by OpenCLIP's loader: PIL decodes the file, and a transform creates the tensor."""
 
     def __init__(self, files: Sequence[bytes], transform: Callable[[Image.Image], torch.Tensor]) -> None:
         self._files, self._transform = files, transform
@@ -112,7 +112,7 @@ class Transformed(Dataset[torch.Tensor]):
 
 
 def open_clip_transforms() -> tuple[dict[str, Callable[[Image.Image], torch.Tensor]], str]:
-    """OpenCLIP's transforms for training and evaluation, and where they come from."""
+    """OpenCLIP's transforms for training and evaluation, and their origin."""
     try:
         from open_clip.transform import image_transform
     except Exception as error:
@@ -147,7 +147,7 @@ def _to_tensor(picture: Image.Image) -> torch.Tensor:
 
 
 def landed() -> Any:
-    """The module of data of an earlier commit, or None without the repository's history."""
+    """The data module of an earlier commit; None without the repository's history."""
     command = ["git", "-C", str(RESULTS), "show", f"{LANDED}:hf_infcl/data.py"]
     done = subprocess.run(command, capture_output=True, check=False)
     if done.returncode:
@@ -164,7 +164,7 @@ def landed() -> Any:
 
 
 def processor(image_processor: Any) -> Any:
-    """A CLIPProcessor whose tokenizer knows single letters: texts should cost next to nothing here."""
+    """A CLIPProcessor whose tokenizer knows only single letters, so that texts cost next to nothing."""
     import transformers
     from tokenizers import Tokenizer, models
 
@@ -214,7 +214,7 @@ def worker(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def seconds_per_image(dataset: Any, collate: Any, batch: int) -> float:
-    """CPU time of one worker for an image, from its first batch to its last."""
+    """The CPU time of one worker per image, from its first batch to its last."""
     loader = DataLoader(dataset, batch, num_workers=1, collate_fn=Timed(collate), drop_last=True)
     stamps = [stamp for _, stamp in loader]
     return (stamps[-1] - stamps[0]) / (len(stamps) - 1) / batch
@@ -224,7 +224,7 @@ def seconds_per_image(dataset: Any, collate: Any, batch: int) -> float:
 
 
 class Batches(Dataset[torch.Tensor]):
-    """Batches of 256 images, made in the worker."""
+    """Batches of 256 images, created in the worker."""
 
     def __init__(self, dtype: torch.dtype, count: int) -> None:
         self._dtype, self._count = dtype, count
@@ -257,7 +257,7 @@ def queue(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def write_tars(folder: Path, files: Sequence[bytes], samples: int, shards: int) -> str:
-    """Shards of samples with .jpg, .txt and .json, whose images repeat; their name with a range."""
+    """Writes shards of samples with .jpg, .txt and .json, whose images repeat; returns their name with a range."""
     for shard in range(shards):
         with tarfile.open(folder / f"{shard:05}.tar", "w") as tar:
             for number in range(shard, samples, shards):
@@ -297,7 +297,7 @@ def tar(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def train(args: argparse.Namespace) -> Iterator[Row]:
-    """Rows of the pool and of the shards, in eager mode and compiled, the inputs on the device and in host memory."""
+    """Rows of the pool and of the shards, in eager mode and compiled, with inputs on the device and in host memory."""
     import transformers
 
     from hf_infcl import InfCLTrainer
@@ -308,7 +308,7 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
     side = training.MODELS[args.model]["vision_config"]["image_size"]
     length = training.MODELS[args.model]["text_config"]["max_position_embeddings"]
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    # Texts of full length, whatever their captions.
+    # Texts have full length, regardless of their captions.
     collator = ContrastiveCollator(processor(images), max_length=length, fixed_length=True, uint8=True)
     batch = args.micro_batch_size * args.accumulation_steps
     with tempfile.TemporaryDirectory() as folder:
@@ -372,7 +372,7 @@ def training_arguments(args: argparse.Namespace, output: str, compiled: bool, of
 
 
 def plot(table: Path) -> None:
-    """Images of a core by implementation, and the cost of passing on a batch."""
+    """Plots the images per second of a core by implementation, and the cost of passing on a batch."""
     rows = common.newest(table, ("part", "implementation"), lambda row: row["part"] in ("worker", "queue", "tar"))
     if not rows:
         return

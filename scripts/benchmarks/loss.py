@@ -1,21 +1,22 @@
-"""Time, memory and error of the loss on one GPU, beside others.
+"""Time, memory and error of this package's loss and others on one GPU.
 
-A row is a forward and backward of one implementation: L2-normalised features, cosines of positives about 0.24,
-logit_scale 100 (and logit_bias -10 for the sigmoid loss). Times are quantiles over repetitions in milliseconds, and
-first_call_s is the very first step in seconds, with whatever is compiled in it (or found in a cache on disk); memory is
-the peak beyond the inputs (empty where torch replays graphs of its own, which it does not count); errors are relative
-to float64 on the same inputs. The floor is the time that torch.matmul (cuBLAS) in bf16, timed in the same run, takes
-for the least number of B×B×D products: four for softmax, three for sigmoid. Other implementations are measured where
-they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (its product of logits in bf16 or, as it
-offers, in FP8), open_clip_torch, torch's own linear_cross_entropy.
+A row is a forward and backward of one implementation. Features are L2-normalised, positives have cosines of about 0.24,
+logit_scale is 100, and logit_bias is -10 for the sigmoid loss. Times are quantiles over repetitions in milliseconds.
+first_call_s is the very first step in seconds, including any compilation (or loading from a cache on disk). Memory is
+the peak beyond the inputs; it is empty if torch replays its own graphs, whose memory it does not count. Errors are
+relative to float64 on the same inputs. The floor is the time of torch.matmul (cuBLAS) in bf16, measured in the same
+run, for the smallest possible number of B×B×D products: four for softmax, three for sigmoid. Other implementations are
+measured if they are installed: inf_cl 1.2.1, cut-cross-entropy 25.1.1, siglip-kernel 0.1.2 (with its product of logits
+in bf16 or, as an option, in FP8), open_clip_torch, and torch's own linear_cross_entropy.
 
-``--forms`` also measures batches that are not plain pairs. The batch size is then the number of images, the floor is
-that of all their texts, the name of the implementation ends in the form, and float64 is this package's torch backend:
+``--forms`` also measures batches other than plain pairs. The batch size is then the number of images, the floor is that
+of all their texts, the name of the implementation ends in the form, and the float64 results are those of this package's
+torch backend:
 
-- ``repeated``: 1% of the pairs have the id of another one, and equal `pair_ids` are excluded;
-- ``captions``: four captions of each image, in no order, all of them positives. siglip-kernel's loss is SigLIP+, which
+- ``repeated``: 1% of the pairs have the id of another pair, and equal `pair_ids` are excluded;
+- ``captions``: each image has four captions, in no order, all of them positives. siglip-kernel's loss is SigLIP+, which
   weights the positives; its errors are not measured;
-- ``negatives``: texts that belong to no image, a quarter as many as images.
+- ``negatives``: additional texts that belong to no image, a quarter as many as images.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .common import BIAS, RESULTS, SCALE
 from .peers import Loss
 
 PRODUCTS = {"softmax": 4, "sigmoid": 3}
-COMPILED_UP_TO = 16384  # beyond, our kernels take longer than their launches
+COMPILED_UP_TO = 16384  # for larger batches our kernels take longer than their launches
 FORMS = {"pairs": "", "repeated": ", 1% repeated", "captions": ", 4 captions", "negatives": ", b/4 negatives"}
 REPLAYED = ("hf_infcl compiled", "vanilla compiled, graphs")
 COLUMNS = (
@@ -53,7 +54,7 @@ COLUMNS = (
 
 
 def implementations(objective: str, batch: int) -> dict[str, Loss]:
-    """New ones for each row, because each compiles its own."""
+    """New implementations for each row, because each compiles its own code."""
     ours = functools.partial(contrastive_loss, objective=objective)
     losses: dict[str, Loss] = {
         "hf_infcl": ours,
@@ -83,7 +84,7 @@ def implementations(objective: str, batch: int) -> dict[str, Loss]:
 def form_of_batch(
     form: str, objective: str, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Callable[..., Loss], dict[str, Loss]]:
-    """The texts [m, D] of a form with images x [b, D] and texts y [b, D]; our loss by its options; others' losses."""
+    """The texts [m, D] of a form made from x and y [b, D], our loss as a function of its options, and other losses."""
     batch = len(x)
     g = torch.Generator(x.device).manual_seed(batch)
     others: dict[str, Loss] = {}
@@ -115,7 +116,7 @@ def form_of_batch(
 
 
 def truth(x: Tensor, y: Tensor, objective: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, and gradients by x and y, in float64 and in chunks."""
+    """The loss and its gradients by x and y, in float64 and in chunks."""
     return in_float64(functools.partial(peers.checkpointed, objective=objective, rows=2048), x, y)
 
 
@@ -131,13 +132,13 @@ def relative(value: Tensor, true: Tensor) -> float:
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """TFLOP/s of a square product in bf16."""
+    """The TFLOP/s of a square product in bf16."""
     a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
     return 2 * size**3 / milliseconds_of(lambda: a @ a, 1000)[0] / 1e9  # long enough for the clock to settle
 
 
 def milliseconds_of(step: Callable[[], Any], milliseconds: int) -> tuple[float, float, float]:
-    """Median, first and last decile of the time in ms; of one run if that alone takes longer than a second."""
+    """Median, first and last decile of the time in ms, from a single run if that takes longer than a second."""
     from triton.testing import do_bench
 
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -172,7 +173,7 @@ def measure(loss: Loss, x: Tensor, y: Tensor, true: tuple[Tensor, ...] | None, m
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(cuda_graphs.PATIENCE):  # the last of these is recorded; what it keeps counts
+    for _ in range(cuda_graphs.PATIENCE):  # the last of these calls is recorded; the memory that it keeps counts
         value = step()
     torch.cuda.synchronize()
     row["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
@@ -189,7 +190,7 @@ def run(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmark.py loss times kernels on a GPU, and torch sees none.")
     if args.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses matmul
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch refuses matmul
         torch.use_deterministic_algorithms(True)
     environment = common.environment(torch.device("cuda"), "triton")
     for objective, dtype_name, dim, batch, form in itertools.product(
@@ -228,7 +229,7 @@ def run(args: argparse.Namespace) -> None:
                 row["floor_fraction"] = round(floor / row["ms"], 3)
             except torch.OutOfMemoryError:
                 row["note"] = "out of memory"
-            except Exception as error:  # others fail in ways of their own; the row says how
+            except Exception as error:  # other losses fail in various ways; the row has the error
                 row["note"] = f"{type(error).__name__}: {error}".splitlines()[0]
             torch.cuda.empty_cache()
             common.append(args.output, COLUMNS, row)
@@ -236,7 +237,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plot(table: Path) -> None:
-    """Time and memory of pairs against the batch size: two panels for each setting with three sizes or more."""
+    """Plots time and memory of pairs over the batch size, in two panels for each setting with at least three sizes."""
     rows = common.newest(table, ("objective", "dtype", "dim", "batch_size", "implementation"), lambda row: row["ms"])
     rows = [row for row in rows if not row["implementation"].endswith(tuple(filter(None, FORMS.values())))]
     style = common.styles(dict.fromkeys(row["implementation"] for row in rows))
@@ -254,7 +255,7 @@ def plot(table: Path) -> None:
             lines: dict[str, list[tuple[float, float]]] = {}
             for row in (row for row in group if row[key]):
                 lines.setdefault(row["implementation"], []).append((int(row["batch_size"]), float(row[key])))
-            # A single point is no line.
+            # A line needs two points.
             common.draw_lines(axis, {name: points for name, points in lines.items() if len(points) > 1}, style)
             axis.set(xlabel="pairs", ylabel=label, title=title)
     common.save(figure, table.with_suffix(".png"), [row for group in shown.values() for row in group])

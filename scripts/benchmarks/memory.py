@@ -1,12 +1,12 @@
-"""Memory of the loss across GPUs: at b pairs per GPU, and against the global batch until it does not fit.
+"""Memory of the loss across GPUs, with b pairs per GPU and with growing global batches until one does not fit.
 
     for w in 1 2 4; do torchrun --nproc-per-node $w scripts/benchmark.py memory --global-batch-sizes; done
     torchrun --nproc-per-node 4 scripts/benchmark.py memory --per-gpu-batch-sizes
 
-A row is the peak of one forward and backward on the GPU that allocates the most. ``peak_mib`` is beyond the images and
-texts, which take ``inputs_mib``; of it ``gradients_mib`` are their gradients, which every implementation has to give.
-A loss whose logits would not fit by their bytes is not tried; its row has a note and no peak. NCCL's buffers and the
-models do not show here; see `step` for a whole training step.
+A row is the peak of one forward and backward on the GPU that allocates the most. ``peak_mib`` is the memory beyond the
+images and texts, which take ``inputs_mib``. It includes ``gradients_mib`` for their gradients, which every
+implementation must return. A loss is not tried if its logits alone would not fit; its row has a note and no peak.
+NCCL's buffers and the models are not included; see `step` for a whole training step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COLUMNS = (
     *("date", "commit", "device", "torch", "triton", "world_size", "objective", "dtype", "dim", "per_gpu_batch_size"),
     *("batch_size", "implementation", "peak_mib", "inputs_mib", "gradients_mib", "note"),
 )
-SMALL = 256  # a first step's libraries and workspaces are none of the loss's memory
+SMALL = 256  # pairs of a first step, so that libraries and workspaces are not counted as memory of the loss
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
                 inputs = 2 * b * args.dim * dtype.itemsize
                 row: Row = {"objective": objective, "dim": args.dim, "per_gpu_batch_size": b, "batch_size": w * b}
                 row |= environment | {"implementation": name, "inputs_mib": round(inputs / common.MIB)}
-                row["gradients_mib"] = row["inputs_mib"]  # in the inputs' dtype
+                row["gradients_mib"] = row["inputs_mib"]  # gradients have the dtype of the inputs
                 if note := step.obstacle(b):
                     row["note"] = note
                 elif (peak := common.peak_bytes(step, device)) is not None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def plot(table: Path) -> None:
-    """For each objective: memory against the global batch at the most GPUs, and against the GPUs at one b."""
+    """For each objective, memory against the global batch on the most GPUs, and against the GPUs with one b."""
     keys = ("world_size", "objective", "dtype", "dim", "per_gpu_batch_size", "implementation")
     rows = common.newest(table, keys, lambda row: row["peak_mib"])
     objectives = list(dict.fromkeys(row["objective"] for row in rows))

@@ -1,7 +1,7 @@
-"""Losses that this package's is compared with, from other libraries or as one writes them in plain torch.
+"""Other losses for comparison with this package's, from other libraries or written in plain torch.
 
-All take image_embeds, text_embeds [b, D], logit_scale and logit_bias, and give a loss. The logits of those in plain
-torch are in the features' dtype; under autocast cross_entropy would make them fp32 and double their memory.
+All take image_embeds and text_embeds [b, D], logit_scale and logit_bias, and return a loss. In plain torch the logits
+have the features' dtype; under autocast, cross_entropy would convert them to fp32 and double their memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def vanilla(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str
 
 
 def checkpointed(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: str, rows: int = 4096) -> Tensor:
-    """The loss with less memory: chunks of rows, which are computed again in the backward."""
+    """The loss with less memory, in chunks of rows that are recomputed in the backward."""
 
     def direction(a: Tensor, b: Tensor, start: int) -> Tensor:
         logits = scale.to(a.dtype) * a @ b.t()
@@ -80,7 +80,7 @@ def siglip_kernel(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, backend:
 def siglip_kernel_plus(
     x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, image_ids: Tensor, text_ids: Tensor
 ) -> Tensor:
-    """SigLIP+: equal ids are positives, which weigh 1 / (2K) for each of the two sides with their K positives."""
+    """SigLIP+: equal ids are positives. Each of K positives in a row weighs 1 / (2K), plus the same for its column."""
     loss = importlib.import_module("siglip_kernel").fused_siglip_plus_loss
     return loss(x, y, scale.log(), bias, image_ids, text_ids, num_groups=len(x))
 
@@ -92,14 +92,15 @@ def open_clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, objective: s
     return losses.ClipLoss()(x, y, scale.to(x.dtype))
 
 
-# ---- Several processes, softmax. The gradients add up to world_size times the global mean's, as DDP expects. ----
+# ---- Several processes, softmax. Gradients add up to world_size times that of the global mean, as DDP expects. ----
 
-# Each takes, at its peak, four matrices of its logits: those of both directions, their log-softmax or its gradient.
+# At its peak each holds four matrices of the size of its logits: for both directions the logits, and their log-softmax
+# or its gradient.
 MATRICES = 4
 
 
 class _Gather(torch.autograd.Function):
-    """[W·b, D] from everyone's [b, D]; the backward sums the gradients of a process's own rows over all."""
+    """[W·b, D] from [b, D] of every process. The backward sums the gradients of a process's rows over all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, all_reduce: bool) -> Tensor:
@@ -115,12 +116,12 @@ class _Gather(torch.autograd.Function):
 
 
 def clip(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """CLIP: every process gathers everything and computes all B×B logits."""
+    """CLIP: every process gathers all features and computes all B×B logits."""
     return vanilla(_Gather.apply(x, False), _Gather.apply(y, False), scale, bias, objective="softmax")
 
 
 def open_clip_local(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, all_reduce: bool = False) -> Tensor:
-    """OpenCLIP's --local-loss --gather-with-grad: own images against all texts, own texts against all images, b×B."""
+    """OpenCLIP's --local-loss --gather-with-grad: b×B logits of local images and all texts, and b×B the other way."""
     target = torch.arange(len(x), device=x.device) + Processes().rank * len(x)
 
     def direction(a: Tensor, b: Tensor) -> Tensor:
@@ -130,19 +131,19 @@ def open_clip_local(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, all_re
 
 
 def disco(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """DisCo-CLIP as its authors' code has it: the same two b×B, gradients of all embeddings all-reduced."""
+    """DisCo-CLIP as in its authors' code: the same two b×B, with an all-reduce of the gradients of all embeddings."""
     return open_clip_local(x, y, scale, bias, all_reduce=True)
 
 
 def inf_cl_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """inf_cl's tiles in its ring, once for each direction; it computes in fp32 and wants a group, also of one."""
+    """inf_cl's tiles in its ring, once for each direction. It computes in fp32 and needs a group, even if of one."""
     loss = importlib.import_module("inf_cl").cal_inf_loss
     x, y = x.float(), y.float()
     return (loss(x, y, scale=scale) + loss(y, x, scale=scale)) / 2
 
 
 def siglip_kernel_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """siglip-kernel's ring of texts, whose backward sends their gradients round in reverse."""
+    """siglip-kernel's ring of texts, whose backward sends their gradients around in the reverse direction."""
     processes = Processes()
     ring = importlib.import_module("siglip_kernel.distributed").DistributedSigLIPLoss
     return ring(strategy="ring", rank=processes.rank, world_size=processes.world_size)(x, y, scale, bias)
@@ -151,7 +152,7 @@ def siglip_kernel_ring(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> Ten
 def siglip_kernel_plus_ring(
     x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, *, image_ids: Tensor, text_ids: Tensor
 ) -> Tensor:
-    """SigLIP+ in siglip-kernel's ring, whose module holds the logarithm of the scale and the bias as parameters."""
+    """SigLIP+ in siglip-kernel's ring. Its module has the logarithm of the scale and the bias as parameters."""
     processes = Processes()
     ring = importlib.import_module("siglip_kernel.distributed").DistributedSigLIPPlusLoss
     groups = processes.world_size * len(x)

@@ -1,27 +1,27 @@
-"""Time of the loss across GPUs: the strategies, other implementations, and how communication overlaps computation.
+"""Time of the loss across GPUs: the strategies, other implementations, and the overlap of communication.
 
     torchrun --nproc-per-node 4 scripts/benchmark.py ring --objectives softmax sigmoid
     torchrun --nproc-per-node 4 scripts/benchmark.py ring --timeline scripts/benchmarks/results/ring_timeline.png
 
-A row is a forward and backward of one implementation on W GPUs of b pairs each (inputs as in `loss`). Repetitions begin
-together, and each takes as long as its slowest process; quantiles in milliseconds.
+A row is a forward and backward of one implementation on W GPUs with b pairs each (inputs as in `loss`). All processes
+start a repetition together, and its time is that of the slowest process. Times are quantiles in milliseconds.
 
-The yardstick is the row "no communication": W losses of b pairs, one after another on each GPU, all GPUs at the same
-time. That is the work of a GPU in a batch of W·b pairs, W blocks of b×b, with nothing exchanged, and at the clock that
-the cards settle at under that load. ``efficiency`` is its time over a row's: the rate at which a GPU goes through
-pairs of pairs (``gpairs_per_s``, W·b² over the time, in 1e9) relative to the rate alone. It tells of communication only
-where kernels take longer than their launches, of which the yardstick has as many as "hf_infcl ring"; elsewhere, as with
-8 × 4,096 pairs, it can exceed 100%, and the picture leaves it out.
+The yardstick is the row "no communication": W losses of b pairs, one after another on each GPU, on all GPUs at the same
+time. That is the work of a GPU for a batch of W·b pairs, W blocks of b×b, without any exchange, and at the clock to
+which the cards settle under that load. ``efficiency`` is the time of the yardstick divided by that of the row, which
+equals the ratio of their rates (``gpairs_per_s``: W·b² combinations of an image and a text over the time, in 1e9). It
+measures communication only if kernels take longer than their launches, of which the yardstick has as many as
+"hf_infcl ring". Otherwise, as with 8 × 4,096 pairs, it can exceed 100%, and the picture leaves it out.
 
-``peak_mib`` is the most that a process allocates beyond its inputs, gradients included; NCCL's buffers do not show.
-``gradient_difference`` is that of the images' gradient to the first row's, relative. "hf_infcl ring" is the ring also
-where its texts are so small that by default they are gathered; elsewhere it is the same as "hf_infcl". "ring untiled"
-is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a GPU. inf_cl and
-siglip-kernel are measured where they are installed; inf_cl converts to fp32, as it demands.
+``peak_mib`` is the most that a process allocates beyond its inputs, including gradients but not NCCL's buffers.
+``gradient_difference`` is the relative difference of the images' gradient from that of the first row. "hf_infcl ring"
+uses the ring even for texts that are small enough to be gathered by default; for larger texts it is the same as
+"hf_infcl". "ring untiled" is the paper's ablation Ring-CL: the same ring with plain torch and whole b×b blocks inside a
+GPU. inf_cl and siglip-kernel are measured if they are installed. inf_cl requires a conversion to fp32.
 
-With --captions k the batches count images, and each image has k texts on its own GPU, all of them positives. The names
-end in it. SigLIP+ of siglip-kernel weights the positives, so its gradient is that of another loss. The picture has no
-such rows.
+With --captions k the batch size counts images. Each image has k texts on its own GPU, all of them positives, and the
+names of the implementations end in k. SigLIP+ of siglip-kernel weights the positives, so its gradient is that of a
+different loss. The picture leaves these rows out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ALONE, OURS, RING = "no communication", "hf_infcl", "hf_infcl ring"
 
 @dataclass
 class Implementation:
-    """A loss, the bytes that its matrices take for W processes of b pairs, and what it has to run within."""
+    """A loss, the bytes of its matrices for W processes with b pairs each, and the context in which it has to run."""
 
     loss: Loss
     matrices: Callable[[int, int], int] = lambda b, w: 0
@@ -68,19 +68,19 @@ class Implementation:
 
 
 def always_ring() -> AbstractContextManager[Any]:
-    """Texts travel around, however small they are."""
+    """Texts are sent around the ring, however small they are."""
     return mock.patch.object(strategies, "GATHERED_BYTES", 0)
 
 
 @contextmanager
 def untiled() -> Iterator[None]:
-    """The torch backend computes a block as a whole, as the paper's Ring-CL."""
+    """The torch backend computes whole blocks, like the paper's Ring-CL."""
     with always_ring(), mock.patch.object(tiled, "tile_shape", lambda m, n, device_type="cpu": (m, n)):
         yield
 
 
 def with_captions(objective: str, ids: dict[str, Tensor]) -> dict[str, Implementation]:
-    """The yardstick, this package's ring and siglip-kernel's for images and texts with ids."""
+    """The yardstick, this package's ring and siglip-kernel's ring, for images and texts with ids."""
     ours = Implementation(functools.partial(contrastive_loss, objective=objective, **ids))
     known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective, **ids)), OURS: ours}
     if objective == "sigmoid" and importlib.util.find_spec("siglip_kernel") is not None:
@@ -89,7 +89,7 @@ def with_captions(objective: str, ids: dict[str, Tensor]) -> dict[str, Implement
 
 
 def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
-    """The yardstick, this package's strategies, the ring first, and the others that have this objective."""
+    """The yardstick, this package's strategies beginning with the ring, and other losses with this objective."""
     ours = functools.partial(contrastive_loss, objective=objective)
     known = {ALONE: Implementation(functools.partial(repeated_alone, objective=objective))}
     known |= {OURS: Implementation(ours), RING: Implementation(ours, context=always_ring)}
@@ -114,7 +114,7 @@ def implementations(objective: str, itemsize: int) -> dict[str, Implementation]:
 
 
 def repeated_alone(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    """W losses of this process's own pairs, each with its backward, and nothing exchanged."""
+    """W losses of this process's own pairs, each with its backward, without any exchange."""
     for _ in range(common.world_size() - 1):
         local_contrastive_loss(x, y, scale, bias, **options).backward()
     return local_contrastive_loss(x, y, scale, bias, **options)
@@ -145,7 +145,7 @@ class Step:
             self._implementation.loss(*self.inputs).backward()
 
     def obstacle(self, batch: int) -> str:
-        """Why it is not tried, by computation: one process that fails could leave the others waiting."""
+        """Why this step is not tried. This is computed, since a process that failed could leave the others waiting."""
         needed = self._implementation.matrices(batch, common.world_size())
         if needed <= common.free_bytes(self.inputs[0].device) - 4 * common.GIB:
             return ""
@@ -153,7 +153,7 @@ class Step:
 
 
 def difference(gradient: Tensor, first: Tensor, device: torch.device) -> float:
-    """The norm of the difference of all processes' gradients, relative."""
+    """The relative norm of the difference of two gradients, over all processes."""
     first = first.double()
     squares = [
         common.over_processes(a.square().sum().item(), device, dist.ReduceOp.SUM) for a in (gradient - first, first)
@@ -162,7 +162,7 @@ def difference(gradient: Tensor, first: Tensor, device: torch.device) -> float:
 
 
 def measure(step: Step, device: torch.device, budget: float) -> Row:
-    step()  # what is compiled on the first call is not measured
+    step()  # the first call compiles and is not measured
     step.forget()
     peak = common.peak_bytes(step, device)
     row = common.quantiles(common.slowest_seconds(step, device, budget))
@@ -232,7 +232,7 @@ def draw_timeline(args: argparse.Namespace, device: torch.device, dtype: torch.d
 
 
 def plot(table: Path) -> None:
-    """Time per implementation, a panel for each setting at the most GPUs measured."""
+    """Plots the time of each implementation, with a panel for each setting, on the most GPUs measured."""
 
     def is_drawn(row: Row) -> bool:
         return bool(row["ms"]) and "captions" not in row["implementation"]
@@ -250,7 +250,7 @@ def plot(table: Path) -> None:
     for axis in axes.flat[len(settings) :]:
         axis.axis("off")
     for axis, ((w, objective, dtype, dim, b), group) in zip(axes.flat, settings.items(), strict=False):
-        # The shares refer to the yardstick that is shown, although a row may come from another run.
+        # Shares refer to the yardstick in the picture, even if a row comes from another run.
         alone = yardstick(rows, group)
         notes = {
             row["implementation"]: f"{float(row['ms']):.4g} ms"

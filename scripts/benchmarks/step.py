@@ -5,29 +5,31 @@
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --profile outputs/profile
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
 
-Without --global-batch-sizes: what InfCLTrainer costs over the plain Trainer with the same model, micro-batch and
-accumulation steps, which has a loss of each micro-batch by itself; and what OpenCLIP's --accum-freq costs, which has
-the loss of the whole batch as InfCLTrainer does; where open_clip_torch is installed, also OpenCLIP's own model in its
-own training loop, with --accum-freq and without. --compile measures each once more under torch.compile. Times are
-quantiles of single steps after a warm-up; ``ratio`` is the rate of images relative to that of the plain Trainer, not
-compiled, in the same run.
+Without --global-batch-sizes, the benchmark measures the cost of InfCLTrainer over the plain Trainer with the same
+model, micro-batch and accumulation steps. The plain Trainer computes a separate loss for each micro-batch. It also
+measures OpenCLIP's --accum-freq, which like InfCLTrainer computes the loss of the whole batch and, if open_clip_torch
+is installed, OpenCLIP's own model in its own training loop, with and without --accum-freq. With --compile each is
+measured again under torch.compile. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
+relative to that of the plain Trainer, not compiled, in the same run.
 
-With them: a row per global batch and loss, as the first table of the Inf-CL paper: ``loss_gib``, what the loss
-allocates from its call to its gradients, and ``peak_gib`` of the whole step, on the GPU with the most; and the time of
-a step. CLIP's, OpenCLIP's and DisCo's losses take the place of ours in InfCLTrainer's window, with logits in bf16. With
---warmup 0 a single step is measured, after a window of two micro-batches has warmed up model and libraries and each
-loss has been called once at its full size; Adam's state exists before. A batch that would not fit by computation (the
-peak of that window, the window's inputs, the logits) is a row with a note. With --compile all is compiled; a single
-step then contains the compilation, whose results are cached on disk by the window before it.
+With --global-batch-sizes there is a row per global batch and loss, as in the first table of the Inf-CL paper:
+``loss_gib`` is the memory that the loss allocates from its call to its gradients and ``peak_gib`` that of the whole
+step, each on the GPU with the most, and there is the time of a step. The losses of CLIP, OpenCLIP and DisCo replace
+ours in InfCLTrainer's window, with logits in bf16. With --warmup 0 a single step is measured, after a window of two
+micro-batches has warmed up model and libraries, and after each loss has been called once at its full size. Adam's state
+exists before that step. A batch that does not fit by computation (the peak of that window, the inputs of the full
+window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
+compilation, whose results the window before it has cached on disk.
 
-With --profile FOLDER instead: the time of each phase of InfCLTrainer's step (data, first pass, loss, second pass,
-clipping, optimizer), measured with the device synchronised between them, as a table that is also written to FOLDER,
-with a trace of one step that is not synchronised.
+With --profile FOLDER, the benchmark instead measures the time of each phase of InfCLTrainer's step (data, first pass,
+loss, second pass, clipping, optimizer), with the device synchronised between phases. It prints a table, and writes it
+to FOLDER together with a trace of one step without synchronisation.
 
-Inputs come from a pool of a few micro-batches of random images, over and over, in pinned memory: no data loading is
-measured, and host memory does not hold a window of a million. On the device every micro-batch is a tensor of its own,
-except with offload_inputs, which holds two at a time. Images are fp32 as processors give them unless --pixel-dtype;
-uint8, which InfCLTrainer normalises on the device, is for the table alone.
+Inputs come from a pool of a few micro-batches of random images in pinned memory, which is used over and over: data
+loading is not measured, and host memory need not hold a window of a million images. On the device every micro-batch is
+a separate tensor, except with offload_inputs, which holds two at a time. Images are fp32, as processors return them,
+unless --pixel-dtype is given. uint8, which InfCLTrainer normalises on the device, is only for rows of
+--global-batch-sizes.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 def measured(
     args: argparse.Namespace, accumulation: int, device: torch.device, train: Callable[..., tuple[Any, Any]]
 ) -> Row:
-    """Columns of the steps that ``train(steps, accumulation)`` takes; a note where memory did not suffice."""
+    """The columns for the steps of ``train(steps, accumulation)``; a note if memory did not suffice."""
     batch = accumulation * args.micro_batch_size * common.world_size()
     row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
     try:
@@ -116,7 +118,7 @@ def measured(
         if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.retain_graphs == "auto":
             row["note"] = f"keeps {min(trainer._training.graph_budget.affordable or 1, accumulation)} graphs"
     del trainer
-    torch.compiler.reset()  # compiled code and its memory belong to this row alone
+    torch.compiler.reset()  # compiled code and its memory belong to this row only
     gc.collect()  # trainers and models refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -124,7 +126,7 @@ def measured(
 
 
 def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **options: Any) -> Callable[..., Any]:
-    """The training of a new model by a trainer, for `measured`."""
+    """A function that trains a new model with a trainer, for `measured`."""
 
     def train(steps: int, accumulation: int) -> tuple[Any, Any]:
         return training.train(trainer_class, training.build(args.model), pool, steps, accumulation, **options)
@@ -133,9 +135,9 @@ def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **opti
 
 
 def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
-    """Rows of the plain Trainer, ours with its options, and OpenCLIP's accumulation."""
+    """Rows of the plain Trainer, InfCLTrainer with its options, and OpenCLIP's accumulation."""
     steps = args.accumulation_steps
-    measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # the first to run finds a cool card
+    measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # warms the card up for the rows
     plain: float | None = None
     for compiled in (False, True) if args.compile else (False,):
         for name, train, accumulation in implementations(args, pool, device, compiled):
@@ -151,7 +153,7 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
 def implementations(
     args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool
 ) -> Iterator[tuple[str, Callable[..., Any], int]]:
-    """Name, training and accumulation steps of all that is measured beside the plain Trainer, and of that first."""
+    """Name, training function and accumulation steps of everything measured, beginning with the plain Trainer."""
     steps = args.accumulation_steps
     common_options: dict[str, Any] = {"torch_compile": True} if compiled else {}
     yield PLAIN, trains(args, pool, training.PlainTrainer, **common_options), steps
@@ -206,7 +208,7 @@ def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> 
 def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> Any:
     """Rows of each loss at each global batch."""
     w = common.world_size()
-    # Everything is compiled, allocated and timed once here. The peak is that of a step without its window and loss.
+    # This compiles, allocates and times everything once. The peak is that of a step without its window and loss.
     once = argparse.Namespace(**{**vars(args), "warmup": 0, "steps": 1})
     compiled: dict[str, Any] = {"torch_compile": True} if args.compile else {}
     small = measured(once, 2, device, trains(args, pool, training.PooledInfCLTrainer, **compiled))
@@ -246,9 +248,9 @@ def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
 
 
 def plot(table: Path) -> None:
-    """The rates of the trainers relative to the plain one on each device, and memory against the global batch.
+    """Plots the rates of the trainers relative to the plain one on each device, and memory over the global batch.
 
-    Each panel is drawn for the setting that has the most rows.
+    Each panel shows the setting that has the most rows.
     """
 
     def is_overhead(row: Row) -> bool:

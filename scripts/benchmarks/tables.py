@@ -1,8 +1,8 @@
 """The tables of the Inf-CL paper beside the rows of `memory`, `ring` and `step`: writes TABLES.md.
 
-The paper's figures are those of arXiv 2410.17243v1, tables 1, 2 and 4, taken from a transcription, not from its PDF. Of
-ours a figure stands where a row of the CSVs has it; ✗ is what does not fit, – what was not measured. The paper writes
-GB, ours are GiB of torch's allocator.
+The paper's figures are from tables 1, 2 and 4 of arXiv 2410.17243v1, taken from a transcription, not from the PDF. Our
+figures are taken from rows of the CSVs. ✗ means that it does not fit, – that it was not measured. The paper gives GB,
+we give GiB of torch's allocator.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAPER_MAXIMUM = (  # table 2: budget, then batch (loss memory) of CLIP, OpenCLIP
     ("ViT-L/14, data offload, 8 × A800", "64k (66.11 GB)", "184k (69.10 GB)", "4096k (26.12 GB)"),
     ("ViT-L/14, data offload, 32 × A800", "64k (66.11 GB)", "368k (64.13 GB)", "12288k (19.59 GB)"),
 )
-PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak memory in GB; and what of ours it is
+PAPER_ABLATION = (  # table 4: what is tiled, loss memory, its complexity, peak memory in GB; our counterpart
     ("nothing (CLIP)", "66.21", "O(B²)", "69.24", "CLIP"),
     ("nothing, local loss (OpenCLIP)", "16.96", "O(B²/W)", "20.79", "OpenCLIP local loss"),
     ("across GPUs (Ring-CL)", "4.81", "O(B²/W²)", "12.30", "ring untiled (Ring-CL)"),
@@ -61,7 +61,7 @@ def of_most_devices(rows: list[Row]) -> list[Row]:
 
 
 def by_hardware(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows by model, number of devices and dtype of images, the fewest devices first."""
+    """Rows by model, number of devices and dtype of images, with the fewest devices first."""
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: int(row["world_size"])):
         found.setdefault(f"{row['model']}, {hardware_of(row)}, {row['pixel_dtype']} images", []).append(row)
@@ -109,7 +109,7 @@ def maximum(steps: list[Row]) -> str:
 
 
 def largest(steps: list[Row], name: str) -> str:
-    """The largest batch that was trained on."""
+    """The largest batch on which a step was trained."""
     ran = [row for row in steps if row["implementation"] == name and row["peak_gib"]]
     if not ran:
         return "–"

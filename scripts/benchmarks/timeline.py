@@ -1,4 +1,4 @@
-"""A picture of what the streams of a GPU did during one step, and how much of the transfers computation hid."""
+"""A picture of the streams of a GPU during one step, and the fraction of transfers hidden by computation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kind(name: str) -> str:
 
 
 def record(step: Callable[[], Any], device: torch.device) -> list[Event]:
-    """The events on this process's GPU during one step, after two steps to warm up; collective."""
+    """The events on this process's GPU during one step, after two warm-up steps. All processes must call this."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -74,7 +74,7 @@ def record(step: Callable[[], Any], device: torch.device) -> list[Event]:
 
 
 def union(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """The times at which any of them ran, as disjoint intervals in order."""
+    """The times at which any of the events ran, as disjoint intervals in order."""
     merged: list[tuple[float, float]] = []
     for event in sorted(events, key=lambda event: event.start):
         start, end = event.start, event.start + event.duration
@@ -88,7 +88,7 @@ def union(events: Iterable[Event]) -> list[tuple[float, float]]:
 def hidden(events: Iterable[Event]) -> float | None:
     """The fraction of the time of transfers during which computation also ran; None without transfers.
 
-    A transfer's kernel waits for its neighbour on the GPU, so its time includes that.
+    The time of a transfer includes waiting for the neighbouring process, since its kernel waits on the GPU.
     """
     by_kind: dict[str, list[Event]] = {}
     for event in events:

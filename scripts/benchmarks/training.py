@@ -88,7 +88,7 @@ Batch = dict[str, Tensor]
 
 
 def build(name: str) -> transformers.CLIPModel:
-    """A new model with random weights, always the same."""
+    """A new model whose random weights are the same every time."""
     return copy.deepcopy(_initial(name))
 
 
@@ -120,9 +120,9 @@ def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype) -> lis
 
 
 class Loader:
-    """As many batches as are asked for, from a pool over and over.
+    """Yields a given number of batches from a pool, over and over.
 
-    With a device each is a copy of its own there, as a data loader's would be: a window of them takes its full memory.
+    With a device, each batch is a separate copy on it, as from a data loader, so a window takes its full memory.
     """
 
     def __init__(self, pool: list[Batch], length: int, device: torch.device | None) -> None:
@@ -136,11 +136,11 @@ class Loader:
             batch = self._pool[index % len(self._pool)]
             if self._device is not None:
                 batch = {name: value.to(self._device, non_blocking=True, copy=True) for name, value in batch.items()}
-            yield dict(batch)  # trainers remove from it what they have used
+            yield dict(batch)  # trainers remove what they have used from the batch
 
 
 class Clock(transformers.TrainerCallback):
-    """The time at which each step ended, and the memory of all of them."""
+    """Records the time at which each step ended, and the memory of all steps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -150,7 +150,7 @@ class Clock(transformers.TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
 
     def look(self) -> None:
-        """Remembers the peak so far; the next begins here."""
+        """Records the peak so far, and starts a new one."""
         if self._device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
@@ -165,7 +165,7 @@ class Clock(transformers.TrainerCallback):
         self.stamps.append(time.perf_counter())
 
     def recorded(self, loss: Any) -> Any:
-        """The loss, keeping what it allocates from its call to its gradients beyond what was there before."""
+        """Wraps the loss, and records what it allocates from its call to its gradients."""
 
         def measured(images: Tensor, texts: Tensor, scale: Any, bias: Any = None, **options: Any) -> Tensor:
             self.look()
@@ -184,10 +184,10 @@ class Clock(transformers.TrainerCallback):
 
 
 class Phases(transformers.TrainerCallback):
-    """Measures the phases of a step one by one: the device is synchronised before and after each.
+    """Measures the phases of a step one by one, with the device synchronised before and after each.
 
     Their times therefore add up to a step without overlap, which is a little longer than a real one. InfCLTrainer names
-    its phases by `torch.profiler.record_function`, which `phase` replaces.
+    its phases with `torch.profiler.record_function`, which `phase` replaces.
     """
 
     def __init__(self, device: torch.device, skip: int) -> None:
@@ -231,7 +231,7 @@ class Phases(transformers.TrainerCallback):
 
 
 class Trace(transformers.TrainerCallback):
-    """Writes a trace of the step after ``step`` steps, at least one, for chrome://tracing or Perfetto."""
+    """Writes a trace for chrome://tracing or Perfetto, of the step that follows ``step`` (at least one) others."""
 
     def __init__(self, path: Path, step: int) -> None:
         self._path, self._step = path, max(1, step)
@@ -246,7 +246,7 @@ class Trace(transformers.TrainerCallback):
 
 
 class PlainTrainer(transformers.Trainer):
-    """Trainer with batches from a pool. Its loss is the model's own, of each micro-batch."""
+    """Trainer with batches from a pool. Its loss is that of the model, for each micro-batch."""
 
     pool: list[Batch]
 
@@ -258,10 +258,10 @@ class PlainTrainer(transformers.Trainer):
 
 
 class OpenCLIPTrainer(PlainTrainer):
-    """OpenCLIP's --accum-freq: features of all micro-batches without a graph, then of each again, with a loss each.
+    """OpenCLIP's --accum-freq: encodes all micro-batches without a graph, then each one again, with a loss for each.
 
-    Each loss is of the whole batch, with one micro-batch's features fresh. So K micro-batches cost K more forwards and
-    K losses of the whole batch. The loss's products are in bf16 where the model's are, as in ours.
+    Each loss is that of the whole batch, with new features of one micro-batch. K micro-batches thus cost K additional
+    forwards and K losses of the whole batch. The products of the loss are in bf16 if the model's are, as in our loss.
     """
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
@@ -290,14 +290,14 @@ class OpenCLIPTrainer(PlainTrainer):
 
 
 class Normaliser:
-    """The part of `ContrastiveCollator` that InfCLTrainer asks for: uint8 images become fp32 on the device."""
+    """The part of `ContrastiveCollator` that InfCLTrainer needs: it converts uint8 images to fp32 on the device."""
 
     def normalise(self, pixel_values: Tensor) -> Tensor:
         return pixel_values.float().div_(127.5).sub_(1)
 
 
 class PooledInfCLTrainer(InfCLTrainer):
-    """InfCLTrainer with batches from a pool, which stay in host memory with ``offload_inputs``."""
+    """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory."""
 
     pool: list[Batch]
 
@@ -310,7 +310,7 @@ class PooledInfCLTrainer(InfCLTrainer):
         return Loader(self.pool, self.args.max_steps * self.args.gradient_accumulation_steps, device)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """With Adam's state, which otherwise appears at the end of the first step: a single step shows all memory."""
+        """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
         optimizer = super().create_optimizer(*args, **kwargs)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -334,8 +334,8 @@ def train(
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
 
-    ``loss`` takes the place of `contrastive_loss` in InfCLTrainer, with its memory recorded; ``phases`` measures
-    InfCLTrainer's phases.
+    ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. ``phases`` measures InfCLTrainer's
+    phases.
     """
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -373,10 +373,10 @@ def train(
 def train_open_clip(
     name: str, pool: list[Batch], steps: int, accumulation: int, device: torch.device, *, compiled: bool = False
 ) -> tuple[Clock, None]:
-    """OpenCLIP's own model of the same size, with its own training loop, loss and --accum-freq.
+    """Trains OpenCLIP's own model of the same size with its own training loop, loss and --accum-freq.
 
-    Its package with the loop (open_clip_torch from 2.27 on) is optional. As in OpenCLIP's default the gradients are not
-    clipped. One accumulation step is its plain training, a loss and an optimizer step for each micro-batch.
+    The package with the loop (open_clip_torch from 2.27 on) is optional. As by OpenCLIP's default, gradients are not
+    clipped. One accumulation step means plain training: a loss and an optimizer step for each micro-batch.
     """
     import open_clip
     from open_clip_train.train import train_one_epoch
@@ -417,7 +417,7 @@ def train_open_clip(
             for batch in super().__iter__():
                 yield batch["pixel_values"], batch["input_ids"]
 
-    def at_each_micro_batch(step: int) -> None:  # called as the scheduler, before the forward
+    def at_each_micro_batch(step: int) -> None:  # called in place of the scheduler, before the forward
         if len(clock.stamps) == step:
             clock.on_step_end(None, None, None)
 
