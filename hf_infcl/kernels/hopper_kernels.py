@@ -15,8 +15,8 @@ Work
     rest of the first run follows. The product of a tile has STEPS steps along D. Each step multiplies a box of x
     [BM, BK] by a box of y [BN, BK].
 
-    Each partition numbers the steps in the same way, across all tiles of all pairs of the program: step k of tile i is
-    step number i · STEPS + k.
+    All three partitions number the steps in the same way, across all tiles of all pairs of the program: step k of tile
+    i is step number s = i · STEPS + k.
 
 Slots
     Shared memory is divided into SLOTS slots of one box each. While the tensor cores are busy, a step takes 512 cycles.
@@ -25,10 +25,10 @@ Slots
     are loaded with the first tile and kept for the rest of the pair. The other boxes of y are *streamed*: they are
     loaded again for every tile. The slots are used as follows:
 
-    - STAGES slots are the stages of the pipeline. Step s loads its box of x into stage s % STAGES, and is number
-      s // STAGES to use that stage.
-    - KEPT slots hold the kept boxes of y. The steps of these boxes are spread evenly over the tile, and so are the
-      loads of the streamed ones.
+    - STAGES slots are the stages of the pipeline, for boxes of x. Step s uses stage s % STAGES. The lowest bit of
+      s // STAGES, the number of earlier steps in that stage, is the parity of its phases.
+    - KEPT slots hold the kept boxes of y. These belong to steps that are spread evenly over a tile, so that the loads
+      of the streamed boxes are spread evenly as well.
     - RING slots, the remaining ones, are a ring buffer for the streamed boxes of y.
 
 Barriers
@@ -36,10 +36,11 @@ Barriers
 
     - full[stage]: all boxes loaded for the step have arrived. The producer arrives, with the number of bytes that the
       phase also waits for.
-    - empty[stage]: the product of the step is complete. The warpgroup that computed it arrives.
+    - empty[stage]: the product of the step is complete. The warpgroup that computed it arrives. The producer waits for
+      it before it loads the next step of the stage; the first step of a stage does not wait.
     - turns[0], turns[1]: the first or the second warpgroup may issue the products of its next tile. The other warpgroup
       arrives when it has issued the last product of a tile. Once the second run has ended, the first warpgroup arrives
-      for itself.
+      for itself. The first tile of the program does not wait.
 
 Phase parity
     A wait on a barrier sees only the parity of its phase, so no partition may fall two phases behind. A warpgroup
@@ -48,13 +49,13 @@ Phase parity
     have arrived, which full barriers cover only in the first tile of a pair.
 
 Boxes of y have no barriers of their own
-    The producer takes the stages in order. Once it has waited for the empty barrier of step s, the products of all
-    steps up to s - STAGES are complete. That is enough to overwrite a box of y:
+    Before the producer loads step s, it has waited for the empty barriers of this step and of all earlier steps, so the
+    products of all steps up to s - STAGES are complete. That is enough to overwrite a box of y:
 
-    - The box that a streamed box overwrites was streamed RING boxes earlier. Any STAGES consecutive steps stream at
-      most RING boxes (`_stages`), so that box belongs to step s - STAGES or an earlier one.
-    - The box that a kept box overwrites is that of the same step of a tile in the previous pair. It was last used in
-      step s - STEPS, and where boxes are kept STAGES is at most STEPS.
+    - A streamed box overwrites the one that was streamed RING boxes earlier. Any STAGES consecutive steps stream at
+      most RING boxes (`_stages`), so the older box belongs to step s - STAGES or to an earlier one.
+    - A kept box overwrites that of the previous pair, which was last used STEPS steps earlier. If boxes are kept,
+      STAGES is at most STEPS.
 
 Plain kernels
     Each run is identified by the number of the plain kernels' program that has the same run (`_number`). The slow
@@ -80,7 +81,7 @@ from .triton_sigmoid import LIMIT, log1p
 from .triton_softmax import REACH, exp, finite
 from .triton_tiles import LOG2E, column_sums, is_inside, masked_tiles, place, thread_sums, whole_sum
 
-# Newer releases of Triton have the first of each two names.
+# The first name is that of newer releases of Triton.
 _copy_in = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _copy_out = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
