@@ -199,7 +199,7 @@ def test_learning_rates_follow_their_own_rules(tmp_path):
 def test_learning_rates_of_an_optimizer_that_was_passed_are_its_own(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     args = arguments(tmp_path, learning_rate_batch_size=16)
-    with pytest.raises(ValueError, match="learning_rate_batch_size are for the optimizer that the trainer makes"):
+    with pytest.raises(ValueError, match="learning_rate_batch_size apply only to an optimizer that the trainer"):
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8), optimizers=(optimizer, None))
 
 
@@ -342,14 +342,14 @@ def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
         ({"max_logit_scale": 0.5}, "max_logit_scale must be at least 1.*0.5"),
         ({"max_logit_scale": math.nan}, "max_logit_scale must be at least 1.*nan"),
         ({"logit_scale_learning_rate": -1e-3}, "logit_scale_learning_rate must be finite and at least 0, got -0.001"),
-        ({"learning_rate_batch_size": 0}, "learning_rate_batch_size is a number of pairs, at least 1, got 0"),
+        ({"learning_rate_batch_size": 0}, "learning_rate_batch_size is a number of pairs and must be at least 1"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*rows of evaluations"),
         ({"batch_eval_metrics": True}, "batch_eval_metrics=True.*whole set"),
         ({"eval_do_concat_batches": False}, "eval_do_concat_batches=False.*whole set.*at True"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*no labels"),
         ({"freeze": "vision"}, "freeze must be one of None, 'image', 'text', got 'vision'"),
-        ({"retain_graphs": "all"}, "retain_graphs must be 'auto' or an integer from 0 on, got 'all'"),
-        ({"retain_graphs": -1}, "retain_graphs must be 'auto' or an integer from 0 on, got '-1'"),
+        ({"retain_graphs": "all"}, "retain_graphs must be 'auto' or an integer of at least 0, got 'all'"),
+        ({"retain_graphs": -1}, "retain_graphs must be 'auto' or an integer of at least 0, got '-1'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size would change the contrastive batch"),
         ({"ddp_static_graph": True, "gradient_accumulation_steps": 2}, "ddp_static_graph=True .*steps=2"),
         ({"train_sampling_strategy": "group_by_length"}, "'random' or 'sequential', got 'group_by_length'"),

@@ -103,7 +103,7 @@ def test_a_subclass_s_compute_loss_is_refused(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["lomo", "adalomo"])
 def test_optimizers_that_step_within_the_backward_are_refused(tmp_path, optimizer):
-    with pytest.raises(ValueError, match=f"optim='{optimizer}' changes the weights within every backward"):
+    with pytest.raises(ValueError, match=f"optim='{optimizer}' changes the weights in every backward"):
         arguments(tmp_path, optim=optimizer)
 
 

@@ -1,8 +1,8 @@
 """Replays a repeated computation as CUDA graphs, for kernels that take longer to launch than to run.
 
-A computation without collectives is one graph. Collectives are not recorded: they end one graph, and another begins
-after them. A replay makes them again between the graphs, with the tensors of the recording. Processes may record at
-different times, since recording itself exchanges nothing, and replays make the same collectives as the computation.
+A computation without collectives is one graph. Collectives are not recorded: each one ends a graph, and the next graph
+begins after it. A replay runs the collectives between the graphs, on the tensors of the recording. Processes may record
+at different times, because recording exchanges nothing and replays run the same collectives as the computation.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from torch import Tensor
 Tensors = tuple[Tensor | None, ...]
 Collective = Callable[..., Any]
 
-PATIENCE = 2  # calls before the one that is recorded: the many sizes of an evaluation come once or twice each
-KEPT = 2  # the most recordings that are kept at a time; each holds the memory of its computation
+PATIENCE = 2  # calls before the recorded one; each of the many sizes of an evaluation occurs only once or twice
+KEPT = 2  # the maximum number of recordings; each holds the memory of its computation
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()  # a recording's inputs are written and then read by its replay
 
 
 class Exchange(Protocol):
-    """The processes among which a computation makes its collectives: `hf_infcl.processes.Processes`."""
+    """The processes that run the collectives of a computation: `hf_infcl.processes.Processes`."""
 
     def perform(self, collective: Collective) -> None:
-        """Makes a collective."""
+        """Runs a collective."""
 
     def redirected(self, instead: Callable[[Collective], None]) -> AbstractContextManager[None]:
-        """A context in which collectives are handed to ``instead`` and not made."""
+        """A context in which collectives are handed to ``instead`` and do not run."""
 
 
 def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *tensors: Tensor | None) -> Tensors:
     """Computes ``function(*tensors)``; from the third call with the same name and shapes on it replays a recording.
 
     Args:
-        name: says what the function computes; functions of the same name are taken for the same.
-        exchange: makes the collectives of the function.
-        function: launches the same kernels and makes the same collectives whenever shapes are the same, and does
+        name: identifies what the function computes; functions with equal names must compute the same.
+        exchange: runs the collectives of the function.
+        function: launches the same kernels and runs the same collectives whenever shapes are the same, and does
             nothing else: no random numbers, no waiting for the device.
         tensors: on one CUDA device, the first not None.
 
@@ -100,8 +100,8 @@ class _Recording:
     def _record(self, exchange: Exchange, function: Callable[..., Tensors], tensors: Tensors) -> None:
         self._inputs = tuple(None if t is None else t.new_empty(t.shape) for t in tensors)
         self._fill(tensors)
-        # Compiles kernels for the alignment of these tensors, which is impossible while recording. Nothing is
-        # exchanged, since other processes may record at another time, and the results are not used.
+        # This compiles kernels for the alignment of these tensors, which is impossible while recording. It exchanges
+        # nothing, because other processes may record at another time. Its results are not used.
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
         capture = _Capture()
@@ -116,16 +116,16 @@ class _Recording:
 
 
 class _Capture:
-    """A context that records the kernels that are launched in it as graphs, with collectives between them.
+    """A context that records the kernels launched in it as graphs, with collectives between them.
 
-    The graphs share one pool of memory, because they are replayed in this order only: the results of the first stay
-    where the others read them.
+    The graphs share one memory pool. This is safe because they are only replayed in this order, so the results of one
+    graph stay where the following ones read them.
     """
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.collectives: list[Collective] = []
-        # A stream of its own, because cuBLAS keeps a workspace per stream.
+        # A separate stream, because cuBLAS keeps a workspace per stream.
         self._stream = torch.cuda.Stream()
         self._open: torch.cuda.graph | None = None
 
@@ -143,7 +143,7 @@ class _Capture:
         if capture is None:  # it could not begin
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # where a computation begins by a collective
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # if a computation begins with a collective
             capture.__exit__(*error)
 
     def interrupt(self, collective: Collective) -> None:

@@ -1,4 +1,4 @@
-"""Both losses of pairs, image i and text i, with further texts as negatives."""
+"""Both losses for batches of pairs (image i, text i), optionally with additional negative texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
 
 @dataclass(frozen=True)
 class _SoftmaxBlocks:
-    """The kernels of the softmax loss as strategies call them."""
+    """The kernels of the softmax loss, in the form in which strategies call them."""
 
     scale: Tensor
     backend: str
@@ -62,7 +62,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
     texts, positive_y, ids_y = y.rows
     (odds_x,), (odds_y,) = strategy.statistics(blocks.statistics, (torch.logaddexp,), x, y)
     if batch.negatives is not None:
-        # The statistics of these columns are not read, so any reference will do; one near the others is faster.
+        # The statistics of these columns are not read, so any reference works; one close to the others is faster.
         near = positive.mean().expand(len(batch.negatives))
         x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
         negatives = strategy.columns(negatives)
@@ -90,7 +90,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
             coefficient = -torch.sigmoid(odds_x if losses_x else own_odds_y)
         image_lse = lse_x if losses_x else torch.full_like(lse_x, torch.inf)
         text_lse = lse_y if losses_y else torch.full_like(lse_y, torch.inf)
-        coefficient_y = coefficient if strategy.transposes else None  # the kernels read those of rows alone
+        coefficient_y = coefficient if strategy.transposes else None  # the kernels only read the rows' coefficients
         return Side((batch.x, image_lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
     from_pairs = strategy.softmax_gradients(blocks.gradients, sides, wanted.x, wanted.y)
@@ -140,6 +140,6 @@ def _without_positives(block: GradientsBlock) -> GradientsBlock:
 
 
 def _sum(a: Gradients, b: Gradients) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The scalars and the gradient of the images, which are the rows of both."""
+    """Adds the scalars, and the gradients of the images, which are the rows of both."""
     scalars = tuple(s + t for s, t in zip(a.scalars, b.scalars, strict=True))
     return scalars, a.x + b.x if a.x is not None and b.x is not None else None

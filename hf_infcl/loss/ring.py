@@ -1,7 +1,7 @@
 """A ring of processes: blocks travel around it while each process computes on the block that it holds.
 
-Transfers are point to point. They are started before the computation that they overlap and waited for after it. With
-NCCL waiting only orders streams, so the host never stops. One process is a ring of one, in which nothing travels.
+Transfers are point-to-point. Each one starts before the computation that hides it and is waited for afterwards. With
+NCCL, waiting only orders streams and never blocks the host. A single process is a ring of one, without transfers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Ring:
             self._previous = dist.get_global_rank(group, (processes.rank - 1) % processes.world_size)
 
     def rotate(self, *tensors: Tensor | None) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Yields every process's tensors once, as (their rank, tensors), beginning with those of this process.
+        """Yields every process's tensors once, as (rank, tensors), beginning with those of this process.
 
-        The next block travels while the caller computes on the present one. The tensors of a block are valid until the
-        next iteration and must not be written to. They have one shape and dtype on all processes, see `padded`; None
-        stays None.
+        The next block travels while the caller computes on the current one. The tensors of a block are valid until the
+        next iteration and must not be written to. Their shapes and dtypes are the same on all processes (see `padded`);
+        None stays None.
         """
         rank, world_size = self.processes.rank, self.processes.world_size
         first = held = tuple(None if t is None else t.contiguous() for t in tensors)
@@ -51,8 +51,8 @@ class Ring:
                 held = arriving
 
     def exchange(self, sent: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Transfer:
-        """Starts sending tensors to the next process and receiving those of the previous one."""
-        # Every process sends before it receives and issues its exchanges in the same order: NCCL pairs them by order.
+        """Starts sending tensors to the next process and receiving tensors from the previous one."""
+        # Every process sends before it receives and issues its exchanges in the same order, by which NCCL pairs them.
         group = self.processes.group
         operations = [dist.P2POp(dist.isend, t, self._next, group) for t in sent if t is not None]
         operations += [dist.P2POp(dist.irecv, t, self._previous, group) for t in received if t is not None]
@@ -60,7 +60,7 @@ class Ring:
 
 
 class Transfer:
-    """A started exchange. It holds the tensors that are sent until it has been waited for."""
+    """A started exchange. It keeps the sent tensors alive until `wait`."""
 
     def __init__(self, works: list[dist.Work], sent: tuple[Tensor | None, ...]) -> None:
         self._works, self._sent = works, sent
@@ -72,16 +72,16 @@ class Transfer:
 
 
 class RingReduction:
-    """The processes' parts for each block of a `Ring.rotate` loop, combined while they travel along with the blocks.
+    """Combines the processes' parts for each block of a `Ring.rotate` loop while they travel along with the blocks.
 
-    In every step of the loop, or in every step but the first, each process calls `add` once, with its part for the
-    block that it holds. After the loop `result` returns the combination of these parts for the block that this process
-    began with. The transfer of one step overlaps the computation of the next.
+    In every step of the loop, or in every step except the first, each process calls `add` once with its part for the
+    block that it holds. After the loop, `result` returns the combined parts for this process's own block. The transfer
+    of one step overlaps with the computation of the next.
 
     Args:
         ring: the ring that the blocks travel around.
         combine: ``combine(a, b, out=a)``, associative and commutative: `torch.add` or `torch.logaddexp`.
-        rows: the rows of the largest part. Smaller ones travel with zeros behind their last row.
+        rows: the number of rows of the largest part. Smaller parts are padded with zeros.
     """
 
     def __init__(self, ring: Ring, combine: Callable[..., Any], rows: int) -> None:
@@ -91,7 +91,7 @@ class RingReduction:
         self._arriving: Tensor | None = None
 
     def add(self, part: Tensor) -> None:
-        """Combines the parts received for this block with this process's, a contiguous tensor that is overwritten."""
+        """Combines this process's part, a contiguous tensor that is overwritten, with those received for the block."""
         total = part = padded(part, self._rows)
         if self._transfer is not None:
             total = self.result()
@@ -113,7 +113,7 @@ class RingReduction:
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor with zeros behind its last row; the tensor itself if it has as many rows already."""
+    """Pads the tensor with zero rows at its end; returns the tensor itself if it already has that many rows."""
     if len(tensor) == rows:
         return tensor
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, rows - len(tensor)))

@@ -1,8 +1,8 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch.
 
-This file holds the training step. The other parts of the trainer are in `nonfinite.py` (windows that are not trained),
-`loading.py` (data), `evaluating.py`, `checkpointing.py` (saving and resuming), `hub.py` (pushes) and `preparation.py`
-(the model).
+This file contains the training step. The other parts of the trainer are in `nonfinite.py` (windows that are refused or
+skipped), `loading.py` (data), `evaluating.py`, `checkpointing.py` (saving and resuming), `hub.py` (pushes) and
+`preparation.py` (the model).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Training:
     def collect_after_compiling(self) -> None:
         """Frees activations in the first window of a compiled model.
 
-        Compiling leaves reference cycles that hold the activations of a micro-batch, so that the window would hold
-        those of two micro-batches. It is called after the first forward, after the first backward and after the last.
+        Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
+        activations of two micro-batches. Call this after the first forward, the first backward and the last backward.
         """
         if self.compiled and self.windows == 0:
             gc.collect()
@@ -70,7 +70,7 @@ class _MicroBatch:
 
 @dataclass
 class _Passes:
-    """The state of the two passes over the window that is trained."""
+    """The state of the two passes over the current window."""
 
     cached: CachedWindow | None = None  # from the first pass to the last backward
     arriving: Iterator[dict[str, Any]] | None = None  # the micro-batches on the device, with offload_inputs
@@ -79,36 +79,36 @@ class _Passes:
 
 
 class InfCLTrainer(GuardedTrainer):
-    """A `transformers.Trainer` whose every optimizer step minimises the loss of one global contrastive batch.
+    """A `transformers.Trainer` in which each optimizer step minimises the loss of one global contrastive batch.
 
     The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
-    the gradient of every parameter, logit_scale and logit_bias included, equals that of one process that holds the
-    whole batch. See `hf_infcl.contrastive_loss` for the loss, and `hf_infcl.training.grad_cache` for the two passes by
-    which a window of micro-batches needs the activation memory of one.
+    the gradient of every parameter, including logit_scale and logit_bias, equals the gradient of one process that holds
+    the whole batch. `hf_infcl.contrastive_loss` describes the loss. `hf_infcl.training.grad_cache` describes the two
+    passes that train a window of micro-batches in the activation memory of a single one.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.training.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
-        train_dataset: items for the data collator; only full global batches are drawn from it, reshuffled each epoch.
+        train_dataset: items for the data collator. The trainer draws only full global batches, reshuffled each epoch.
             An IterableDataset needs ``max_steps``, an `ImageTextStream` needs ``max_steps`` or ``samples_per_epoch``.
-        eval_dataset: `ImageTextDataset` (global contrastive loss and retrieval), `ZeroShotDataset` (classification), or
-            a dict of them.
-        data_collator: gives batches for the model, with ``pair_ids`` [b] int64 if wanted; by default a
-            `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 names the image of each
-            text, -1 for a text that belongs to none; without it text i belongs to image i.
-        **kwargs: as `transformers.Trainer`. ``compute_metrics`` gets an EvalPrediction whose predictions are
-            ``(image_embeds [N, D], text_embeds [M, D])``, the captions in the order of their images, and whose
-            label_ids are ``(counts [N], caption_ids [M])``: the number of captions of each image, and an int64 that is
-            equal for captions of equal tokens. If the batches have ``pair_ids``, these [N] are the third label. For a
-            `ZeroShotDataset` predictions are ``image_embeds`` and label_ids the labels [N].
+        eval_dataset: an `ImageTextDataset` (global contrastive loss and retrieval), a `ZeroShotDataset`
+            (classification), or a dict of them.
+        data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
+            `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 is the index of each text's
+            image, -1 for a text that belongs to no image; without it, text i belongs to image i.
+        **kwargs: the other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction whose
+            predictions are ``(image_embeds [N, D], text_embeds [M, D])``, with the captions in the order of their
+            images, and whose label_ids are ``(counts [N], caption_ids [M])``: the number of captions of each image, and
+            an int64 that is equal for captions with equal tokens. If the batches have ``pair_ids``, these [N] are the
+            third label. For a `ZeroShotDataset`, the predictions are ``image_embeds`` and the label_ids the labels [N].
 
     Raises:
-        ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` are of another class;
+        ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` has another class;
             several GPUs are visible without a launcher; ``args.world_size`` is not the number of processes; FSDP1, or
-            a stage of DeepSpeed's ZeRO other than 1 and 2; only the temperature trains under FSDP; the objective is
-            sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass has a
-            ``compute_loss``; a data set of images has neither a processor nor a collator; ``equal_ids="exclude"`` for
-            a training set that draws several captions per image.
+            DeepSpeed's ZeRO with a stage other than 1 and 2, is used; only the temperature trains under FSDP; the
+            objective is sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass overrides
+            ``compute_loss``; a dataset of images has neither a processor nor a collator; ``equal_ids="exclude"`` is
+            set for a training set that draws several captions per image.
     """
 
     args: InfCLTrainingArguments
@@ -131,21 +131,21 @@ class InfCLTrainer(GuardedTrainer):
             )
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() != args.world_size:
             raise ValueError(
-                f"{dist.get_world_size()} processes were started, but each trains for itself: args.world_size is "
-                f"{args.world_size}. On CPUs pass use_cpu=True."
+                f"{dist.get_world_size()} processes were started, but each would train on its own, because "
+                f"args.world_size is {args.world_size}. On CPUs pass use_cpu=True."
             )
         if model is not None:
-            DualEncoder(model)  # raises for any other model, before Trainer fails with a less clear message
+            DualEncoder(model)  # raises an error for any other model, before Trainer fails with a less clear one
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError(
-                "InfCLTrainer computes the loss itself and would never call compute_loss_func. Leave it out."
+                "InfCLTrainer computes the loss itself and would never call compute_loss_func. Do not pass it."
             )
         optimizer, _ = kwargs.get("optimizers") or (None, None)
         sets_rates = args.logit_scale_learning_rate is not None or args.learning_rate_batch_size is not None
         if sets_rates and (optimizer is not None or kwargs.get("optimizer_cls_and_kwargs") is not None):
             raise ValueError(
-                "logit_scale_learning_rate and learning_rate_batch_size are for the optimizer that the trainer makes, "
-                "and one was passed. Give that one its learning rates, and leave these options out."
+                "logit_scale_learning_rate and learning_rate_batch_size apply only to an optimizer that the trainer "
+                "creates, but an optimizer was passed. Set its learning rates directly and leave these options out."
             )
         overrides_step = type(self).training_step is not InfCLTrainer.training_step
         if type(self).compute_loss is not Trainer.compute_loss and not overrides_step:
@@ -156,15 +156,15 @@ class InfCLTrainer(GuardedTrainer):
         super().__init__(model, args, data_collator, **kwargs)
         if model is not None:  # otherwise `call_model_init` has prepared it
             prepare_model(self.model, args, self.accelerator)
-        # It comes first, so that the user's callbacks see the clamped logit_scale.
+        # This callback comes first, so that the user's callbacks see the clamped logit_scale.
         self.callback_handler.callbacks.insert(0, _LoopEvents(self))
         self._begin_training()
 
-    # ---- State, by its lifetime: a training, a window ----
+    # ---- State, grouped by lifetime: a training, a window ----
 
     def _begin_training(self) -> None:
         super()._begin_training()
-        vars(self).pop("dual_encoder", None)  # `model_init` may have made another model
+        vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         wrapper = wrapper_of(self.model_wrapped, self.accelerator.distributed_type)
         wrapper.begin_training(self.dual_encoder, self.args.ddp_broadcast_buffers)
         retain = self.args.retain_graphs
@@ -198,7 +198,7 @@ class InfCLTrainer(GuardedTrainer):
         self.args.check()  # the trial has changed them
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Trainer's names without vectors and scalars: as in CLIP, only matrices are decayed, never logit_scale."""
+        """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale."""
         flat = {name for name, parameter in model.named_parameters() if parameter.ndim <= 1}
         return [name for name in super().get_decay_parameter_names(model) if name not in flat]
 
@@ -208,7 +208,7 @@ class InfCLTrainer(GuardedTrainer):
         if not any(parameter.requires_grad for parameter in self.dual_encoder.model.parameters()):
             raise ValueError(
                 "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
-                "those that shall train, and freeze one tower at most."
+                "the parameters to train, and freeze at most one tower."
             )
         try:
             optimizer = super().create_optimizer(*args, **kwargs)
@@ -239,18 +239,18 @@ class InfCLTrainer(GuardedTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Adds the gradient of one micro-batch; the first of a window also runs the first pass and the loss.
+        """Adds the gradient of one micro-batch; for the first one of a window, also runs the first pass and the loss.
 
         Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order.
-        ``inputs`` only says that the next one is due: the data is the window's.
+        ``inputs`` is ignored: the data comes from that window.
 
         Returns:
-            The global loss for the last micro-batch of a window and 0 before, because Trainer adds up these values. If
-            the window is skipped, the loss of the last window that was trained.
+            The global loss for the last micro-batch of a window and 0 for the others, because Trainer adds up these
+            values. If the window is skipped, the loss of the last trained window.
         """
         model.train()
         for frozen in self.dual_encoder.frozen_parts():
-            frozen.eval()  # without dropout a frozen tower gives the same output in both passes, and runs in one
+            frozen.eval()  # without dropout, a frozen tower gives the same output in both passes and runs only once
         if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             prepare()
         training, passes = self._training, self._passes
@@ -272,7 +272,7 @@ class InfCLTrainer(GuardedTrainer):
                     if surrogate is not None:
                         self.accelerator.backward(surrogate, **training.wrapper.backward_options)
                 self._check_gradient(model, passes.cached, last)
-        # Trainer holds the window until the next one is fetched; the images are not needed any more.
+        # Trainer holds the window until the next one is fetched, but the images are no longer needed.
         self._window[index].pop("pixel_values", None)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -327,15 +327,15 @@ class InfCLTrainer(GuardedTrainer):
         if self._passes.encoded == 1:
             self._training.collect_after_compiling()
         self._passes.encoded += 1
-        # A compiled model would be compiled again for every tower that is left out.
+        # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._training.compiled else micro_batch.frozen_outputs
         embeds = self.dual_encoder.embed(model, self._prepare_inputs(inputs), frozen_outputs)
         # DeepSpeed's fp16 has no autocast that returns fp32.
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
     def _loss(self, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-        # accelerate returns fp32 from an autocast forward; the loss's products belong in the autocast dtype. Not in
-        # fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
+        # accelerate returns fp32 from an autocast forward, but the loss should multiply in bf16. It must not multiply
+        # in fp16: divided by the global batch, gradients of features would underflow where no loss scale helps.
         bf16 = self.accelerator.mixed_precision == "bf16"
         images, texts = (f.bfloat16() if bf16 else f for f in features)
         texts, further = self._texts_and_ids(texts, len(images))
@@ -375,14 +375,14 @@ class InfCLTrainer(GuardedTrainer):
         return texts, {**ids, "negative_texts": negatives}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the figures of a contrastive run to the training logs.
+        """Adds the metrics of contrastive training to the training logs.
 
-        The figures are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the
-        positives of the last global batch; grad_norm_image and grad_norm_text, the norms of the towers' gradients in
-        the last step, before they were clipped (not under DeepSpeed); global_batch_size in pairs; samples_seen, the
-        pairs trained so far; samples_per_second, the rate of pairs since the last log, the evaluations in between
-        included; train_seconds, the duration of the training so far, the parts before an interruption included; and
-        peak_memory of this GPU in bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add further figures.
+        These are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the positives
+        of the last global batch; grad_norm_image and grad_norm_text, the gradient norms of the towers in the last step
+        before clipping (not under DeepSpeed); global_batch_size in pairs; samples_seen, the pairs trained so far;
+        samples_per_second, the rate of pairs since the last log, including evaluations in between; train_seconds, the
+        duration of the training so far, including the time before an interruption; and peak_memory of this GPU in
+        bytes. `GuardedTrainer.log` and `LoadingTrainer.log` add more.
         """
         if "loss" in logs:
             logs |= self._training.tower_gradients.logs()
@@ -411,7 +411,7 @@ class InfCLTrainer(GuardedTrainer):
             state_dict = stock_shapes(self.dual_encoder, state_dict)
         model = self.dual_encoder.model
         if self.args.save_on_each_node:
-            # transformers' own method lets process 0 alone write, but each machine needs a copy.
+            # transformers' own method lets only process 0 write, but each machine needs a copy.
             model.should_save_on_this_rank = lambda is_main_process: is_main_process
         try:
             super()._save(output_dir, state_dict)
@@ -432,7 +432,7 @@ def _positive_cosine(images: Tensor, texts: Tensor, caption_image: Tensor | None
 
 
 class _LoopEvents(TrainerCallback):
-    """Callbacks at points of Trainer's loop for which it has no method to override."""
+    """Callbacks at points of Trainer's loop where Trainer has no method to override."""
 
     def __init__(self, trainer: InfCLTrainer) -> None:
         self._trainer = trainer
