@@ -190,3 +190,15 @@ def rank_local(rank: int, world_size: int) -> None:
 
 def test_the_local_loss_needs_no_other_process(ranks):
     ranks.run(rank_local, 2)
+
+
+def rank_compiled(rank: int, world_size: int) -> None:
+    x, y = features(5, 8, seed=rank)
+    loss, gradients = run(contrastive_loss, x, y, 20.0, -5.0, torch.float32)
+    compiled, others = run(torch.compile(contrastive_loss, backend="eager"), x, y, 20.0, -5.0, torch.float32)
+    for tensor, expected in zip((compiled, *others), (loss, *gradients), strict=True):
+        torch.testing.assert_close(tensor, expected)
+
+
+def test_the_loss_of_several_processes_can_be_compiled(ranks):
+    ranks.run(rank_compiled, 2)
