@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed import TCPStore
+from tqdm import tqdm
 
 from ..processes import OtherRankFailedError
 from ..training.trainer import InfCLTrainer
@@ -28,7 +30,9 @@ def tell(command: str, message: str) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
             return
-    print(f"{command}: error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    # Printed as usual, the line would begin at the end of a progress bar.
+    tqdm.write(f"{command}: error: {' '.join(message.split())}", file=sys.stderr)
+    sys.stderr.flush()
 
 
 @contextmanager
@@ -52,6 +56,8 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         if is_missing_package(error):
             tell(command, missing_package(error))
+        elif message := _raised_here_in_a_worker(error):
+            tell(command, message)
         elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
             tell(command, str(error))
         else:
@@ -75,6 +81,21 @@ def _raised_here(error: Exception) -> bool:
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     return PACKAGE in Path(traceback.tb_frame.f_code.co_filename).parents
+
+
+def _raised_here_in_a_worker(error: Exception) -> str | None:
+    """The message of a ValueError that this package raised in a worker of a data loader; None for other errors.
+
+    torch raises the error again in the main process, with the traceback of the worker as its message.
+    """
+    traceback = str(error)
+    kind = re.match(r"Caught (\w+) in DataLoader worker process", traceback)
+    if kind is None or not isinstance(error, ValueError):
+        return None
+    files = re.findall(r'^  File "(.+)", line \d+', traceback, re.MULTILINE)
+    if not files or PACKAGE not in Path(files[-1]).parents:
+        return None
+    return re.split(rf"^(?:\w+\.)*{kind[1]}: ", traceback, flags=re.MULTILINE)[-1]
 
 
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:
