@@ -194,7 +194,7 @@ def processor_with_added_tokens() -> Any:
 
 @pytest.mark.parametrize("collator", ["default", "own", "of a stream"])
 def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
-    """In a training and in an evaluation; a tokenizer that never gives its last tokens is fine."""
+    """In trainings and evaluations. A tokenizer that never produces its last tokens is accepted."""
     processor = processor_with_added_tokens()
     options: dict[str, Any] = {"processing_class": processor}
     if collator == "own":

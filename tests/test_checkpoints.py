@@ -582,7 +582,7 @@ def test_a_launcher_that_has_gone_counts_as_a_signal(monkeypatch):
 
 
 def test_a_launcher_that_ends_while_torch_is_imported_has_gone():
-    """Importing torch and transformers takes seconds; the process is watched from the import of the package on."""
+    """Importing torch and transformers takes seconds; the launcher is watched from the import of the package on."""
     process = """
 import os, sys, time, hf_infcl
 assert "torch" not in sys.modules

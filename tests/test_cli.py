@@ -676,7 +676,7 @@ def test_version_says_what_a_bug_report_needs(capsys):
 
 
 def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
-    """As in `infcl ... | head`, whether Python buffers what it prints or not."""
+    """For example `infcl ... | head`, with and without buffering of Python's output."""
     models.clip().config.save_pretrained(tmp_path)
     command = ["plan", "--model", tmp_path, "--global_batch", 64]
     before = os.dup(1)

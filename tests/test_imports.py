@@ -1,4 +1,4 @@
-"""The rooms of the package: who must not know whom, that no arrows go round, and what an import needs installed."""
+"""The rooms of the package: which imports are forbidden, that there are no cycles, and which packages are required."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def rooms(*names: str) -> tuple[str, ...]:
     return tuple(f"hf_infcl.{name}" for name in names)
 
 
-# The modules that a room, or a module of it, must neither import nor reach through an attribute of torch. The longest
-# name counts.
+# What a room, or a module in it, must neither import nor reach through an attribute of torch. If several names apply,
+# the longest one counts.
 MUST_NOT_KNOW = {
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
@@ -87,7 +87,7 @@ def modules() -> dict[str, Path]:
 
 
 def names_used(module: str, path: Path) -> set[str]:
-    """Full names of all that is imported anywhere in the file, and all chains of attributes from torch."""
+    """The full names of everything that the file imports anywhere, and all chains of attributes from torch."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     used = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -108,7 +108,7 @@ def reaches(name: str, target: str) -> bool:
 
 
 def rules(module: str) -> tuple[str, ...]:
-    """Those of the module itself or of the nearest room around it; the package's own are of `__init__.py` alone."""
+    """The rules of the module itself or of the innermost room around it. Those of the package are for `__init__.py`."""
     while module not in MUST_NOT_KNOW:
         module = module.rpartition(".")[0]
         assert module != "hf_infcl", "a new room needs its rules"
@@ -116,7 +116,7 @@ def rules(module: str) -> tuple[str, ...]:
 
 
 def owner(name: str, every: dict[str, Path]) -> str:
-    """The module that a name is taken from, "" outside the package: of `hf_infcl.data.images.x` not the room `data`."""
+    """The module that contains a name, "" outside the package. `hf_infcl.data.images.x` is not in the room `data`."""
     while name not in every:
         name = name.rpartition(".")[0]
         if not name:
@@ -134,7 +134,7 @@ def test_no_module_knows_what_it_must_not(module):
     for name in names_used(module, modules()[module]) - own:
         for forbidden in rules(module):
             if forbidden != "hf_infcl" and reaches(module, forbidden):
-                continue  # its own room
+                continue  # the module's own room
             assert not reaches(name, forbidden), f"{module} must not know {forbidden}, but uses {name}"
 
 
@@ -155,7 +155,7 @@ def test_no_import_comes_back_to_itself():
     every = modules()
     graph = {}
     for module, path in every.items():
-        if module != "hf_infcl":  # which names everyone, and loads them on first use
+        if module != "hf_infcl":  # the package names all rooms, and imports them on first use
             graph[module] = {o for n in names_used(module, path) if (o := owner(n, every)) not in (module, "")}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
@@ -179,7 +179,7 @@ def test_the_reading_of_imports(tmp_path):
 
 
 def test_import_needs_only_torch_and_the_trainer_s_packages():
-    """Without the optional packages: the loss runs, and so does everything that the trainer imports."""
+    """Without the optional packages the loss runs, and everything that the trainer imports can be imported."""
     code = """
 import sys
 for name in ("triton", "datasets", "evaluate", "matplotlib", "sklearn"):
@@ -198,7 +198,7 @@ print("fine")
 
 @pytest.mark.parametrize("line", ["from hf_infcl import InfCLTrainer", "from hf_infcl import cli; cli.main('train')"])
 def test_a_torchvision_that_does_not_fit_is_named_with_its_cure(tmp_path, line):
-    """transformers itself says that it could not import some class of its own."""
+    """transformers' own message is only that it could not import one of its classes."""
     (tmp_path / "torchvision").mkdir()
     failing = 'raise RuntimeError("operator torchvision::nms does not exist")'
     (tmp_path / "torchvision" / "__init__.py").write_text(failing)

@@ -92,9 +92,9 @@ SMALLEST = 8192  # pairs; the time of smaller losses is that of the host alone
 
 
 class Compared(NamedTuple):
-    """A row with its measured and predicted milliseconds and GiB; of losses the memory is not compared.
+    """A row with its measured and predicted milliseconds and GiB. The memory of losses is not compared.
 
-    A rate was taken from a row that is fitted, and a row that is known was there when the rates were chosen.
+    Rates were fitted to rows that are fitted. Rows that are known existed when the rates were chosen.
     """
 
     row: Row
@@ -112,12 +112,12 @@ class Compared(NamedTuple):
 
     @property
     def loss(self) -> tuple[str, ...]:
-        """Commit, GPU, number of GPUs, objective, dimension and pairs, which are empty where a step was measured."""
+        """Commit, GPU, number of GPUs, objective, dimension and pairs. The last three are empty for a step."""
         return _loss(self.row)
 
     @property
     def name(self) -> str:
-        """The cells that say what was measured."""
+        """The cells of the table that describe what was measured."""
         row = self.row
         gpus = f"{row.get('world_size') or 1} × {self.gpu.upper()}"
         if "objective" in row:
@@ -132,7 +132,7 @@ class Compared(NamedTuple):
 
     @property
     def compiles(self) -> bool:
-        """Whether the model was compiled within the step, which is not predicted."""
+        """Whether the step includes the compilation of the model, which is not predicted."""
         return "with the compilation" in self.row["note"]
 
     @property
@@ -141,7 +141,7 @@ class Compared(NamedTuple):
 
 
 def steps(results: Path = RESULTS) -> Iterator[Compared]:
-    """The newest rows of InfCLTrainer's steps, and of the plain Trainer's where they were fitted."""
+    """The newest rows of InfCLTrainer's steps, and those of the plain Trainer's to which rates were fitted."""
     counts: dict[tuple[str, str | None], Counts] = {}
     keys = ("world_size", "model", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
     wanted = lambda row: row["ms"] and row["model"] != "tiny"  # noqa: E731
@@ -167,7 +167,7 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
             counts[kind] = planning.count(CLIPConfig(**MODELS[kind[0]]), freeze=kind[1])
         of_model = counts[kind]
         bytes_ = _memory(of_model, choice, row)
-        once = name.startswith("Trainer")  # it runs each micro-batch forward once, and keeps one graph
+        once = name.startswith("Trainer")  # one forward per micro-batch, and one graph at a time
         timed = replace(choice, retain=accumulation) if once else choice
         ms = 1000 * sum(planning.seconds(of_model, timed, GPUS[_gpu(row)]).values())
         yield Compared(row, fitted, known, float(row["ms"]), ms, float(row["peak_gib"]), bytes_ / GIB)
@@ -183,7 +183,7 @@ def _memory(counts: Counts, choice: Choice, row: Row) -> float:
 
 
 def losses(results: Path = RESULTS) -> Iterator[Compared]:
-    """The newest rows of the loss with bf16 features on one GPU and several."""
+    """The newest rows of the loss with bf16 features, on one GPU and on several."""
 
     def wanted(row: Row) -> bool:
         of_ours = row["implementation"] == "hf_infcl" and row["dtype"] == "bfloat16"
@@ -208,7 +208,7 @@ def _newest(
 ) -> Iterator[tuple[Row, bool]]:
     """The newest rows of each device that were known when the rates were chosen (True), and the newest others (False).
 
-    Rows that were fitted are among them whether they are the newest or not.
+    They include all rows to which rates were fitted, even if newer ones exist.
     """
     for device in ("H200", "H100"):
         for known in (True, False):
@@ -234,7 +234,7 @@ def _gpu(row: Row) -> str:
 def rates(gpu: str) -> tuple[float, float]:
     """`loss_flops` in TFLOP/s and `logit` in ps of a GPU.
 
-    The largest relative error of the predictions for its fitted rows is as small as possible.
+    They minimise the largest relative error of the predictions for the fitted rows of this GPU.
     """
     rows = [compared for compared in losses() if compared.fitted and compared.loss[1:3] == (gpu, "1")]
     rows = [compared for compared in rows if not _is_replayed(compared)]
@@ -247,7 +247,7 @@ def rates(gpu: str) -> tuple[float, float]:
 
 
 def beside_blocks(gpus: int) -> tuple[float, float]:
-    """`HOST_OF_REPLAY` and `WAIT_OF_REPLAY` in ms, or 0 and `REPLAY` for one GPU, chosen as by `rates`."""
+    """`HOST_OF_REPLAY` and `WAIT_OF_REPLAY` in ms, or 0 and `REPLAY` for one GPU, chosen like those of `rates`."""
     rows = [compared for compared in losses() if compared.fitted and int(compared.loss[2]) == gpus]
     times = [(compared.ms, _blocks(compared, GPUS[compared.gpu])) for compared in rows if _is_replayed(compared)]
 
@@ -316,7 +316,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def outside_lines(rows: Sequence[Compared]) -> list[str]:
-    """The section of the rows that are not predicted within the bounds, with the reason of each."""
+    """The section on rows whose predictions are outside of the bounds, with the reason for each."""
     if not rows:
         return []
     lines = ["## Outside of 10% of memory or 15% of time", ""]

@@ -268,10 +268,10 @@ def plot(table: Path) -> None:
 
 
 def yardstick(rows: list[Row], group: list[Row]) -> float | None:
-    """The milliseconds without communication in a setting; None if its row is missing or tells nothing.
+    """The milliseconds without communication in a setting; None if its row is missing or not meaningful.
 
-    It tells nothing where the losses of the yardstick are so small that their launches limit it: where it goes through
-    pairs of pairs at less than half of its best rate.
+    It is not meaningful if the yardstick's losses are so small that their launches limit it, which is assumed when its
+    rate (``gpairs_per_s``) is less than half of its best rate.
     """
     alone = next((row for row in group if row["implementation"] == ALONE), None)
     if alone is None:
