@@ -13,12 +13,12 @@ products then add C·y to grad_x and Cᵀ·x to grad_y.
 The kernels also compute Σ C_ij·a_ij, the derivative by s, from the fp32 tile. The cuBLAS products could provide this
 sum as well, but from rounded coefficients: where its terms cancel, their rounding errors do not.
 
-Speed is limited not only by the tensor cores, but also by the arithmetic on each logit and the registers it needs. Each
-kernel is therefore launched twice. The fast launch does the least arithmetic and skips the tiles for which that is not
-enough; the slow launch computes these. Tiles that need a mask always belong to the slow launch: those that contain
-positives or equal ids, and those that extend beyond the block (`is_inside`, `left_over`). If rows and columns are
-sorted by id, few tiles can contain equal ids (`id_overlaps`). Each loss has one further reason for the slow launch,
-explained in its file.
+Speed is limited not only by the tensor cores, but also by the arithmetic on each logit and the registers it needs. Two
+launches therefore share the work of a kernel. The fast launch does the least arithmetic and skips the tiles for which
+that is not enough; the slow launch computes these. Tiles that need a mask always belong to the slow launch: those that
+contain positives or equal ids, and those that extend beyond the block (`is_inside`, `left_over`). If rows and columns
+are sorted by id, few tiles can contain equal ids (`id_overlaps`). Each loss has one further reason for the slow launch,
+explained in its file. For small blocks and for fp32 features, the softmax loss has only the slow launch.
 
 fp32 features are given as sums of bfloat16 parts (`triton_operands.split`). The parts of a row are concatenated in such
 an order that a single product along the row adds up the products of all pairs of parts. The pair of the largest parts
