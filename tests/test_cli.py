@@ -483,6 +483,12 @@ def test_the_best_checkpoint_is_chosen_by_what_is_measured():
     train.check_best_metric(namespace, classes=5)
     with pytest.raises(ValueError, match="one of zero_shot_acc1, zero_shot_mean_per_class_recall, got"):
         train.check_best_metric(namespace, classes=4)
+    guarded = words.replace("--zero_shot_dataset z", "--guard_dataset old/pairs others/pairs").split()
+    namespace, _ = parser().read([*guarded, "guard2_others_pairs_loss"])
+    train.check_best_metric(namespace)
+    namespace, _ = parser().read([*guarded, "guard3_others_pairs_loss"])
+    with pytest.raises(ValueError, match="one of guard1_old_pairs_loss, guard1_old_pairs_image_retrieval_recall@1, "):
+        train.check_best_metric(namespace)
 
 
 # ---- Options ----

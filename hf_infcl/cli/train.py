@@ -253,13 +253,15 @@ def check_best_metric(namespace: argparse.Namespace, classes: int | None = None)
     """
     if not namespace.load_best_model_at_end:
         return
-    names = [f"pairs_{metric}" for metric in PAIR_METRICS] if namespace.eval_dataset else []
+    sets_of_pairs = [*(["pairs"] if namespace.eval_dataset else []), *guard_names(namespace.guard_dataset)]
+    names = [f"{name}_{metric}" for name in sets_of_pairs for metric in PAIR_METRICS]
     if namespace.zero_shot_dataset:
         few = classes is not None and classes < 5
         names += [f"zero_shot_{metric}" for metric in ZERO_SHOT_METRICS if not (few and metric == "acc5")]
     if not names:
         raise ValueError(
-            "load_best_model_at_end needs something to evaluate: pass --eval_dataset, --zero_shot_dataset or both."
+            "load_best_model_at_end needs something to evaluate: pass --eval_dataset, --zero_shot_dataset or "
+            "--guard_dataset."
         )
     if (wanted := namespace.metric_for_best_model.removeprefix("eval_")) not in names:
         raise ValueError(f"metric_for_best_model must be one of {', '.join(names)}, got {wanted!r}.")
@@ -386,11 +388,15 @@ def training_set(
     return ImageTextDataset(load_pairs(data.dataset[0], split=data.split, name=data.dataset_name), **options)
 
 
+def guard_names(datasets: Sequence[str] | None) -> list[str]:
+    """The names of the guard sets, with which their metrics begin: "guard1_" and the name of the first, and so on."""
+    return [re.sub(r"\W+", "_", f"guard{n}_{source_name(dataset)[0]}") for n, dataset in enumerate(datasets or [], 1)]
+
+
 def guard_datasets(columns: ColumnOptions, data: DataOptions) -> dict[str, ImageTextDataset]:
-    """The guard sets, by the prefix of their metrics: "guard1_" and the name of the first, and so on."""
+    """The guard sets by their names."""
     found = {}
-    for number, name in enumerate(data.guard_dataset or [], 1):
-        rows = load_pairs(name, split=data.guard_split)
-        dataset = ImageTextDataset(rows, all_captions=True, **columns.of_pairs)  # type: ignore[arg-type]
-        found[re.sub(r"\W+", "_", f"guard{number}_{source_name(name)[0]}")] = dataset
+    for name, dataset in zip(guard_names(data.guard_dataset), data.guard_dataset or [], strict=True):
+        rows = load_pairs(dataset, split=data.guard_split)
+        found[name] = ImageTextDataset(rows, all_captions=True, **columns.of_pairs)  # type: ignore[arg-type]
     return found
