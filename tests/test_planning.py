@@ -141,6 +141,9 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     assert "An epoch of 400,000 pairs takes 97 steps" in said
     assert "So few steps are not enough for a learning rate schedule" in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit):
+        cli.main(words=[*command, "--gpu", "a100"])
+    assert "--gpu must be h100 or h200, whose rates were measured, got 'a100'. For another" in capsys.readouterr().err
     cli.main(words=[*command, "--freeze", "image", "--gpu_memory", "24"])
     said = capsys.readouterr().out
     (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)

@@ -43,9 +43,9 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=1, help="The number of GPUs.")
     parser.add_argument(
         "--gpu",
-        choices=GPUS,
         default="h100",
-        help="The GPU whose measured rates predict the time. For the memory of another GPU name its --gpu_memory.",
+        help=f"The GPU whose measured rates predict the time: {' or '.join(GPUS)}. For the memory of another GPU give "
+        "its --gpu_memory.",
     )
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU; without it that of --gpu.")
     parser.add_argument("--dataset_size", type=int, help="Pairs of the training set, for the time of an epoch.")
@@ -66,6 +66,11 @@ def report(options: argparse.Namespace) -> list[str]:
     for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0, got {value}.")
+    if options.gpu not in GPUS:
+        raise ValueError(
+            f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {options.gpu!r}. For another GPU give "
+            "its --gpu_memory. The memory is then right, and the times are those of --gpu."
+        )
     if options.measure and not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU. Leave it out to predict from the config alone.")
     gpu = GPUS[options.gpu]
