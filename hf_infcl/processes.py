@@ -96,7 +96,7 @@ class Processes:
         groups = [[tensors[place] for place in places] for places in alike.values()]
         parts = [_stacked(group) for group in groups]
         gathered = [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
-        self.perform(functools.partial(_all_gather, gathered, parts))
+        self.perform(functools.partial(_all_gather, _as_bytes(gathered), _as_bytes(parts)))
         results = list(tensors)
         for places, stacked in zip(alike.values(), gathered, strict=True):
             if len(places) == 1:
@@ -195,6 +195,11 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
 
 
+def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
+    """Views of several tensors as bytes, since gloo silently assumes one dtype for all tensors of an exchange."""
+    return tensors if len(tensors) == 1 else [tensor.view(torch.uint8) for tensor in tensors]
+
+
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     # torch 2.13 renames the collectives of single tensors and deprecates the old names.
     if len(parts) == 1 or torch.compiler.is_compiling():  # torch.compile cannot trace one exchange of several tensors
@@ -208,9 +213,7 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
     exchange = getattr(members, "all_gather_single_coalesced", None) or members.allgather_into_tensor_coalesced
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = False
-    # As bytes: gloo silently assumes one dtype for all tensors of an exchange.
-    outputs, inputs = ([tensor.view(torch.uint8) for tensor in tensors] for tensors in (gathered, parts))
-    work = exchange(outputs, inputs, options)
+    work = exchange(gathered, parts, options)
     if work is not None:
         work.wait()
 
