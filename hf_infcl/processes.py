@@ -196,8 +196,11 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """Views of several tensors as bytes, since gloo silently assumes one dtype for all tensors of an exchange."""
-    return tensors if len(tensors) == 1 else [tensor.view(torch.uint8) for tensor in tensors]
+    """Views of several contiguous tensors as bytes, since gloo silently assumes one dtype for all of an exchange."""
+    if len(tensors) == 1:
+        return tensors
+    # A contiguous tensor of one element may have any stride, as an expanded one has 0, but a view as bytes needs 1.
+    return [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
 
 
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:

@@ -24,6 +24,8 @@ def rank_collectives(rank: int, world_size: int) -> None:
     both = processes.gather_all(mine, torch.tensor([rank]))
     assert torch.equal(both[0], tensors)
     assert both[1].tolist() == [[r] for r in range(world_size)]
+    one, _ = processes.gather_all(torch.tensor(rank / 2).expand(1), mine)
+    assert one.tolist() == [[r / 2] for r in range(world_size)]
     made: list[Any] = []
     with processes.redirected(lambda collective: made.append(collective) or collective(group=None)):
         numbers = torch.tensor([rank, -1], dtype=torch.int32)
