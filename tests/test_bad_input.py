@@ -59,9 +59,9 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), d
 
 # Bytes that are refused, and the reason.
 BAD_IMAGES = {
-    "empty": (b"", "its 0 bytes are no image of a known format"),
-    "not an image": (b"<html>404</html>", "its 16 bytes are no image of a known format"),
-    "no width": (png(0, 5, 8, b""), "its 65 bytes are no image of a known format"),
+    "empty": (b"", "its 0 bytes are not an image of a known format"),
+    "not an image": (b"<html>404</html>", "its 16 bytes are not an image of a known format"),
+    "no width": (png(0, 5, 8, b""), "its 65 bytes are not an image of a known format"),
     "truncated PNG": (encoded(NOISE)[:5000], "image file is truncated"),
     "truncated JPEG": (encoded(NOISE, "JPEG")[:1000], "image file is truncated"),
     "20,000 pixels a side": (png(20_000, 20_000, 8, b""), "400000000 pixels.* exceeds limit"),
@@ -114,7 +114,7 @@ def test_an_unusual_image_is_used(kind):
 def test_a_named_pipe_or_device_in_place_of_an_image_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/zero"):
-        with pytest.raises(OSError, match=f"{path} is no regular file"):
+        with pytest.raises(OSError, match=f"{path} is not a regular file"):
             decode_rgb({"bytes": None, "path": path})
 
 

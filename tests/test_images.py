@@ -394,7 +394,7 @@ class TestAugmentation:
                 {"augmentation": "flip"},
                 "must be one of none, crop, flip_crop, or a function .* got 'flip'",
             ),
-            ({"augmentation": "crop", "all_captions": True}, "sees the images as they are, but augmentation is 'crop'"),
+            ({"augmentation": "crop", "all_captions": True}, "uses the images unchanged, but augmentation is 'crop'"),
             ({"min_side": 0}, "min_side must be at least 1 pixel, got 0"),
         ],
     )

@@ -219,7 +219,7 @@ def test_a_moved_folder_goes_on_and_other_data_does_not(make, folder, monkeypatc
         ({"shuffle_buffer": 31}, "shuffle_buffer was 30 and is 31"),
         ({"lanes": 8}, "lanes was 4 and is 8"),
     ):
-        with pytest.raises(ValueError, match=f"its order is another one now: {words}"):
+        with pytest.raises(ValueError, match=f"because its order has changed: {words}"):
             moved(**options).batches(2, states=states)
     with pytest.raises(ValueError, match="batch_size was 2 and is 3"):
         moved().batches(3, states=states)
@@ -252,7 +252,7 @@ def test_the_number_of_lanes_is_that_of_the_readers_at_the_start(make, monkeypat
 def test_batches_are_consumed_in_their_order(make):
     batches = make().batches(2)
     first, second = itertools.islice(iter(batches), 2)
-    with pytest.raises(ValueError, match="Micro-batch 0 of the stream was to be consumed next, not 1"):
+    with pytest.raises(ValueError, match="Micro-batch 0 of the stream must be consumed next, got 1"):
         batches.consume(second[1])
     batches.consume(first[1])
     batches.consume(second[1])
@@ -389,18 +389,18 @@ def test_parquet_of_plain_bytes_and_of_paths(tmp_path):
         assert numbers(one_pass(ImageTextStream(str(tmp_path / f"{name}.parquet")))) == [number]
     write_parquet(tmp_path / "out.parquet", [4], image=[f"../{tmp_path.name}/images/4.png"])
     with pytest.raises(
-        ValueError, match=r"Sample '0' of the shard '.*out.parquet' is bad: .* leads out of the shard's"
+        ValueError, match=r"Sample '0' of the shard '.*out.parquet' is bad: .* points outside the shard's"
     ):
         list(one_pass(ImageTextStream(str(tmp_path / "out.parquet"))))
 
 
 BAD = {
-    "are no image of a known format": [("{}.png", b"no image"), ("{}.txt", b"text")],
+    "are not an image of a known format": [("{}.png", b"no image"), ("{}.txt", b"text")],
     "no image in column 'image'": [("{}.txt", b"text")],
     "no caption in column 'caption'": [("{}.png", png(1)), ("{}.txt", b" \n")],
     "can't decode byte": [("{}.png", png(1)), ("{}.txt", b"\xff\xfe\xff")],
-    "its name leads out of its folder": [("../{}.png", png(1)), ("../{}.txt", b"text")],
-    "name leads out of its folder": [("/etc/{}.png", png(1)), ("/etc/{}.txt", b"text")],
+    "its name points outside its folder": [("../{}.png", png(1)), ("../{}.txt", b"text")],
+    "name points outside its folder": [("/etc/{}.png", png(1)), ("/etc/{}.txt", b"text")],
 }
 
 

@@ -1,4 +1,4 @@
-"""Random crops and reflections of training images, drawn from a generator that belongs to the sample alone."""
+"""Random crops and flips of training images, drawn from a random generator of each sample."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Augmentation = str | Callable[[Image.Image, Random], Image.Image]
 
 PRESETS = ("none", "crop", "flip_crop")
 
-# Share of the image's area, and aspect ratio, of a crop: those of OpenCLIP's training from scratch.
+# The share of the image's area and the aspect ratio of a crop, as in OpenCLIP's training from scratch.
 _AREA = 0.9, 1.0
 _RATIO = 3 / 4, 4 / 3
 
@@ -32,15 +32,15 @@ def check_augmentation(augmentation: Augmentation) -> None:
 def augment(image: np.ndarray, augmentation: Augmentation, seed: str) -> dict[str, Any]:
     """Augment one image, uint8 [H, W, 3].
 
-    ``"none"`` leaves the image as it is. ``"crop"`` takes a random crop of 0.9 to 1 of the area with an aspect ratio of
-    3/4 to 4/3, all of which the collator resizes to the model's input. ``"flip_crop"`` also reflects half of the images
-    left to right. A function gets a `PIL.Image.Image` and a generator made from the seed, and returns an image.
+    ``"none"`` leaves the image unchanged. ``"crop"`` takes a random crop of 0.9 to 1 of the area with an aspect ratio
+    of 3/4 to 4/3, which the collator resizes to the model's input. ``"flip_crop"`` also flips half of the images left
+    to right. A function receives a `PIL.Image.Image` and a generator created from the seed, and returns an image.
 
     Args:
-        seed: the seed of this sample in this epoch. The augmentation depends only on it and on the image's size.
+        seed: the seed of this sample in this epoch. The augmentation depends only on the seed and the image's size.
 
     Returns:
-        The entries of an item: ``image`` and, if a preset has cropped it, ``cropped``, which is True.
+        The entries of an item: ``image`` and, if a preset cropped it, ``cropped``, which is True.
     """
     if augmentation == "none":
         return {"image": image}
@@ -62,6 +62,6 @@ def _random_box(height: int, width: int, random: Random) -> tuple[int, int, int,
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return random.randint(0, height - h), random.randint(0, width - w), h, w
-    # An image much wider or higher than the ratios allow: the largest box in its center that keeps to them.
+    # The image is much wider or higher than the ratios allow: take the largest box in its center within the ratios.
     w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
     return (height - h) // 2, (width - w) // 2, h, w

@@ -1,4 +1,4 @@
-"""Collates items into the tensors of a batch with a processor of transformers."""
+"""Collates items into the tensors of a batch, with a processor of transformers."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .transforms import ImageTransform
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
 
-# transformers gives a tokenizer without a stated limit a model_max_length of 1e30.
+# transformers sets the model_max_length of a tokenizer without a limit to 1e30.
 _NO_LIMIT = 10**6
-# Tokenizing a megabyte takes seconds, though max_length tokens of it are used. Tokens of text have about 4 characters.
+# Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
 
 
 class ContrastiveCollator:
     """Turns items of `ImageTextDataset` or `ZeroShotDataset` into the tensors of a batch.
 
-    Images are resized and cropped in uint8 and then normalised, with the sizes, the filter, the mean and the standard
-    deviation of the processor. The result equals that of transformers' torchvision backend (see `ImageTransform`). An
-    image processor that does anything else prepares the images itself, and a warning says so.
+    Images are resized and cropped in uint8 and then normalised, with the sizes, filter, mean and standard deviation of
+    the processor. The result equals that of transformers' torchvision backend (see `ImageTransform`). An image
+    processor that does anything else prepares the images itself, and a warning says so.
 
     Captions are truncated, and padded to the longest caption of the batch. SigLIP needs a fixed length instead: it was
-    trained without an attention mask and pools the last position, so it reads its padding like text. Processors named
-    Siglip* and tokenizers that give no attention mask are treated like that by default.
+    trained without an attention mask and pools the last position, so it reads its padding like text. By default, this
+    applies to processors named Siglip* and to tokenizers that return no attention mask.
 
     Args:
-        processor: has an `image_processor` and a `tokenizer`, as `CLIPProcessor`, `SiglipProcessor` and the like do.
+        processor: has an `image_processor` and a `tokenizer`, like `CLIPProcessor` or `SiglipProcessor`.
         max_length: tokens per caption, including special ones; by default the tokenizer's `model_max_length`.
-        fixed_length: pad every caption to `max_length`. By default that depends on the processor, as said above.
-        uint8: give ``pixel_values`` in uint8, which takes a quarter of the memory. They have to go through `normalise`
-            on the device before the model sees them, as `InfCLTrainer` does.
+        fixed_length: pad every caption to `max_length`. The default depends on the processor, as described above.
+        uint8: return ``pixel_values`` in uint8, which takes a quarter of the memory. Call `normalise` on the device
+            before passing them to the model; `InfCLTrainer` does.
 
     Raises:
         ValueError: the processor lacks a part, or no maximum length is known.
@@ -84,9 +84,9 @@ class ContrastiveCollator:
     ) -> ContrastiveCollator:
         """The collator for a model with this configuration.
 
-        Captions are truncated to a length that both tokenizer and text tower take: some tokenizers state no limit.
-        SigLIP's captions are all padded to one length, with any processor. Otherwise an embedding would depend on the
-        other captions of its micro-batch.
+        Captions are truncated to a length that both the tokenizer and the text tower accept, because some tokenizers
+        state no limit. SigLIP's captions are padded to one length with any processor. Otherwise, an embedding would
+        depend on the other captions of its micro-batch.
         """
         positions = getattr(getattr(config, "text_config", None), "max_position_embeddings", None)
         if positions is not None:
@@ -97,37 +97,36 @@ class ContrastiveCollator:
 
     @property
     def image_backend(self) -> str:
-        """The name of the code that resizes images, for reports: backends differ by single grey levels."""
+        """The name of the code that resizes images, for reports, because backends differ by single grey levels."""
         if self._transform is not None:
             return "hf_infcl, equal to transformers' torchvision backend"
         image_processor = self.processor.image_processor
         return f"{type(image_processor).__name__}, {getattr(image_processor, 'backend', 'its own')} backend"
 
     def __call__(self, items: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        """Collates b items with n captions in all, negative captions included.
+        """Collates b items with n captions in total, including negative captions.
 
         Returns:
             pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or the output of an image processor that prepares
             the images itself. For image-text items also the tokenizer's output, `input_ids` [n, L] int64 and so on.
             Then, all int64:
-            pair_ids [b]: if the items carry one.
-            skipped [b]: if the items carry it.
+            pair_ids [b] and skipped [b]: if the items have them.
             caption_image [n]: the row of the batch that each caption belongs to; -1 for negative captions, which come
-            last. Absent if every item has one caption and none a negative one.
+            last. Absent if every item has one caption and no item has a negative caption.
             labels [b]: for zero-shot items, which have no captions.
-            Items with `image_features` give image_features [b, H] fp32, and pixel_values [b, 0] without content.
+            From items with `image_features`: image_features [b, H] fp32, and empty pixel_values [b, 0].
 
         Raises:
-            ValueError: the items have no image, or a caption that is not in a list.
+            ValueError: an item has no image, or its captions are not in a list.
         """
         if "image_features" in items[0]:
             features = torch.stack([item["image_features"] for item in items])
-            # A model's forward requires pixel_values, although the image tower does not run.
+            # The model's forward requires pixel_values even though the image tower does not run.
             batch = {"image_features": features, "pixel_values": features.new_empty(len(items), 0)}
         elif any("image" not in item for item in items):
             raise ValueError(
                 'Each item needs an "image", and a "caption" list or a "label", but the first has the keys '
-                f"{list(items[0])}. Wrap the rows: ImageTextDataset(dataset). For rows that are tensors already pass a "
+                f"{list(items[0])}. Wrap the rows: ImageTextDataset(dataset). If the rows are already tensors, pass a "
                 "data_collator, such as torch.utils.data.default_collate."
             )
         else:
@@ -135,9 +134,9 @@ class ContrastiveCollator:
         if "caption" in items[0]:
             if any(not isinstance(item["caption"], list) for item in items):
                 raise ValueError(
-                    "Each item needs a list of captions, as ImageTextDataset gives it, but the first has "
+                    "Each item needs a list of captions, as returned by ImageTextDataset, but the first has "
                     f"{items[0]['caption']!r}. Wrap the rows of a datasets.Dataset: ImageTextDataset(dataset). For a "
-                    "stream, map its rows to such lists, or read its shards by ImageTextStream."
+                    "stream, map its rows to such lists, or read its shards with ImageTextStream."
                 )
             captions = [caption for item in items for caption in item["caption"]]
             negatives = [caption for item in items for caption in item.get("negative_captions", ())]
@@ -156,7 +155,7 @@ class ContrastiveCollator:
         if self._transform is None or len(arrays) < len(items):
             images = [_as_picture(item["image"]) for item in items]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
-        # In a DataLoader's worker default_collate stacks into shared memory, which spares a copy.
+        # In a DataLoader's worker, default_collate stacks into shared memory, which saves a copy.
         pixels: Tensor = default_collate(
             [
                 self._transform(array, cropped=item.get("cropped", False))
@@ -166,7 +165,7 @@ class ContrastiveCollator:
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 
     def normalise(self, pixel_values: Tensor) -> Tensor:
-        """Normalises ``pixel_values`` of uint8 to fp32, on the device where they are; others it returns unchanged."""
+        """Normalises uint8 ``pixel_values`` to fp32 on their device; returns any others unchanged."""
         if pixel_values.dtype != torch.uint8 or self._transform is None:
             return pixel_values
         return self._transform.normalise(pixel_values)
@@ -185,7 +184,7 @@ class ContrastiveCollator:
 
 
 def _as_array(image: Any) -> np.ndarray | None:
-    """RGB as uint8 [H, W, 3], from a PIL image or as it is; None for anything else."""
+    """RGB as uint8 [H, W, 3], from a PIL image or such an array; None for anything else."""
     if isinstance(image, Image.Image):
         return np.array(image.convert("RGB"))
     is_rgb = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[-1] == 3
@@ -193,5 +192,5 @@ def _as_array(image: Any) -> np.ndarray | None:
 
 
 def _as_picture(image: Any) -> Any:
-    """A PIL image from uint8 [H, W, 3]: in a small array a processor may take the wrong axis for the channels."""
+    """A PIL image from uint8 [H, W, 3], because a processor may mistake the channel axis of a small array."""
     return image if (array := _as_array(image)) is None else Image.fromarray(array)

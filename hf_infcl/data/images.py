@@ -44,8 +44,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 hint = ""
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
-                        " The captions of a folder of images stand in its metadata.jsonl or metadata.csv, beside the "
-                        "names of the files (file_name)."
+                        " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
+                        "file names (file_name)."
                     )
                 raise ValueError(
                     f"The dataset has no column {column!r}. Its columns are {dataset.column_names}. Name the right one "
@@ -77,10 +77,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self._image(row, self._rows[row][self._image_column])
 
     def image_fingerprint(self) -> str:
-        """A fingerprint of the rows, their order and the images. Image files count by path, size and time of change.
+        """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.
 
         Raises:
-            OSError: a local file that a row names does not exist.
+            OSError: a local file that a row refers to does not exist.
         """
         digest = hashlib.sha256(f"{self._rows._fingerprint} {self._image_column} {self._min_side}".encode())
         images = self._rows.select_columns([self._image_column]).with_format("arrow")
@@ -104,7 +104,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
             f"Row {row} of the dataset with columns {self._columns} is bad: {cause}. "
-            'Mend or drop it; in training, on_bad_sample="skip" puts another row in its place.'
+            'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.'
         )
 
 
@@ -116,8 +116,8 @@ def decode_rgb(value: bytes | Mapping[str, Any], min_side: int | None = None) ->
 
     Args:
         value: the bytes of the file; or an undecoded value of `datasets.Image`, a mapping with ``bytes`` and ``path``.
-        min_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size where both sides keep at least this many pixels. That is
-            faster, and changes the pixels by a few grey levels. By default images are decoded in full size.
+        min_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if both sides keep at least this many pixels. This is
+            faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
 
     Raises:
         Exception: the file is missing or broken. Decoders raise OSError, SyntaxError, struct.error and more.
@@ -126,9 +126,9 @@ def decode_rgb(value: bytes | Mapping[str, Any], min_side: int | None = None) ->
     try:
         image: Image.Image = Image.open(io.BytesIO(encoded))
     except Image.UnidentifiedImageError:  # its message names an address in memory
-        raise Image.UnidentifiedImageError(f"its {len(encoded):,} bytes are no image of a known format") from None
+        raise Image.UnidentifiedImageError(f"its {len(encoded):,} bytes are not an image of a known format") from None
     if min_side is not None:
-        image.draft(None, (min_side, min_side))  # does nothing for other formats than JPEG
+        image.draft(None, (min_side, min_side))  # only affects JPEG
     if simplejpeg is not None and (pixels := _decode_jpeg(encoded, image)) is not None:
         return pixels
     if image.mode == "F":
@@ -155,7 +155,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> np.ndarray | None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The orientation in the EXIF data: 1 is upright, also where the data is broken, which the pixels need not be."""
+    """The orientation in the EXIF data, or 1 (upright) if that data is broken, which does not affect the pixels."""
     try:
         orientation: int = image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # PIL raises SyntaxError, struct.error and more
@@ -171,10 +171,10 @@ def _read(value: Mapping[str, Any]) -> bytes:
 
         with xopen(value["path"], "rb") as file:
             return file.read()
-    # A named pipe would be waited for, and a device may have no end.
+    # Reading a named pipe could block, and a device may have no end.
     with open(value["path"], "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{value['path']} is no regular file")
+            raise OSError(f"{value['path']} is not a regular file")
         return file.read()
 
 

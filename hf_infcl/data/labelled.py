@@ -20,16 +20,16 @@ class ZeroShotDataset(ImageDataset):
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: images; or paths (strings) or encoded images (binary).
+        image_column: a column of images, paths (strings) or encoded images (binary).
         label_column: a `ClassLabel` column, or integers.
-        class_names: one name per class in the order of the labels, equal names allowed; by default those of the
+        class_names: one name per class in the order of the labels; names may repeat. By default, the names of the
             `ClassLabel`.
-        templates: prompts with one "{}" each, where the class name goes.
+        templates: prompts, each with one "{}" for the class name.
 
     Raises:
-        ValueError: at construction for a wrong dataset, column, column type or template, labels without a name, or the
-            names of the `ClassLabel` in another order; on access for a bad image, which is never skipped here, because
-            that would change what is measured.
+        ValueError: at construction, for a wrong dataset, column, column type or template, for labels without a name, or
+            for the names of the `ClassLabel` in another order; on access, for a bad image. Bad images are never skipped
+            here, because that would change what is measured.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ZeroShotDataset(ImageDataset):
             class_names = known
         if not class_names or isinstance(class_names, str):
             raise ValueError(
-                f"class_names must list the names of the classes, got {class_names!r}. It may be left out only if the "
-                f"label_column {label_column!r} is a ClassLabel, and it is {feature}."
+                f"class_names must list the names of the classes, got {class_names!r}. It can only be omitted if the "
+                f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
         class_names = list(class_names)
         if known is not None and class_names != known and sorted(class_names) == sorted(known):
             raise ValueError(
-                f"class_names are those of the label_column {label_column!r} in another order: {class_names} instead "
-                f"of {known}. Label i means the i-th name, so leave class_names out, or pass them in that order."
+                f"class_names has the names of the label_column {label_column!r} in another order: {class_names} "
+                f"instead of {known}. Label i means the i-th name, so omit class_names or pass it in that order."
             )
         if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
             raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}.')

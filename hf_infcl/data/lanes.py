@@ -1,10 +1,10 @@
 """Lanes: the order in which the shards of a stream are read, shuffled and, from a cursor on, read again.
 
-In each pass over a source its shards are dealt to L lanes, in an order drawn from (seed, source, pass). A lane reads a
-few of its shards in turns until `shuffle_buffer` samples, still encoded, are there, and permutes these. The contents of
-the buffer need not be saved. A cursor holds the positions of the readers before they filled the buffer, and the number
-of samples already taken from it; reading the same samples again restores it. Resuming therefore reads one buffer per
-lane, at any position.
+Each pass over a source distributes its shards over L lanes, in an order drawn from (seed, source, pass). A lane reads a
+few of its shards in turn until it holds `shuffle_buffer` encoded samples, and permutes them. The contents of the buffer
+are not saved. Instead, a cursor holds the positions of the readers before they filled the buffer, and the number of
+samples already taken from it. Reading the same samples again restores the buffer, so resuming reads one buffer per lane
+at any position.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class Order:
 
 
 class LaneSource:
-    """The samples that one lane reads of one source, pass after pass.
+    """The samples that one lane reads from one source, pass after pass.
 
     Its cursor is a dict of
         pass: number of passes that the lane has completed.
         buffer: number of the buffer in this pass.
         next: first of the lane's pieces of this pass that had not been opened when the buffer began to fill.
-        open: [piece, position] of those that were open then, in the order of their turns.
-        taken: number of samples gone from the buffer.
-        opened: number of pieces of the passes before.
+        open: [piece, position] of the pieces that were open then, in the order of their turns.
+        taken: number of samples already taken from the buffer.
+        opened: number of pieces of the previous passes.
         reached: as ``next``, when the buffer was full.
     """
 
@@ -91,7 +91,7 @@ class LaneSource:
         self._taken, self._reached = self._start["taken"], 0
 
     def cursor(self) -> dict[str, Any]:
-        """The place after the last sample given."""
+        """The position after the last sample returned."""
         return {**self._start, "taken": self._taken, "reached": self._reached}
 
     def __iter__(self) -> Iterator[tuple[int, int, str, Any]]:
@@ -120,8 +120,8 @@ class LaneSource:
                 turns = self._turns(following)
             places = list(range(len(buffer)))
             self._order.random(self._source, self._lane, start["pass"], start["buffer"]).shuffle(places)
-            # The next buffer fills as this one empties: no sample has to wait until a whole buffer was read, and both
-            # together hold no more samples than one.
+            # The next buffer fills as this one empties. No sample has to wait until a whole buffer has been read, and
+            # together they hold no more samples than one buffer.
             refill: list[Any] = []
             for taken, place in enumerate(places[self._taken :], self._taken + 1):
                 refill.extend(itertools.islice(turns, 1))
@@ -161,7 +161,7 @@ class _Turns:
         return self
 
     def __next__(self) -> tuple[int, str, Any]:
-        """(shard, key, raw sample); where a shard is damaged from here on, the error stands for all that is left."""
+        """(shard, key, raw sample); if a shard is damaged from here on, the error replaces the rest of it."""
         while True:
             while len(self._open) < self._most and self.next < len(self.pieces):
                 start = self.pieces[self.next].start

@@ -13,15 +13,16 @@ def load_pairs(source: str, *, split: str, name: str | None = None) -> datasets.
     """Loads one split of a dataset.
 
     Args:
-        source: a folder written by `save_to_disk`; or anything that `datasets.load_dataset` takes: a Hub id, or a local
-            folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
-            column) or one with a `train.csv` whose columns are paths of images and captions.
-        split: name of the split, for instance "train". What `load_dataset` loads has slices as well: "train[:10%]".
+        source: a folder written by `save_to_disk`, or anything that `datasets.load_dataset` accepts: a Hub id, or a
+            local folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
+            column) or a folder with a `train.csv` whose columns hold image paths and captions.
+        split: name of the split, for example "train". Slices such as "train[:10%]" work for whatever `load_dataset`
+            loads.
         name: configuration of the dataset, if it has several.
 
     Raises:
-        ValueError: there is nothing to load at `source`, or it is a file and not a folder; or it has no such split or
-            configuration, and the message names those that it has.
+        ValueError: there is nothing to load at `source`, or it is a file rather than a folder; or it has no such split
+            or configuration, in which case the message names the existing ones.
     """
     import datasets
     from huggingface_hub.errors import HFValidationError

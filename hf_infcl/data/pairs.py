@@ -17,7 +17,7 @@ from .images import BadSampleError, ImageDataset, is_integer, is_string
 if TYPE_CHECKING:
     import datasets
 
-# With on_bad_sample="skip", so many bad rows in succession mean that the dataset is broken, not just a few files.
+# With on_bad_sample="skip", this many bad rows in succession mean that the dataset is broken, not just a few files.
 _MAX_TRIES = 100
 
 
@@ -27,41 +27,41 @@ class ImageTextDataset(ImageDataset):
     Item i is a dict of
         image: RGB, a uint8 array [H, W, 3], or the image that an ``augmentation`` function returned. Transparency is
             dropped, as in CLIP's own preprocessing.
-        cropped: True. Only with an augmentation that crops; the collator then takes no center crop.
+        cropped: True, only with an augmentation that crops; the collator then skips the center crop.
         caption: list of str; one caption, up to `captions_per_image`, or all of them with `all_captions`.
-        negative_captions: list of one str, or empty if the row has none. Only with a `negative_caption_column`.
-        pair_id: int64; items with the same id are never each other's negatives. Absent unless asked for.
-        skipped: int, the number of bad rows passed over for this item. Only with `on_bad_sample="skip"`.
+        negative_captions: list of one str, or empty if the row has none; only with a `negative_caption_column`.
+        pair_id: int64; items with the same id are never each other's negatives. Absent unless requested.
+        skipped: int, the number of bad rows that this item replaces; only with `on_bad_sample="skip"`.
 
     A row is bad if its image is missing or cannot be decoded, if all its captions are empty, or if it has no pair id.
 
-    Every random choice (caption, replacement, augmentation) depends on (seed, epoch, row) alone: it is the same for any
+    Every random choice (caption, replacement, augmentation) depends only on (seed, epoch, row). It is the same for any
     number of workers and processes, and after a resume.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
-        image_column: images; or paths (strings) or encoded images (binary).
-        caption_column: strings, or lists of strings of which one is drawn anew each epoch.
-        captions_per_image: the number of different captions that are drawn of a list; a row with fewer gives them all.
-        negative_caption_column: strings, or lists of strings of which one is drawn anew each epoch, that describe the
-            image almost but not truly, such as captions with two words swapped. In training they are negatives of all
-            images and belong to none (NegCLIP, arXiv 2210.01936).
-        pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers, or
-            strings such as urls; or it is the caption column itself, where captions that read the same count as
+        image_column: a column of images, paths (strings) or encoded images (binary).
+        caption_column: a column of strings, or of lists of strings from which each epoch draws one.
+        captions_per_image: the number of different captions to draw from a list; a row with fewer returns all of them.
+        negative_caption_column: a column of strings, or of lists of strings from which each epoch draws one, that
+            describe the image almost correctly, such as captions with two words swapped. In training they are negatives
+            of all images and belong to none (NegCLIP, arXiv 2210.01936).
+        pair_id_column: rows with the same value in this column are never each other's negatives. It holds integers or
+            strings such as urls. It can also be the caption column itself; captions that read the same then count as
             equal (see `caption_pair_id`; the first caption of the item counts).
-        all_captions: give all captions of a row, for evaluation.
-        seed: for the captions drawn, the augmentation and the rows that replace bad ones.
-        on_bad_sample: "raise" a ValueError that names the row, or "skip": put another row, drawn at random, in its
-            place. The window may hold that row already, so items then always carry a pair id (the row number unless
-            `pair_id_column` is given), and a repeated row is not its own negative.
-        augmentation: ``"none"``; ``"crop"``, a random crop of 0.9 to 1 of the image's area, as OpenCLIP trains from
-            scratch; ``"flip_crop"``, which also reflects half of the images; or a function of a `PIL.Image.Image` and
-            a `random.Random` that returns an image. It has to draw from that generator alone.
-        min_side: decode JPEGs at 1/2, 1/4 or 1/8 of their size where both sides keep at least this many pixels. That
-            is faster, and changes the pixels by a few grey levels. By default images are decoded in full size.
+        all_captions: return all captions of a row, for evaluation.
+        seed: determines the drawn captions, the augmentation and the rows that replace bad ones.
+        on_bad_sample: "raise" a ValueError that names the row, or "skip" the row: another row, drawn at random, takes
+            its place. The window may already contain that row, so items then always carry a pair id (the row number
+            unless `pair_id_column` is given), and a repeated row is not its own negative.
+        augmentation: ``"none"``; ``"crop"``, a random crop of 0.9 to 1 of the image's area, as in OpenCLIP's training
+            from scratch; ``"flip_crop"``, which also flips half of the images; or a function of a `PIL.Image.Image` and
+            a `random.Random` that returns an image. The function must draw only from that generator.
+        min_side: decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is
+            faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
 
     Raises:
-        ValueError: at construction for a wrong dataset, column, column type or option; on access for a bad row.
+        ValueError: at construction, for a wrong dataset, column, column type or option; on access, for a bad row.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class ImageTextDataset(ImageDataset):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
         if on_bad_sample == "skip" and all_captions:
             raise ValueError(
-                'In an evaluation (all_captions=True) on_bad_sample="skip" would count other rows twice instead of bad '
-                "ones. Drop the bad rows from the dataset instead."
+                'In an evaluation (all_captions=True), on_bad_sample="skip" would count other rows twice in place of '
+                "bad ones. Drop the bad rows from the dataset instead."
             )
         check_augmentation(augmentation)
         if all_captions and augmentation != "none":
             raise ValueError(
-                "An evaluation (all_captions=True) sees the images as they are, but augmentation is "
+                "An evaluation (all_captions=True) uses the images unchanged, but augmentation is "
                 f"{augmentation!r}. Leave one of the two out."
             )
         if min_side is not None and min_side < 1:
@@ -97,8 +97,8 @@ class ImageTextDataset(ImageDataset):
         check_captions_per_image(captions_per_image)
         if all_captions and (captions_per_image > 1 or negative_caption_column):
             raise ValueError(
-                "An evaluation (all_captions=True) takes all captions of an image and no others. Leave "
-                "captions_per_image and negative_caption_column out."
+                "An evaluation (all_captions=True) uses exactly the captions of each image. Leave captions_per_image "
+                "and negative_caption_column out."
             )
         check_negative_captions(caption_column, negative_caption_column)
         caption_columns = {"caption_column": caption_column, "negative_caption_column": negative_caption_column}
@@ -127,11 +127,11 @@ class ImageTextDataset(ImageDataset):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses which captions are drawn. Call it in every process before the iteration over the epoch starts."""
+        """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
 
     def captions(self, rows: list[int]) -> list[Any]:
-        """The captions of rows as they stand in the dataset: strings, lists of strings, or None."""
+        """The captions of rows as stored in the dataset: strings, lists of strings, or None."""
         return self._texts[rows][self._caption_column]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ImageTextDataset(ImageDataset):
         return item
 
     def content_fingerprint(self) -> str:
-        """A fingerprint of the captions and pair ids of up to 64 rows. Other data of this length has another one."""
+        """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
         rows = range(0, len(self), math.ceil(len(self) / 64))
         return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
 
@@ -195,10 +195,10 @@ class ImageTextDataset(ImageDataset):
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:
-    """The captions in a value of the caption column that show at least one character and are valid Unicode.
+    """The captions in a value of the caption column that have a visible character and are valid Unicode.
 
-    Spaces, control characters and marks of direction show nothing. JSON can hold halves of surrogate pairs, which no
-    tokenizer takes.
+    Spaces, control characters and direction marks are not visible. JSON can contain halves of surrogate pairs, which no
+    tokenizer accepts.
 
     Raises:
         ValueError: the value is neither a string nor a list of strings and Nones.
@@ -229,7 +229,7 @@ def draw_captions(captions: list[str], count: int, random: random.Random) -> lis
 
 
 def check_captions_per_image(captions_per_image: int, single: str | None = None) -> None:
-    """Raises a ValueError for a number that cannot be drawn, also of a column of ``single`` captions."""
+    """Raises a ValueError for a number that cannot be drawn, for example from a column of ``single`` captions."""
     if not isinstance(captions_per_image, int) or captions_per_image < 1:
         raise ValueError(f"captions_per_image must be an integer of at least 1, got {captions_per_image!r}.")
     if single and captions_per_image > 1:
@@ -243,13 +243,13 @@ def check_negative_captions(caption_column: str | None, negative_caption_column:
     """Raises a ValueError if the captions of an image would be its negatives."""
     if negative_caption_column and negative_caption_column == caption_column:
         raise ValueError(
-            f"caption_column and negative_caption_column are both {caption_column!r}, so that every caption would be a "
+            f"caption_column and negative_caption_column are both {caption_column!r}, so every caption would be a "
             "negative of its own image. Name another column, or leave negative_caption_column out."
         )
 
 
 def as_pair_id(value: str | int) -> int:
-    """A value of the pair id column as an int64: a hash of a string, one to one for integers.
+    """Converts a value of the pair id column to an int64: strings by a hash, integers one to one.
 
     Raises:
         ValueError: the value is of another type, or the integer has more than 64 bits.
@@ -262,10 +262,11 @@ def as_pair_id(value: str | int) -> int:
 
 
 def caption_pair_id(caption: str) -> int:
-    """An int64 that is equal for captions that read the same, and differs for others but for hash collisions.
+    """An int64 that is equal for captions that read the same and, except for hash collisions, differs for others.
 
-    The text is brought to Unicode NFKC, case is folded and runs of white space become one space. The first 8 bytes of
-    its BLAKE2b make the id: the same in every process, and among 10 million captions two collide with odds of 3e-6.
+    The text is normalised to Unicode NFKC, its case is folded and runs of white space become one space. The id is the
+    first 8 bytes of its BLAKE2b hash. It is the same in every process; among 10 million captions, the probability of a
+    collision is 3e-6.
     """
     return _hash(" ".join(unicodedata.normalize("NFKC", caption).casefold().split()))
 

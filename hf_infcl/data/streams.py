@@ -1,9 +1,9 @@
-"""Streams of image-text pairs from shards: disjoint over processes and workers, shuffled, resumed to the sample.
+"""Streams of image-text pairs from shards: disjoint over processes and workers, shuffled, resumed at the exact sample.
 
-The number L of lanes (`hf_infcl.data.lanes`) is a multiple of processes × workers and belongs to the run. Micro-batch n
-of the run comes from lane n mod L, and is made by worker (n div R) mod W of process n mod R. So the sequence of
-micro-batches does not depend on the number of processes R and of workers W, as long as R·W divides L. Each micro-batch
-brings the cursor of its lane along, so that a checkpoint holds the places of the consumed micro-batches, and not of
+The number L of lanes (`hf_infcl.data.lanes`) is a multiple of processes × workers and is fixed for the run. Micro-batch
+n of the run comes from lane n mod L and is created by worker (n div R) mod W of process n mod R. The sequence of
+micro-batches therefore does not depend on the number of processes R and of workers W, as long as R·W divides L. Each
+micro-batch carries the cursor of its lane, so a checkpoint stores the positions of the consumed micro-batches, not of
 those that workers have read ahead.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1  # version of the order of samples and of the state in checkpoints
 
-_CURE = 'Mend or drop it, or leave such samples out with on_bad_sample="skip".'
+_CURE = 'Repair or drop it, or leave such samples out with on_bad_sample="skip".'
 # With on_bad_sample="skip": this many bad samples in succession mean a broken dataset, not a few broken files.
 _MAX_BAD = 100
 _DRAWS = 1024  # number of choices between the sources of a mixture that are made at a time
@@ -52,42 +52,42 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     Its items are those of `ImageTextDataset`, always with a pair id: dicts of
         image, cropped: as in `ImageTextDataset`.
         caption: list of one str, or of up to `captions_per_image`, drawn anew in each pass.
-        negative_captions: as in `ImageTextDataset`. Only with a `negative_caption_column`.
-        pair_id: int64, equal for items of the same sample, or as `pair_id_column` says.
-        skipped: int, the bad samples left out before this item. Only with `on_bad_sample="skip"`.
+        negative_captions: as in `ImageTextDataset`; only with a `negative_caption_column`.
+        pair_id: int64, equal for items of the same sample, or determined by `pair_id_column`.
+        skipped: int, the number of bad samples left out before this item; only with `on_bad_sample="skip"`.
 
-    A sample is bad if its image is missing or cannot be decoded, if it has no caption but white space, no pair id, or a
-    name that leads out of its folder. The rest of a damaged shard counts as one bad sample. A read that fails is
-    no bad sample: it is tried again from the byte that was reached, and then raised.
+    A sample is bad if its image is missing or cannot be decoded, if it has no visible caption or no pair id, or if its
+    name points outside its folder. The rest of a damaged shard counts as one bad sample. A failed read is not a bad
+    sample: it is repeated from the byte that it had reached and, if it keeps failing, raised.
 
-    `InfCLTrainer` takes a stream as its training set. A training loop of your own takes the micro-batches of `batches`.
+    `InfCLTrainer` accepts a stream as its training set. In your own training loop, use the micro-batches of `batches`.
 
     Args:
-        sources: names of shards, each as `hf_infcl.data.shards.find_shards` takes it: files, globs, ranges such as
-            ``shards/{00000..00127}.tar``, folders, Hub ids.
-        weights: one for each source: samples are drawn from the sources in this proportion, and a source that is
-            through starts its next pass. Without weights the shards of all sources are one set, of which every sample
-            comes once per pass.
+        sources: names of shards, in any form that `hf_infcl.data.shards.find_shards` accepts: files, globs, ranges such
+            as ``shards/{00000..00127}.tar``, folders, Hub ids.
+        weights: one per source. Samples are drawn from the sources in this proportion, and an exhausted source starts
+            its next pass. Without weights, the shards of all sources form one set, and each pass contains every sample
+            once.
         split: the split of sources that are folders or Hub ids.
         name: the configuration of sources that are folders or Hub ids.
-        image_column: in tar files "image" stands for the file with an image's extension; otherwise an extension.
+        image_column: in tar files, an extension; "image" means the file with the extension of an image.
         caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
-        captions_per_image: the number of different captions that are drawn of a list, at most.
+        captions_per_image: the maximum number of different captions to draw from a list.
         negative_caption_column: as in `ImageTextDataset`; in tar files a field of the ``.json`` or an extension,
-            which one of the first samples has to have.
-        pair_id_column: samples of equal value here are never each other's negatives; see `ImageTextDataset`.
-        seed: determines the order, the mixture, the captions drawn and the augmentation.
-        on_bad_sample: "raise" a ValueError that names the sample, or "skip": leave it out and count it.
-        shuffle_buffer: samples that a lane holds and permutes, in their encoded form.
-        open_shards: shards that a lane reads in turns.
-        lanes: a multiple of every number of processes × workers that the run may ever have; by default the number
-            that it starts with. More lanes hold more buffers.
-        samples_per_epoch: the number of samples that `InfCLTrainer` counts as an epoch, since the length of a pass is
-            unknown. Without it training needs ``max_steps``.
-        augmentation, min_side: as `ImageTextDataset`.
+            which at least one of the first samples must have.
+        pair_id_column: samples with equal values are never each other's negatives; see `ImageTextDataset`.
+        seed: determines the order, the mixture, the drawn captions and the augmentation.
+        on_bad_sample: "raise" a ValueError that names the sample, or "skip" the sample and count it.
+        shuffle_buffer: the number of encoded samples that a lane holds and permutes.
+        open_shards: the number of shards that a lane reads in turn.
+        lanes: a multiple of every value of processes × workers that the run may ever have; by default, that value at
+            the start of the run. More lanes hold more buffers.
+        samples_per_epoch: the number of samples that `InfCLTrainer` counts as an epoch, because the length of a pass is
+            unknown. Without it, training needs ``max_steps``.
+        augmentation, min_side: as in `ImageTextDataset`.
 
     Raises:
-        ValueError: there are no such shards, columns or captions, or an option does not fit.
+        ValueError: there are no such shards, columns or captions, or an option is invalid.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise BadSampleError(f"{sample} {_CURE}") from sample
         try:
             if _leaves_folder(key):
-                raise ValueError("its name leads out of its folder")
+                raise ValueError("its name points outside its folder")
             return self._item(url, f"{name} {key}", passes, reader.row(sample))
         except ReadError:
             raise
@@ -198,7 +198,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise ValueError(f"it has no image in column {columns.image!r}")
         if isinstance(image, str):
             if _leaves_folder(image):
-                raise ValueError(f"the path of its image, {image!r}, leads out of the shard's folder")
+                raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
             with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
                 image = file.read()
         captions = usable_captions(row[columns.caption])
@@ -226,24 +226,24 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
 
 class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
-    """The micro-batches of an `ImageTextStream` for one process, without end, and the record of those consumed.
+    """The endless micro-batches of an `ImageTextStream` for one process, and the record of those consumed.
 
-    Its elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
-    with each tag in order, when its batch is trained on; `state` is then this process's part of a checkpoint. Iteration
-    begins after the consumed batches.
+    The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
+    with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
+    Iteration begins after the consumed batches.
 
     Args:
-        stream: where the pairs come from.
-        batch_size: pairs of a micro-batch.
-        collate: makes a batch of a list of items.
+        stream: the source of the pairs.
+        batch_size: the number of pairs of a micro-batch.
+        collate: turns a list of items into a batch.
         rank, world_size: this process and the number of processes.
         num_workers: the number of workers of the DataLoader.
-        accumulation_steps: micro-batches that each process adds to a global batch.
-        states: the `state` of every process of a checkpoint, of any number of processes and workers.
+        accumulation_steps: the number of micro-batches that each process contributes to a global batch.
+        states: the `state` of every process of a checkpoint, for any number of processes and workers.
 
     Raises:
-        ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states are
-            those of another order. While iterating: a bad sample; too few samples for one global batch.
+        ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states
+            belong to another order. While iterating: a bad sample; too few samples for one global batch.
         ReadError: a shard could not be read.
     """
 
@@ -291,7 +291,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         expected = self._consumed + self._rank
         if tag["number"] != expected:
             raise ValueError(
-                f"Micro-batch {expected} of the stream was to be consumed next, not {tag['number']}. The DataLoader "
+                f"Micro-batch {expected} of the stream must be consumed next, got {tag['number']}. The DataLoader "
                 "must keep the order of its workers (in_order=True), and no batch may be left out."
             )
         self._cursors[tag["lane"]] = tag["cursor"]
@@ -328,8 +328,8 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         if changed := [name for name in now if was.get(name) != now[name]]:
             values = "; ".join(f"{name} was {was.get(name)} and is {now[name]}" for name in changed)
             raise ValueError(
-                f"The stream cannot go on where the checkpoint ended, because its order is another one now: {values}. "
-                "Use the shards and options of the checkpoint, or begin a new run from its model."
+                f"The stream cannot continue where the checkpoint ended, because its order has changed: {values}. "
+                "Use the shards and options of the checkpoint, or start a new run from its model."
             )
         if checkpoint["consumed"] % self._world_size:
             raise ValueError(
