@@ -356,8 +356,8 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"captions_per_image": 0}, "captions_per_image must be an integer of at least 1, got 0"),
         (captioned(LISTS), {"captions_per_image": 1.5}, "captions_per_image must be an integer of at least 1, got 1.5"),
         (PAIRS, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one str"),
-        (captioned(LISTS), {"captions_per_image": 2, "all_captions": True}, r"\(all_captions=True\) takes all"),
-        (PAIRS, {"negative_caption_column": "caption", "all_captions": True}, r"\(all_captions=True\) takes all"),
+        (captioned(LISTS), {"captions_per_image": 2, "all_captions": True}, r"\(all_captions=True\) uses exactly"),
+        (PAIRS, {"negative_caption_column": "caption", "all_captions": True}, r"\(all_captions=True\) uses exactly"),
         (
             PAIRS,
             {"negative_caption_column": "caption"},
