@@ -229,7 +229,7 @@ def test_results_that_a_full_disk_has_refused_are_written_by_the_same_command(sm
         line = mistake(capsys, *command)
     assert f"The results could not be written into {out}" in line
     assert os.strerror(errno.ENOSPC) in line
-    assert "Free space there, and give the same command with --resume_from_checkpoint auto" in line
+    assert "Free some space, and run the same command with --resume_from_checkpoint auto" in line
     written = CardCallback.write
     with monkeypatch.context() as patch:  # the card is written again after all other results
 
@@ -260,7 +260,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
 
     # If a finished run is resumed, nothing is trained and all files stay as they are.
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, "--resume_from_checkpoint", "true")
-    assert "stay as they are" in capsys.readouterr().out
+    assert "stay unchanged" in capsys.readouterr().out
     assert left_in(out) == before
 
     infcl(*small, "--max_steps", 3, *auto)
@@ -342,7 +342,7 @@ def test_a_licence_is_told_where_the_hub_states_it(monkeypatch, tmp_path):
     talk_to("http://127.0.0.1:9", monkeypatch)
     assert description._sources(DataOptions(["a/b"]))[0].license is None, "the Hub cannot be reached"
     assert len(told) == 1
-    assert told[0].startswith("The model card names no licence of a/b, because the Hub did not tell one: ")
+    assert told[0].startswith("The model card states no licence for a/b, because the Hub did not return one: ")
 
 
 def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
@@ -650,7 +650,7 @@ def test_help_begins_with_what_is_our_own(capsys):
     text = capsys.readouterr().out
     assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
     of_ours = text.index("Exact contrastive training (hf_infcl.InfCLTrainingArguments):")
-    of_theirs = text.index("All else about the training (transformers.TrainingArguments):")
+    of_theirs = text.index("All other options of the training (transformers.TrainingArguments):")
     theirs = {field.name for field in fields(TrainingArguments) if field.init}
     places = {match[1]: match.start() for match in re.finditer(r"^  --(\w+)", text, re.MULTILINE)}
     for options in OPTIONS:
@@ -717,7 +717,7 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "above 0 it needs --eval_dataset"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
-        ("train --model DEMO/digits --dataset DEMO/digits", "digits' holds no model that can be loaded"),
+        ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
         ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
         (
             "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
@@ -725,8 +725,8 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ),
         ("train --model DEMO/clip-init --dataset DEMO/digits --augmentation rotate", "rotate"),
         ("train --model DEMO/clip-init --dataset DEMO/digits --lora_rank 0", "--lora_rank must be at least 1, got 0"),
-        ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run lies in the folder of --dataset"),
-        ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "init lies in the folder of --model"),
+        ("train --model m --dataset DEMO/digits --output_dir DEMO/digits/run", "run is inside the folder of --dataset"),
+        ("train --model DEMO/clip-init --dataset d --output_dir DEMO/clip-init", "is inside the folder of --model"),
         ('train --model m --dataset d --accelerator_config {"nope":1}', "unexpected keyword argument 'nope'"),
         ("train --model m --dataset d --dataloader_prefetch_factor -1", "dataloader_prefetch_factor must be at least"),
         ("train --model m --dataset DEMO/digits --captions_per_image 0", "captions_per_image must be an integer of"),
@@ -757,7 +757,7 @@ def test_a_damaged_model_is_one_line(demo, tmp_path, capsys, name):
     (tmp_path / "model" / name).write_text("[]")
     words = ["--dataset", demo / "digits", "--use_cpu", "--output_dir", tmp_path / "out"]
     line = mistake(capsys, "train", "--model", tmp_path / "model", *words)
-    assert f"'{tmp_path / 'model'}' holds no model that can be loaded, with its config and its processor: " in line
+    assert f"'{tmp_path / 'model'}' does not hold a model that can be loaded with its config" in line
 
 
 def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys, monkeypatch):
@@ -777,7 +777,7 @@ def test_captions_that_repeat_in_a_batch_are_told_unless_they_are_no_negatives()
     repeated = rows.map(lambda row: {"caption": row["caption"][0]})
     plain, by_caption = ColumnOptions(), ColumnOptions(pair_id_column="caption")
     hint = train.repeated_captions(ImageTextDataset(repeated), plain, 100)
-    assert re.match(r"Of 100 random captions \d\d+ are equal to another one of them\.", str(hint))
+    assert re.match(r"Of 100 random captions, \d\d+ are equal to another one\.", str(hint))
     assert "unless --pair_id_column caption is given" in str(hint)
     assert train.repeated_captions(ImageTextDataset(repeated), by_caption, 100) is None
     assert train.repeated_captions(ImageTextDataset(rows), plain, 1000) is None

@@ -361,7 +361,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (
             PAIRS,
             {"negative_caption_column": "caption"},
-            "are both 'caption', so that every caption would be a negative",
+            "are both 'caption', so every caption would be a negative",
         ),
         (PAIRS, {"negative_caption_column": "wrong"}, r"no column 'wrong'.* with negative_caption_column \("),
         (

@@ -137,9 +137,9 @@ def test_the_command_needs_the_config_alone(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "sigmoid loss" in said
     assert "is 1,024 per GPU" in said
-    assert "so few that they are exchanged at once" in said
+    assert "few enough to be exchanged at once" in said
     assert "An epoch of 400,000 pairs takes 97 steps" in said
-    assert "So few steps are not enough for a learning rate schedule" in said
+    assert "This is too few steps for a learning rate schedule" in said
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         cli.main(words=[*command, "--gpu", "a100"])

@@ -30,8 +30,8 @@ def main(command: str | None = None, words: Sequence[str] | None = None) -> None
     """Runs one command.
 
     Args:
-        command: one of `COMMANDS`; by default the first word names it.
-        words: the command line without the program's name; by default that of this process.
+        command: one of `COMMANDS`; by default, the first word.
+        words: the command line without the program's name; by default, that of this process.
     """
     with _quiet_without_reader():
         _run(command, list(sys.argv[1:] if words is None else words))
@@ -72,7 +72,7 @@ def _run(command: str | None, words: list[str]) -> None:
 
 @contextmanager
 def _quiet_without_reader() -> Iterator[None]:
-    """Ends the program without a traceback if its output goes to a program that has ended, as in ``infcl ... | head``.
+    """Ends the program without a traceback if the reader of its output has ended, as in ``infcl ... | head``.
 
     This is the recipe of https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
     """

@@ -1,4 +1,4 @@
-"""`infcl card`: the model card of a folder, written again from the record that `infcl train` left there."""
+"""`infcl card`: writes the model card of a folder again, from the record that `infcl train` left there."""
 
 from __future__ import annotations
 

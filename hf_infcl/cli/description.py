@@ -1,4 +1,4 @@
-"""The facts about a run that only the options of `infcl train` hold, for its model card."""
+"""The facts about a run that only the options of `infcl train` know, for its model card."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def describe_run(
     columns: ColumnOptions,
     evaluation: EvaluationOptions,
 ) -> functools.partial[TrainingRecord]:
-    """`training_record` with the facts that the options and the trainer hold; arguments and state are still to come."""
+    """`training_record` with the facts that the options and the trainer know; it still takes arguments and state."""
     pairs = trainer.train_dataset
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
@@ -53,7 +53,7 @@ def describe_run(
 
 
 def _sources(options: DataOptions) -> list[Source]:
-    """The training data for the card, with the licences that the Hub states for it."""
+    """The training data for the card, with the licences that the Hub states."""
     weights = options.dataset_weights
     found = []
     for number, dataset in enumerate(options.dataset):
@@ -69,11 +69,12 @@ def _sources(options: DataOptions) -> list[Source]:
 
 
 def _licence(dataset: str) -> str | None:
-    """The licence that a data set's card on the Hub states; None if there is none or the Hub cannot be reached."""
+    """The licence in a dataset's card on the Hub; None if it states none or the Hub cannot be reached."""
     try:
         card = HfApi().dataset_info(dataset).card_data
     except Exception as error:  # of the Hub's client or of its HTTP library
-        logger.warning("The model card names no licence of %s, because the Hub did not tell one: %s", dataset, error)
+        message = "The model card states no licence for %s, because the Hub did not return one: %s"
+        logger.warning(message, dataset, error)
         return None
     stated = getattr(card, "license", None)
     return ", ".join(stated) if isinstance(stated, list) else stated

@@ -42,7 +42,7 @@ def evaluate(words: Sequence[str]) -> None:
 
 
 def evaluation_datasets(columns: ColumnOptions, options: EvaluationOptions) -> dict[str, Any]:
-    """The requested data sets to evaluate on, by the prefix of their metrics: "pairs" and "zero_shot"."""
+    """The requested evaluation datasets, by the prefix of their metrics: "pairs" and "zero_shot"."""
     found: dict[str, Any] = {}
     if options.eval_dataset:
         rows = load_pairs(options.eval_dataset, split=options.eval_split)

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def tell(command: str, message: str) -> None:
-    """Prints an error as one line, on the first of torchrun's or accelerate's processes that calls this.
+    """Prints an error as one line, only on the first launched process that calls this.
 
     That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
     """
@@ -37,15 +37,15 @@ def tell(command: str, message: str) -> None:
 
 @contextmanager
 def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
-    """Ends the program with exit code 1 and one line, without a traceback, for a mistake of the user.
+    """Turns a mistake of the user into one line and exit code 1, without a traceback.
 
-    A process that stops because another one failed prints nothing, since the other one has printed the reason. If an
-    option needs a package that is not installed, that is a mistake of the user, whichever library says so.
+    A process that stops because another one failed prints nothing, because the other one has printed the reason. A
+    missing package that an option needs is a mistake of the user, whichever library reports it.
 
     Args:
-        command: the command's name, which the line begins with.
-        of_libraries: treat a ValueError or OSError of any library as the user's mistake, as is right where data and
-            models are opened; otherwise only a ValueError that this package raises.
+        command: the name of the command, with which the line begins.
+        of_libraries: also treat a ValueError or OSError of any library as a mistake of the user, which is right while
+            data and models are being opened; otherwise only a ValueError raised by this package.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
 
 
 def is_missing_package(error: Exception) -> bool:
-    """Whether a library needs a package that is not installed. Those of Trainer's trackers raise a RuntimeError."""
+    """Whether a library needs a package that is not installed. Trainer's trackers raise a RuntimeError for that."""
     asked = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
     return asked or isinstance(error, ModuleNotFoundError)
 
@@ -101,9 +101,8 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 def leave(trainer: InfCLTrainer, code: int = 0) -> None:
     """Ends all processes together, with this exit code and without Python's clean-up at exit.
 
-    With gloo a process sometimes aborted ("terminate called without an active exception") after all its work was done,
-    in one of 47 runs. The presumed cause, which is not proved, is a thread that outlives the group and still runs
-    during that clean-up.
+    With gloo, in one of 47 runs, a process aborted ("terminate called without an active exception") after all its work
+    was done. The presumed but unproven cause is a thread that outlives the group and still runs during that clean-up.
     """
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Loads the model that ``--model`` names, or says in a few words why that cannot be done."""
+"""Loads the model that ``--model`` names, or explains briefly why that is impossible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
 
 def load(checkpoint: str) -> tuple[Any, Any]:
-    """The model, in fp32 for the optimizer whatever dtype the checkpoint was saved in, and the processor.
+    """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
     Raises:
         ValueError: they cannot be loaded.
@@ -44,14 +44,14 @@ def _explanation(checkpoint: str, error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
     reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
     if Path(checkpoint).exists():
-        return f"{checkpoint!r} holds no model that can be loaded, with its config and its processor: {reason}"
+        return f"{checkpoint!r} does not hold a model that can be loaded with its config and its processor: {reason}"
     tried = f"There is no folder {checkpoint!r}"
     if HFValidationError in causes:
-        return f"{tried}, and it is no id of a model on the Hub either, such as openai/clip-vit-base-patch32."
+        return f"{tried}, and the name is not the id of a model on the Hub, such as openai/clip-vit-base-patch32."
     if LocalEntryNotFoundError in causes:
         return (
             f"{tried}, no model of this name was downloaded before, and the Hub could not be reached. Check the name. "
-            f"Without a network, run `hf download {checkpoint}` where there is one and pass the folder that it prints."
+            f"Without a network, run `hf download {checkpoint}` on a machine that has one, and pass the printed folder."
         )
     if RepositoryNotFoundError in causes:
         return (

@@ -43,7 +43,7 @@ class LoraOptions:
     lora_merge: bool = field(
         default=False,
         metadata={
-            "help": "At the end merge the adapters into the weights, and save and push the whole model instead of them."
+            "help": "At the end, merge the adapters into the weights, and save and push the whole model instead."
         },
     )
 
@@ -55,7 +55,7 @@ class DataOptions:
     dataset: list[str] = field(
         metadata={
             "help": "Required. Image-text pairs to train on: a Hub id or a folder. With --streaming also shards, such "
-            "as 'shards/{00000..00127}.tar', and more than one data set."
+            "as 'shards/{00000..00127}.tar', and more than one dataset."
         }
     )
     dataset_name: str | None = field(
@@ -68,41 +68,41 @@ class DataOptions:
     augmentation: str = field(
         default="none",
         metadata={
-            "help": "'none'; 'crop', random crops of 0.9 to 1 of the image, as CLIP trains from scratch; or "
-            "'flip_crop', which also reflects half of the images left to right."
+            "help": "'none'; 'crop' for random crops of 0.9 to 1 of the image, as CLIP is trained from scratch; or "
+            "'flip_crop', which also flips half of the images left to right."
         },
     )
     min_side: int | None = field(
         default=None,
         metadata={
-            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. That "
-            "is faster and changes the pixels slightly. By default images are decoded in full size."
+            "help": "Decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This "
+            "is faster and changes the pixels slightly. By default, images are decoded at full size."
         },
     )
     streaming: bool = field(
         default=False,
-        metadata={"help": "Read tar or parquet shards while training, as a stream whose length is not known."},
+        metadata={"help": "Read tar or parquet shards during the training, as a stream of unknown length."},
     )
     dataset_weights: list[float] | None = field(
         default=None,
         metadata={
-            "help": "With --streaming: the proportions in which the samples of several data sets are mixed. By default "
+            "help": "With --streaming: the proportions in which the samples of several datasets are mixed. By default, "
             "they are read as one set."
         },
     )
     samples_per_epoch: int | None = field(
         default=None,
-        metadata={"help": "With --streaming: the number of pairs of an epoch. Without it pass --max_steps."},
+        metadata={"help": "With --streaming: the number of pairs per epoch. Without it, pass --max_steps."},
     )
     captions_per_image: int = field(
         default=1,
-        metadata={"help": "Number of captions that are drawn in each epoch of an image's list; all are its positives."},
+        metadata={"help": "Number of captions drawn per epoch from an image's list; all of them are its positives."},
     )
     negative_caption_column: str | None = field(
         default=None,
         metadata={
-            "help": "Column of captions that are wrong for the image, strings or lists. One is drawn in each epoch "
-            "and is a negative of all images."
+            "help": "Column of captions that are wrong for the image, strings or lists. Each epoch draws one, which is "
+            "a negative of all images."
         },
     )
     shuffle_buffer: int = field(
@@ -111,15 +111,15 @@ class DataOptions:
     lanes: int | None = field(
         default=None,
         metadata={
-            "help": "With --streaming: the number of parts that the shards are read in. A run can resume with other "
-            "numbers of processes and workers if their product divides it. By default it is their product at the start."
+            "help": "With --streaming: the number of lanes that read the shards. A run can resume with other numbers "
+            "of processes and workers if their product divides it. Defaults to that product at the start."
         },
     )
     guard_dataset: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Image-text pairs that the model should not get worse on, Hub ids or folders: their loss and "
-            "recalls are measured before the training, at every evaluation and at the end, and stand in the card."
+            "help": "Image-text pairs on which the model should not get worse, Hub ids or folders. Their loss and "
+            "recalls are measured before the training, at every evaluation and at the end, and are part of the card."
         },
     )
     guard_split: str = field(default="test", metadata={"help": "The split of each --guard_dataset."})
@@ -131,15 +131,15 @@ class DataOptions:
 
 @dataclass
 class ColumnOptions:
-    _argument_group_name: ClassVar[str] = "Columns of the data sets"
+    _argument_group_name: ClassVar[str] = "Columns of the datasets"
 
     image_column: str = field(default="image", metadata={"help": "Column of images, paths or encoded images."})
     caption_column: str = field(default="caption", metadata={"help": "Column of captions: a string or a list of them."})
     pair_id_column: str | None = field(
         default=None,
         metadata={
-            "help": "Rows with equal values in this column, which may be that of captions, are never each other's "
-            "negatives."
+            "help": "Rows with equal values in this column are never each other's negatives. It may be the column of "
+            "captions."
         },
     )
 
@@ -163,13 +163,13 @@ class EvaluationOptions:
     eval_pictures: int = field(
         default=0,
         metadata={
-            "help": "Number of images of --eval_dataset that are drawn with their best captions at each evaluation, "
-            "into pictures.png of --output_dir, which is pushed with the model. 0 draws none."
+            "help": "Number of images of --eval_dataset to draw with their best captions at each evaluation, into "
+            "pictures.png in --output_dir, which is pushed with the model. 0 draws none."
         },
     )
     label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
     class_names: list[str] | None = field(
-        default=None, metadata={"help": "Names of the classes, by number. By default those that the data set holds."}
+        default=None, metadata={"help": "Names of the classes, by number. By default those stored in the dataset."}
     )
     templates: list[str] = field(
         default_factory=lambda: ["a photo of a {}."], metadata={"help": "Prompts, with {} for the name of the class."}
@@ -178,13 +178,13 @@ class EvaluationOptions:
     def __post_init__(self) -> None:
         if self.eval_pictures < 0 or (self.eval_pictures and not self.eval_dataset):
             raise ValueError(
-                f"eval_pictures must be at least 0, and above 0 it needs --eval_dataset, whose images it draws. Got "
+                f"eval_pictures must be at least 0. Above 0 it also needs --eval_dataset, whose images it draws. Got "
                 f"{self.eval_pictures} and --eval_dataset {self.eval_dataset}."
             )
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None, whose meaning stands in the help of the option."""
+    """Shows defaults, except None, whose meaning the help of the option explains."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
@@ -213,11 +213,11 @@ class Parser(HfArgumentParser):
     def _of_training(self) -> tuple[Any, Any]:
         return (
             self.add_argument_group("Exact contrastive training (hf_infcl.InfCLTrainingArguments)"),
-            self.add_argument_group("All else about the training (transformers.TrainingArguments)"),
+            self.add_argument_group("All other options of the training (transformers.TrainingArguments)"),
         )
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Adds an option. InfCLTrainingArguments names no group for its options, so they go into one of two."""
+        """Adds an option. InfCLTrainingArguments defines no group for its options, so they go into one of two."""
         if names[0] == "-h":
             return super().add_argument(*names, **settings)
         ours, transformers = self._of_training
@@ -235,7 +235,7 @@ class Parser(HfArgumentParser):
         """Reads the command line, whose first word may be a YAML or JSON file of options.
 
         Returns:
-            All options, and the names of those that were given rather than left at their defaults.
+            All options, and the names of those that the user has set.
         """
         words = list(words)
         values: dict[str, Any] = {}
@@ -297,13 +297,13 @@ class Parser(HfArgumentParser):
         for key, (value, text) in _load(path).items():
             name = self._known(key)
             if name != key:
-                raise ValueError(f"{path}: {key} is for the command line alone. Write {name}: false.")
+                raise ValueError(f"{path}: {key} only works on the command line. Write {name}: false.")
             kind = self._kinds[name]
             choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
             lists = [choice for choice in choices if typing.get_origin(choice) is list]
             if value is None:
                 if NoneType not in choices:
-                    raise ValueError(f"{path}: {name} must have a value. Leave the line out for its default.")
+                    raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
                 values[name] = None
             elif isinstance(value, dict):
                 if dict not in [typing.get_origin(choice) or choice for choice in choices]:
@@ -339,7 +339,7 @@ _Loader.add_implicit_resolver(
 
 
 def _load(path: Path) -> dict[str, tuple[Any, Any]]:
-    """The options of a file by name: each as a value of Python, and again with its scalars as the file's text."""
+    """The options of a file by name: each as a Python value, and again with its scalars as the text in the file."""
     if not path.exists():
         raise ValueError(f"There is no file {str(path)!r} to read options from.")
     try:

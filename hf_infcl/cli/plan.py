@@ -44,16 +44,16 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu",
         default="h100",
-        help=f"The GPU whose measured rates predict the time: {' or '.join(GPUS)}. For the memory of another GPU give "
-        "its --gpu_memory.",
+        help=f"The GPU whose measured rates predict the time: {' or '.join(GPUS)}. For another GPU, also give its "
+        "--gpu_memory.",
     )
-    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU; without it that of --gpu.")
+    parser.add_argument("--gpu_memory", type=float, help="Memory of one GPU in GiB. Defaults to that of --gpu.")
     parser.add_argument("--dataset_size", type=int, help="Pairs of the training set, for the time of an epoch.")
     parser.add_argument("--epochs", type=float, default=1, help="Epochs of the training.")
-    parser.add_argument("--freeze", choices=("image", "text"), help="The tower that is frozen.")
+    parser.add_argument("--freeze", choices=("image", "text"), help="The tower to freeze.")
     parser.add_argument("--torch_compile", action="store_true", help="Plan a training with --torch_compile.")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="Draw memory and time against the global batch.")
-    parser.add_argument("--measure", action="store_true", help="Also time two micro-batches on the GPU at hand.")
+    parser.add_argument("--measure", action="store_true", help="Also time two micro-batches on this machine's GPU.")
     return parser
 
 
@@ -61,7 +61,7 @@ def report(options: argparse.Namespace) -> list[str]:
     """The lines of the plan.
 
     Raises:
-        ValueError: an option has no sense, or nothing fits.
+        ValueError: an option makes no sense, or nothing fits.
     """
     for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
@@ -72,7 +72,7 @@ def report(options: argparse.Namespace) -> list[str]:
             "its --gpu_memory. The memory is then right, and the times are those of --gpu."
         )
     if options.measure and not torch.cuda.is_available():
-        raise ValueError("--measure needs a GPU. Leave it out to predict from the config alone.")
+        raise ValueError("--measure needs a GPU. Omit it to predict from the config alone.")
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
     freeze = f" --freeze {options.freeze}" if options.freeze else ""
@@ -132,13 +132,13 @@ def report(options: argparse.Namespace) -> list[str]:
 
 
 def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
-    """Sentences that name the parts of the memory of the least choice and a cure."""
+    """Sentences that list the parts of the memory of the smallest choice, and a remedy."""
     parts = planning.memory(counts, least)
     weights, features = parts.weights + parts.optimizer, parts.features + parts.loss
     if weights > features:
-        cure = "Take GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
+        cure = "Use GPUs with more memory, freeze a tower, or shard the weights with --fsdp."
     else:
-        cure = "Lower --global_batch, or take more GPUs or GPUs with more memory."
+        cure = "Lower --global_batch, or use more GPUs or GPUs with more memory."
     return (
         f"Not even micro-batches of one pair fit into {planning.USABLE:.0%} of {memory_gib:g} GiB: weights and "
         f"optimizer take {weights / GIB:.1f} GiB, features and loss of {least.rows:,} pairs {features / GIB:.1f}, all "
@@ -147,7 +147,7 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
 
 
 def measured_line(config: PretrainedConfig, freeze: str | None, choice: Choice, counts: Counts, gpu: GPU) -> str:
-    """One micro-batch of the choice on the GPU at hand, not compiled, beside its prediction."""
+    """One micro-batch of the choice, measured on this machine's GPU without compilation, beside its prediction."""
     seconds, peak = planning.measure(
         config, choice.micro_batch, torch.device("cuda"), freeze=freeze, checkpointing=choice.checkpointing
     )
@@ -172,7 +172,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
 
     Raises:
         ValueError: it cannot fit: weights, their gradients, half of a micro-batch's activations and the window's images
-            in uint8 are more than the memory of the GPU, whatever else is needed.
+            in uint8 alone exceed the memory of the GPU.
     """
     if args.fsdp or args.deepspeed or args.cache_features:
         return None
@@ -240,14 +240,14 @@ def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
     if planning.is_gathered(counts.dim, choice):
         seconds = (sent["texts"] + sent["gradients of the texts"]) / 100e9
         hidden = (
-            "The texts and their gradients are so few that they are exchanged at once. No computation hides this: it "
-            f"takes {_duration(seconds)} at 100 GB/s."
+            "The texts and their gradients are few enough to be exchanged at once. No computation hides this exchange, "
+            f"which takes {_duration(seconds)} at 100 GB/s."
         )
     else:
         rate = planning.hiding_bandwidth(choice, gpu) / 1e9
         hidden = (
-            "The texts and their gradients travel around a ring. The computation of the loss hides this if each GPU "
-            f"sends {rate:.1f} GB/s or more in each direction."
+            "The texts and their gradients travel around a ring. The computation of the loss hides these transfers if "
+            f"each GPU sends {rate:.1f} GB/s or more in each direction."
         )
     return [
         f"Each GPU sends {sum(sent.values()) / GIB:.2f} GiB per step: "
@@ -268,11 +268,11 @@ def step_lines(pairs: int, epochs: float, choice: Choice, seconds: float) -> lis
         ]
     steps = int(per_epoch * epochs)
     if steps < 100:
-        verdict = "So few steps are not enough for a learning rate schedule: lower --global_batch or raise --epochs."
+        verdict = "This is too few steps for a learning rate schedule: lower --global_batch or raise --epochs."
     elif steps < 1000:
-        verdict = "This number of steps is enough for fine-tuning, but small for a training from scratch."
+        verdict = "This number of steps is enough for fine-tuning, but small for training from scratch."
     else:
-        verdict = "This number of steps is a usual one."
+        verdict = "This is a common number of steps."
     training = (
         f"; {epochs:g} epochs take {_number(steps, 'step')} and {_duration(steps * seconds)}" if epochs != 1 else ""
     )

@@ -40,7 +40,7 @@ from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions,
 from .plan import check_memory
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", RECORD_FILE, CURVES_FILE, PICTURES_FILE)
-LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written at the end of a run alone
+LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 PAIR_METRICS = ("loss", *(f"{way}_retrieval_recall@{k}" for way in ("image", "text") for k in (1, 5, 10)))
 ZERO_SHOT_METRICS = ("acc1", "acc5", "mean_per_class_recall")
@@ -64,7 +64,7 @@ def train(words: Sequence[str]) -> None:
     model_options, lora, data, columns, evaluation, args = parser.build(namespace)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if lora.lora_merge and lora.lora_rank is None:
-            raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Give both or none.")
+            raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Pass both or none.")
         check_output_folder(args.output_dir, model_options, data, evaluation)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
@@ -105,7 +105,7 @@ def train(words: Sequence[str]) -> None:
             raise
     if trainer.steps_trained == 0 and has_results(trainer):
         if trainer.is_world_process_zero():
-            print(f"The model, its card and its results in {args.output_dir} stay as they are.")
+            print(f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)
         return
     merge = lora.lora_merge and lora.lora_rank is not None
@@ -125,9 +125,9 @@ def train(words: Sequence[str]) -> None:
 
 
 def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any]) -> None:
-    """Prints the options that `intervals` has chosen, and how the global batch is made up."""
+    """Prints the options that `intervals` has chosen, and the factors of the global batch."""
     if chosen:
-        print("Not given, and therefore chosen:", *(f"--{name} {value}" for name, value in chosen.items()))
+        print("Chosen by default:", *(f"--{name} {value}" for name, value in chosen.items()))
     steps = args.gradient_accumulation_steps
     print(
         f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
@@ -150,8 +150,8 @@ def repeated_captions(dataset: ImageTextDataset | ImageTextStream, columns: Colu
     if repeated <= 0.01 * count:
         return None
     return (
-        f"Of {count:,} random captions {repeated:,} are equal to another one of them. Equal captions of a batch are "
-        f"each other's negatives, unless --pair_id_column {columns.caption_column} is given."
+        f"Of {count:,} random captions, {repeated:,} are equal to another one. Equal captions in a batch are each "
+        f"other's negatives unless you pass --pair_id_column {columns.caption_column}."
     )
 
 
@@ -167,7 +167,7 @@ def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:
 
 
 def save_results(trainer: InfCLTrainer, metrics: dict[str, float], eval_datasets: Mapping[str, Any]) -> None:
-    """Writes the model, the metrics of the training and of the evaluation after it, and the trainer's state."""
+    """Writes the model, the metrics of the training and of the final evaluation, and the trainer's state."""
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -182,7 +182,7 @@ def save_results(trainer: InfCLTrainer, metrics: dict[str, float], eval_datasets
 
 @contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
-    """Removes the results that are written in part if the disk is full, and says what to do.
+    """Removes partly written results if the disk is full, and says what to do.
 
     Raises:
         ValueError: the disk is full, or the user's share of it.
@@ -197,15 +197,15 @@ def full_disk_told(folder: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
         raise ValueError(
             f"The results could not be written into {folder} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are "
-            f"free there): {error}. Free space there, and give the same command with --resume_from_checkpoint auto, "
-            "which goes on from the last checkpoint and writes the results."
+            f"free there): {error}. Free some space, and run the same command with --resume_from_checkpoint auto, "
+            "which continues from the last checkpoint and writes the results."
         ) from error
 
 
 def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
-    """The metrics of all data sets if they were measured after the last step; otherwise nothing.
+    """The metrics of all datasets if they were measured after the last step; otherwise nothing.
 
-    Measuring them again after the training would take time, and MLflow and trackio would begin a new run for it.
+    Measuring them again after the training would take time, and MLflow and trackio would start a new run for it.
     """
     entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
     metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith(("eval_", "epoch"))}
@@ -216,9 +216,9 @@ def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, flo
 def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
-    Trainer's defaults of 500 steps are made for many small steps, but a run of large batches may have 50 in all. Such a
-    run logs every step (or every hundredth part of the run, if that is longer), and saves and evaluates every epoch (or
-    every tenth part, if ``max_steps`` ends the run).
+    Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
+    logs every step (or every hundredth of the run, if that is longer), and saves and evaluates every epoch (or every
+    tenth of the run, if ``max_steps`` ends it).
     """
     limited = namespace.max_steps > 0
     tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
@@ -245,11 +245,11 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
 
 
 def check_best_metric(namespace: argparse.Namespace, classes: int | None = None) -> None:
-    """Raises a ValueError if the best checkpoint is asked for by a metric that is not measured.
+    """Raises a ValueError if the best checkpoint is to be chosen by a metric that is not measured.
 
     Args:
         namespace: all options.
-        classes: the number of classes, once the zero-shot data set is open; fewer than five have no top-5 accuracy.
+        classes: the number of classes, once the zero-shot dataset is open; fewer than five have no top-5 accuracy.
     """
     if not namespace.load_best_model_at_end:
         return
@@ -268,9 +268,9 @@ def check_best_metric(namespace: argparse.Namespace, classes: int | None = None)
 
 
 def earlier_results(folder: Path, resume: str | None) -> list[Path]:
-    """The checkpoints and results of an earlier run in the folder, unless this run goes on with it.
+    """The checkpoints and results of an earlier run in the folder, unless this run continues it.
 
-    With ``"auto"`` a run that ended before its first checkpoint and before its results starts again.
+    With ``"auto"``, a run that ended before its first checkpoint and before its results starts again.
     """
     checkpoints = list(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     if resume and (checkpoints or resume != "auto"):
@@ -281,7 +281,7 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
 
 
 def delete_results(args: InfCLTrainingArguments, results: Sequence[Path]) -> None:
-    """Deletes the results of an earlier run, on every machine that saves results of its own; collective.
+    """Deletes the results of an earlier run, on every machine that saves its own results; collective.
 
     Raises:
         ValueError: on every process: another run is training in the folder.
@@ -292,7 +292,7 @@ def delete_results(args: InfCLTrainingArguments, results: Sequence[Path]) -> Non
 
 
 def check_output_folder(output_dir: Any, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions) -> None:
-    """Raises a ValueError if the results would be written over the model, or among the files of a data set."""
+    """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
     place = Path(output_dir).resolve()
     datasets = [
         *(("dataset", name) for name in data.dataset),
@@ -305,20 +305,20 @@ def check_output_folder(output_dir: Any, model: ModelOptions, data: DataOptions,
             continue
         if folder == place or (option != "model" and folder in place.parents):
             raise ValueError(
-                f"--output_dir {output_dir} lies in the folder of --{option} {source}, whose files the results would "
-                "replace or be mixed with. Choose another --output_dir."
+                f"--output_dir {output_dir} is inside the folder of --{option} {source}, whose files the results would "
+                "replace or mix with. Choose another --output_dir."
             )
 
 
 def _holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
     return ValueError(
-        f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Go on with it by "
-        "--resume_from_checkpoint auto, choose another --output_dir, or delete it by --overwrite_output_dir."
+        f"{folder} holds an earlier run ({', '.join(path.name for path in earlier)}). Continue it with "
+        "--resume_from_checkpoint auto, choose another --output_dir, or delete it with --overwrite_output_dir."
     )
 
 
 def has_results(trainer: InfCLTrainer) -> bool:
-    """Whether the results in output_dir are those of the present step, on all processes alike."""
+    """Whether the results in output_dir belong to the current step, on all processes alike."""
     path = Path(str(trainer.args.output_dir), TRAINER_STATE_NAME)
     try:
         written = TrainerState.load_from_json(str(path)).global_step == trainer.state.global_step
@@ -342,7 +342,7 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
 
 
 def merge_adapters(folder: Path, start: str) -> None:
-    """Puts the whole model in the place of the adapter in the folder, which was trained from the checkpoint start."""
+    """Replaces the adapter in the folder, which was trained from the checkpoint start, by the whole model."""
     import peft
 
     model, _ = load(start)
