@@ -604,7 +604,7 @@ def test_wrong_options_and_columns(folder, tmp_path):
         (f"{tmp_path}/{{a.parquet,two.tar}}", {}, "a.parquet' and .*two.tar' are of two formats"),
         (parquet, {"negative_caption_column": "wrong"}, "negative_caption_column 'wrong' must hold strings or lists"),
         (str(folder), {"negative_caption_column": "w"}, "No caption was found for negative_caption_column 'w'"),
-        (parquet, {"caption_column": "a", "negative_caption_column": "a"}, "are both 'a', so that every caption would"),
+        (parquet, {"caption_column": "a", "negative_caption_column": "a"}, "are both 'a', so every caption would"),
         (parquet, {"captions_per_image": 0}, "captions_per_image must be an integer of at least 1, got 0"),
         (parquet, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),
         (str(folder), {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one"),
