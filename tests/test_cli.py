@@ -714,7 +714,7 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
     ("words", "complaint"),
     [
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
-        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "above 0 it needs --eval_dataset"),
+        ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "Above 0 it also needs --eval_dataset"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
