@@ -716,7 +716,7 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
         ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "Above 0 it also needs --eval_dataset"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
-        ("train --model ./no/such/model --dataset DEMO/digits", "There is no folder './no/such/model', and it is no"),
+        ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
         ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
         (
@@ -769,7 +769,7 @@ def test_a_model_that_is_not_there_is_told_with_what_was_tried(tmp_path, capsys,
         line = mistake(capsys, *command)
         assert "the Hub could not be reached" in line
         assert "run `hf download openai/clip-vit-bas`" in line
-    assert "There is no folder 'a/b/c', and it is no id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
+    assert "no folder 'a/b/c', and the name is not the id" in mistake(capsys, *command[:2], "a/b/c", *command[3:])
 
 
 def test_captions_that_repeat_in_a_batch_are_told_unless_they_are_no_negatives():
@@ -778,7 +778,7 @@ def test_captions_that_repeat_in_a_batch_are_told_unless_they_are_no_negatives()
     plain, by_caption = ColumnOptions(), ColumnOptions(pair_id_column="caption")
     hint = train.repeated_captions(ImageTextDataset(repeated), plain, 100)
     assert re.match(r"Of 100 random captions, \d\d+ are equal to another one\.", str(hint))
-    assert "unless --pair_id_column caption is given" in str(hint)
+    assert "unless you pass --pair_id_column caption" in str(hint)
     assert train.repeated_captions(ImageTextDataset(repeated), by_caption, 100) is None
     assert train.repeated_captions(ImageTextDataset(rows), plain, 1000) is None
     lists = rows.map(lambda row: {"caption": [row["caption"], "x"]})
