@@ -748,7 +748,7 @@ def test_what_is_wrong_with_data_or_model_is_one_line(demo, tmp_path, capsys, wo
 def test_a_bad_image_that_a_worker_finds_is_one_line(small, tmp_path, capsys):
     (tmp_path / "pairs/train/0003.png").write_bytes(b"no image")
     line = mistake(capsys, *small, "--dataloader_num_workers", 1)
-    assert re.search(r"error: Row 3 of the dataset .* is bad: column 'image': .* no image of a known format", line)
+    assert re.search(r"error: Row 3 of the dataset .* is bad: column 'image': .* not an image of a known format", line)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "processor_config.json"])
