@@ -1,4 +1,4 @@
-"""One process's share of the global batch and of the loss, and rows in the order of their ids."""
+"""One process's share of the global batch and of the loss, and the sorting of rows by their ids."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Terms(NamedTuple):
 
 
 def number_ids(ids: Tensor, ids_of_batch: Tensor) -> Tensor:
-    """[b] int32, equal where the int64 ids are: their places among the sorted ids of the global batch.
+    """[b] int32 numbers that are equal where the int64 ids are: the positions among the sorted ids of the global batch.
 
-    Kernels that compare 64 bits run out of registers.
+    Kernels that compare 64-bit ids run out of registers.
     """
     return torch.searchsorted(ids_of_batch, ids, out_int32=True)
 
 
 class Order:
-    """Rows in the order of their ids, so that equal ids meet in few tiles.
+    """Sorts rows by their ids, so that equal ids meet in few tiles.
 
     Attributes:
         ids: [b], sorted.
@@ -82,5 +82,5 @@ class Order:
         return rows[self._order]
 
     def restore(self, rows: Tensor | None) -> Tensor | None:
-        """The rows in the order in which they were before `sort`."""
+        """The rows in the order before `sort`."""
         return None if rows is None else rows[self._inverse]

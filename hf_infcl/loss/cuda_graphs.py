@@ -26,7 +26,7 @@ PATIENCE = 2  # calls before the recorded one; each of the many sizes of an eval
 KEPT = 2  # the maximum number of recordings; each holds the memory of its computation
 
 _logger = logging.getLogger(__name__)
-_lock = threading.Lock()  # a recording's inputs are written and then read by its replay
+_lock = threading.Lock()  # no other thread may overwrite the inputs of a recording before its replay reads them
 
 
 class Exchange(Protocol):
@@ -47,12 +47,12 @@ def run(name: Hashable, exchange: Exchange, function: Callable[..., Tensors], *t
         exchange: runs the collectives of the function.
         function: launches the same kernels and runs the same collectives whenever shapes are the same, and does
             nothing else: no random numbers, no waiting for the device.
-        tensors: on one CUDA device, the first not None.
+        tensors: on one CUDA device; the first is not None.
 
     Returns:
-        The results of the function, in memory of their own.
+        The results of the function, in new memory.
     """
-    if torch.cuda.is_current_stream_capturing():  # the kernels become a part of the caller's graph
+    if torch.cuda.is_current_stream_capturing():  # the kernels become part of the caller's graph
         return function(*tensors)
     first = tensors[0]
     assert first is not None
@@ -75,7 +75,7 @@ class _Recording:
     def __init__(self) -> None:
         self._calls = 0
         self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
-        self._collectives: Sequence[Collective] = ()  # the first after the first graph, and so on
+        self._collectives: Sequence[Collective] = ()  # collective i runs after graph i
         self._inputs: Tensors = ()
         self._outputs: Tensors = ()
 
@@ -85,7 +85,7 @@ class _Recording:
             try:
                 self._record(exchange, function, tensors)
             except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-                # Without a recording, less memory is enough. Any other error will occur again.
+                # Without a recording less memory is needed. Any other error will occur again below.
                 _logger.warning("A small loss is not replayed as a CUDA graph: %s", error)
                 self._inputs = self._outputs = ()
         if not self._graphs:
@@ -140,7 +140,7 @@ class _Capture:
 
     def __exit__(self, *error: Any) -> None:
         capture, self._open = self._open, None
-        if capture is None:  # it could not begin
+        if capture is None:  # the capture could not begin
             return
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # if a computation begins with a collective

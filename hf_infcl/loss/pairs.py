@@ -52,7 +52,7 @@ class _SoftmaxBlocks:
 
 
 def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
-    """The symmetric InfoNCE: C is 2B times the derivative of the loss, and its sum is 0."""
+    """The symmetric InfoNCE loss. C is 2B times the derivative of the loss by the logits, and its sum is 0."""
     scale, ids, (pairs, _, others) = batch.scale, batch.ids_x, batch.counts
     blocks = _SoftmaxBlocks(scale, strategy.backend)
 
@@ -105,7 +105,7 @@ def _softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
 
 
 def _sigmoid(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
-    """The sigmoid loss: C is B times its derivative. Terms and coefficients come from one pass over the logits."""
+    """The sigmoid loss. C is B times its derivative; terms and coefficients come from one pass over the logits."""
     pairs, _, others = batch.counts
 
     def gradients(

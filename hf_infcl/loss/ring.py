@@ -47,7 +47,7 @@ class Ring:
             yield (rank - step) % world_size, held
             if transfer is not None:
                 transfer.wait()
-                spare = None if held is first else held  # the caller's tensors are never received into
+                spare = None if held is first else held  # never receive into the caller's tensors
                 held = arriving
 
     def exchange(self, sent: tuple[Tensor | None, ...], received: tuple[Tensor | None, ...]) -> Transfer:
@@ -104,7 +104,7 @@ class RingReduction:
         self._sent, self._arriving = total, free
 
     def result(self) -> Tensor:
-        """The combination that has arrived; after the loop it is complete and belongs to this process's block."""
+        """The combination that has arrived. After the loop it is the complete one for this process's own block."""
         if self._transfer is not None:
             self._transfer.wait()
             self._transfer = None

@@ -1,14 +1,14 @@
-"""Both losses of images and texts whose equal ids are positives: several for an image or a text, one, or none.
+"""Both losses for images and texts whose equal ids are positives: an image or text may have several, one or none.
 
-`hf_infcl.reference` defines them; the softmax loss is UniCL's (arXiv 2204.03610). Take a row i with K_i >= 1 positives
-and the differences d_ij = z_ij - r_i from a reference r_i, the logit of some cell of the row. With
+`hf_infcl.reference` defines these losses; the softmax loss is UniCL's (arXiv 2204.03610). Consider a row i with
+K_i >= 1 positives, and the differences d_ij = z_ij - r_i from a reference r_i, the logit of some cell in the row. With
 
     N = log Σ_negatives exp(d_ij), P = log Σ_positives exp(d_ij), Z = Σ_positives d_ij,
 
-its cross entropy is log(exp(N) + exp(P)) - Z / K_i. N, P and Z of blocks combine, so that no block needs to know where
-the positives lie. With a single positive P = Z, and the cross entropy is softplus(N - Z), as for pairs, which keeps its
-digits however small it gets; a computed P would differ from Z by a rounding. With several positives the cross entropy
-is at least log K_i.
+the cross entropy of the row is log(exp(N) + exp(P)) - Z / K_i. The N, P and Z of several blocks can be combined, so no
+block needs to know where all positives are. With a single positive P equals Z, and the cross entropy is
+softplus(N - Z), as for pairs, which has full relative precision however small it is; a computed P would differ from Z
+by rounding. With several positives the cross entropy is at least log K_i.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Anchors:
         return Side((self.features, *vectors, self.ids), self.counts)
 
     def as_columns(self, strategy: Strategy, *vectors: Tensor) -> tuple[Any, ...]:
-        """These anchors, followed by vectors with a number for each, in the form of `Strategy.columns`."""
+        """These anchors and vectors with one element per anchor, in the form of `Strategy.columns`."""
         side = strategy.columns(Side((self.features, self.ids, self.positives, *vectors), self.counts))
         features, ids, positives, *vectors_of_columns = side.rows
         return replace(self, features=features, ids=ids, positives=positives), *vectors_of_columns
@@ -53,7 +53,7 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
         Side((batch.ids_x,), batch.counts.images), Side((batch.ids_y,), batch.counts.texts)
     )
     known = torch.cat((ids_of_images, ids_of_texts)).sort().values
-    # Numbers keep the order of the ids.
+    # Numbers are in the same order as the ids.
     ids_of_images, ids_of_texts = (number_ids(ids.sort().values, known) for ids in (ids_of_images, ids_of_texts))
     ids_x, ids_y = number_ids(batch.ids_x, known), number_ids(batch.ids_y, known)
     y, counts_y = batch.y, batch.counts.texts
@@ -74,10 +74,10 @@ def evaluate(strategy: Strategy, batch: Batch, objective: str, wanted: Wanted) -
     if sum(texts.counts) <= sum(images.counts):
         terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
         grad_x, grad_y = terms.grad_x, terms.grad_y
-    else:  # the smaller side travels between processes, and the loss is symmetric
+    else:  # the smaller side is sent between processes; the loss is symmetric
         terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
         grad_y, grad_x = terms.grad_x, terms.grad_y
-    del images, texts, y  # the sorted copies: gradients in the order of the arguments take their place
+    del images, texts, y  # frees the sorted copies before the gradients are copied into the order of the arguments
     grad_texts = order_y.restore(grad_y)
     return terms._replace(
         grad_x=order_x.restore(grad_x),
@@ -116,7 +116,7 @@ def _softmax(
 
     reference_x, reference_y = _reference(x, y, scale, backend), _reference(y, x, scale, backend)
     y, reference_y = y.as_columns(strategy, reference_y)
-    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # of N, P and Z
+    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # for N, P and Z
     stats_x, stats_y = strategy.statistics(statistics, combine, x.side(reference_x), y.side(reference_y))
     fewest = torch.minimum(x.with_positive, y.with_positive)
     weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
@@ -128,7 +128,7 @@ def _softmax(
         return Terms(loss, divisor)
 
     def side(anchors: _Anchors, reference: Tensor, relative: Tensor, share: Tensor, losses: bool) -> Side:
-        """Anchors whose losses do not count have an infinite log-sum-exp and no share."""
+        """The side of some anchors. If their losses do not count, their log-sum-exp is infinite and their share 0."""
         if not losses:
             relative, share = torch.full_like(relative, torch.inf), torch.zeros_like(share)
         return anchors.side(reference, relative, share)
@@ -144,25 +144,25 @@ def _softmax(
 
 
 def _cross_entropies(statistics: Statistics, positives: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The anchors' cross entropies, 0 without a positive, and two arguments of `kernels.multi_positive_gradients`.
+    """The cross entropies of anchors, and two arguments of `kernels.multi_positive_gradients`.
 
     Args:
         statistics: N, P and Z of each anchor over the global batch.
-        positives: their numbers of positives.
+        positives: the number of positives of each anchor.
         weight: scalar, at most 1.
 
     Returns:
-        The cross entropies without their weight, ``relative`` and ``share``.
+        The cross entropies without the weight, 0 for anchors without a positive; ``relative``; and ``share``.
     """
     negative, positive, distance = statistics
     single, any_positive = positives == 1, positives > 0
     positive = torch.where(single, distance, positive)
     odds = negative - positive
-    # Above its threshold F.softplus returns its input; at the default of 20 that would cost fp64 six of its digits.
+    # Above its threshold F.softplus returns its input. With the default of 20, fp64 would lose six digits.
     cross_entropy_of_single = F.softplus(odds, threshold=40)
     relative = torch.logaddexp(negative, positive)
     cross_entropies = torch.where(single, cross_entropy_of_single, relative - distance / positives)
-    smallest = torch.finfo(odds.dtype).tiny  # the sign of a share tells single positives, so it is never zero
+    smallest = torch.finfo(odds.dtype).tiny  # a negative share marks a single positive, so it must not be zero
     share_of_single = (-weight * torch.sigmoid(odds)).clamp_max(-smallest)
     share = torch.where(single, share_of_single, weight / positives)
     return (
@@ -199,15 +199,15 @@ _LOSSES = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def _reference(x: _Anchors, y: _Anchors, scale: Tensor, backend: str) -> Tensor:
-    """[b]: for each of x its logit with a positive of this process, or with another y if there is none.
+    """[b]: for each x the logit with a positive on this process, or with another y if it has none there.
 
-    With a positive, negatives that underflow against it do not matter. With a negative, N >= 0 and positives that
-    underflow do not matter.
+    Relative to a positive, negatives that underflow are negligible. Relative to a negative N >= 0, so positives that
+    underflow are negligible.
     """
     partner = torch.searchsorted(y.ids, x.ids).clamp_max(len(y.ids) - 1)
     return kernels.positive_logits(x.features, y.features[partner], scale, backend=backend)
 
 
 def _occurrences(ids: Tensor, sorted_ids: Tensor) -> Tensor:
-    """How often each of the ids occurs among the sorted ones."""
+    """The number of times that each of the ids occurs among ``sorted_ids``."""
     return torch.searchsorted(sorted_ids, ids, right=True) - torch.searchsorted(sorted_ids, ids)

@@ -100,7 +100,7 @@ class Strategy(ABC):
         return side
 
     def of_this_process(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Selects from values, one for each of `columns`, those of this process's columns: [b, ...]."""
+        """From values for all of `columns`, selects those of this process's columns: [b, ...]."""
         return values
 
     @abstractmethod
@@ -221,7 +221,7 @@ class DiscoStrategy(Strategy):
         stats_x, stats_y = block(x.rows, y.rows, self.place(y.counts).start)
         if self.processes.world_size == 1 or not want_y:
             return stats_x, stats_y if want_y else ()
-        # To gather the parts of all processes takes less time than to reduce them and to gather the results.
+        # Gathering the parts of all processes takes less time than reducing them and gathering the results.
         parts = self.processes.gather_all(*stats_y)  # [world_size, B] each
         return stats_x, tuple(_REDUCED[c](part, 0) for c, part in zip(combine, parts, strict=True))
 
@@ -267,7 +267,7 @@ class LocalStrategy(DiscoStrategy):
         x, y = sides(losses_y=False)
         from_x = self.gradients(block, x, y, want_x, want_y)
         x, y = sides(losses_x=False)
-        from_y = self.gradients(block, y, x, want_y, want_x)  # whose x and y have changed places
+        from_y = self.gradients(block, y, x, want_y, want_x)  # with x and y exchanged
         return Gradients(
             tuple(a + b for a, b in zip(from_x.scalars, from_y.scalars, strict=True)),
             from_x.x + from_y.y if from_x.x is not None and from_y.y is not None else None,
@@ -341,14 +341,14 @@ _REDUCED: dict[Combine, Callable[[Tensor, int], Tensor]] = {torch.add: torch.sum
 
 
 def _joined(gathered: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """[B, ...]: the rows of all processes, without those that `padded` has added."""
+    """[B, ...]: the rows of all processes, without the padding of `padded`."""
     if min(counts) == max(counts):
         return gathered.flatten(0, 1)
     return torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of scalars, without a kernel if there is only one."""
+    """The sum of scalars. For a single scalar it launches no kernel."""
     return functools.reduce(torch.add, parts)
 
 
