@@ -1,39 +1,39 @@
-"""What `infcl plan` predicts beside the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
+"""Compares the predictions of `infcl plan` with the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
 
-The rates of `hf_infcl.planning` were taken from the rows marked as fitted, and from no others; `plan --fit` takes
-those of the loss once more. The rows marked as new were measured after the rates had been chosen. The others were
-known then, although no rate was taken from them. A difference is that of the prediction from the measured value.
+The rates of `hf_infcl.planning` were fitted to the rows marked as fitted, and to no others; `plan --fit` fits those of
+the loss again. The rows marked as new were measured after the rates had been chosen. The other rows were known at that
+time, although no rate was fitted to them. Differences are those of the prediction from the measured value.
 
-How well rows were predicted before anybody had seen them, with the rates of that time: of 20 losses at d9e0b94 and
-2c3643e 18 within 9.5%, and the two of 2 × 4,096 pairs 18 and 24% too short; of 15 losses on one GPU at e247512 13
-within 7.5%, and the two with D = 256 19 and 21% too short; the first steps on an H100 (d9e0b94) 8.7% too long,
-compiled 12.0%, and their memory 0.5% too small. The form was then mended twice: a logit takes some time beside its
-products, and the host's time of a small loss on several GPUs overlaps the device's in part. The same case of 2 ×
-4,096 pairs takes 1.6 or 2.1 ms from one run to the next, so that no prediction of it can be much better than 15%. Of 22
-losses at 6c21d54, of one H200 and of two, 21 were then predicted within 13.1%, and one, whose deciles are 2.84 and 3.72
-ms, 21% too short.
+Some rows were predicted before they were measured, with the rates of that time. Of 20 losses at d9e0b94 and 2c3643e, 18
+were predicted within 9.5%, and the two of 2 × 4,096 pairs 18 and 24% too short. Of 15 losses on one GPU at e247512, 13
+were predicted within 7.5%, and the two with D = 256 19 and 21% too short. The times of the first steps on an H100
+(d9e0b94) were predicted 8.7% too long, compiled 12.0%, and their memory 0.5% too small. The formula for losses was then
+improved twice: a logit takes some time in addition to its products, and the host's time for a small loss on several
+GPUs partly overlaps with the device's. The same case of 2 × 4,096 pairs takes 1.6 or 2.1 ms from one run to the next,
+so no prediction of it can be much better than 15%. Of 22 losses at 6c21d54, on one and two H200s, 21 were then
+predicted within 13.1%, and one, whose deciles are 2.84 and 3.72 ms, 21% too short.
 
-The rates of larger losses on several GPUs were chosen when the rows of two, four and eight H200s below were known;
-the rows "hf_infcl ring" of four GPUs at 926160b, which also went into them, are not in this table. With 65,536 pairs
-on each of eight GPUs the softmax loss takes longer than predicted. Half of that is no communication: eight losses of
-a GPU's own pairs took 261 ms there, and 243 ms on a GPU alone.
+The rates of larger losses on several GPUs were chosen when the rows of two, four and eight H200s below were known. The
+rows "hf_infcl ring" of four GPUs at 926160b, to which they were also fitted, are not in this table. With 65,536 pairs
+on each of eight GPUs the softmax loss takes longer than predicted. Half of the difference is not communication: eight
+losses of a GPU's own pairs took 261 ms there, and 243 ms on a single GPU.
 
-Steps with a frozen image tower take a tenth longer than predicted. Their profile (4 × 256 pairs, one H200, e247512;
-the device synchronised around each phase) shows the two passes as long as predicted: 173 + 116 ms, predicted 190 +
-102. Phases that are not predicted take 21 ms in all: the copies of the images in fp32 11, clipping 6, the others 4. A
-step as it ran took 341 ms, in which the GPU computed or copied for 279: the small kernels of the text tower wait for
-the host.
+Steps with a frozen image tower take a tenth longer than predicted. In their profile (4 × 256 pairs, one H200, e247512;
+the device synchronised around each phase) the two passes take as long as predicted: 173 + 116 ms, predicted 190 + 102.
+Phases that are not predicted take 21 ms in all: copies of the images in fp32 11, clipping 6, the others 4. A step
+without synchronisation took 341 ms, of which the GPU computed or copied for 279: the small kernels of the text tower
+wait for the host.
 
-`infcl plan --measure` at e247512, one H200, a micro-batch forward and backward: ViT-B/16 with 256 pairs 144 ms and
-28.5 GiB (predicted 145 and 28.3), with a frozen image tower 66 and 6.8 (66 and 6.8), with 64 pairs 67 and 8.2 (55 and
-8.1); ViT-L/14 with 128 pairs 230 and 44.9 (259 and 44.7); SigLIP's ViT-B/16 with 128 pairs 86 and 13.9 (74 and 13.8).
-Each is a single measurement. The one of 64 pairs waits for its host, which launched an operation in 23 µs instead of
-the 21 of the rates.
+`infcl plan --measure` at e247512, on one H200, gave for the forward and backward of a micro-batch (predictions in
+brackets): ViT-B/16 with 256 pairs 144 ms and 28.5 GiB (145 and 28.3), with a frozen image tower 66 and 6.8 (66 and
+6.8), with 64 pairs 67 and 8.2 (55 and 8.1); ViT-L/14 with 128 pairs 230 and 44.9 (259 and 44.7); SigLIP's ViT-B/16 with
+128 pairs 86 and 13.9 (74 and 13.8). Each is a single measurement. The one with 64 pairs is limited by the host, which
+took 23 µs to launch an operation instead of the 21 µs of the rates.
 
 Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
-memory of older rows includes what such a forward without a graph takes, 1.28 GiB for 256 pairs by the same count.
-Brackets hold the first and last decile. Rows with the compilation are single steps in which the model was compiled,
-for tens of seconds; `infcl plan` predicts the steps after it.
+memory of older rows therefore includes that of a forward without a graph, 1.28 GiB for 256 pairs by the same count.
+Brackets contain the first and last decile. Rows with the compilation are single steps in which the model was compiled,
+which takes tens of seconds; `infcl plan` predicts the steps after it.
 """
 
 from __future__ import annotations
