@@ -60,7 +60,7 @@ def gather_rows(tensors: Any) -> Any:
 def rows_to_keep(batch_size: int, rank: int) -> int:
     """The number of rows in this rank's batch that are not repeated.
 
-    accelerate gives all ranks batches of one size and repeats rows to fill the last ones. The rows that are not
+    accelerate gives all ranks batches of equal size and repeats rows to fill the last ones. The rows that are not
     repeated come first: those of rank 0, then those of rank 1 and so on.
     """
     state = GradientState()
@@ -72,9 +72,9 @@ def rows_to_keep(batch_size: int, rank: int) -> int:
 def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batch_size: int) -> Tensor:
     """This rank's share of the embeddings of all prompts; every rank has the same number of rows.
 
-    All ranks encode equally often, since under FSDP a forward communicates. The shares follow each other in the order
-    of the ranks, and the last prompt is repeated to fill the last ones. The first ``len(prompts)`` rows of the
-    gathered shares are therefore the embeddings of all prompts in their order.
+    All ranks encode equally often, because under FSDP a forward communicates. The shares follow the order of the ranks,
+    and the last prompt is repeated to fill the last shares. The first ``len(prompts)`` rows of the gathered shares are
+    therefore the embeddings of all prompts in their order.
     """
     processes = Processes()
     size = -(-len(prompts) // processes.world_size)
@@ -84,7 +84,7 @@ def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batc
 
 
 class AnnouncingDataLoader:
-    """A data loader that announces its errors to all processes; each calls `Processes.agree` once for each batch."""
+    """A data loader that announces its errors to all processes; each process calls `Processes.agree` once per batch."""
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
@@ -118,7 +118,7 @@ class EvaluatingTrainer(Trainer):
 
     @property
     def contrastive_objective(self) -> str:
-        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was made for."""
+        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
         return self.args.objective or self.dual_encoder.objective
 
     @property
@@ -194,18 +194,18 @@ class EvaluatingTrainer(Trainer):
     ) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then computes the same exact metrics of the whole set on every process.
 
-        For pairs these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over all
-        captions; for a `ZeroShotDataset` they are accuracies. The loss is that of each image with its first caption,
-        or with ``equal_ids="positive"`` with all of its captions. Negative captions count in no metric.
-        Every process gets the numbers of rank 0.
+        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
+        all captions; for a `ZeroShotDataset`, they are accuracies. The loss uses the first caption of each image, or
+        all of them with ``equal_ids="positive"``. No metric uses negative captions. Every process gets the numbers of
+        rank 0.
         """
         self.gather_function = gather_rows
         if has_length(dataloader.dataset):
             sizes = [int(size) for (size,) in Processes().agree([len(dataloader.dataset)])]
             if len(set(sizes)) > 1:
                 raise ValueError(
-                    f"The evaluation set of {metric_key_prefix}_* has {sizes} rows on the ranks, in their order. Give "
-                    "every machine the same data; a copy may be out of date."
+                    f"The evaluation set of {metric_key_prefix}_* has {sizes} rows on the ranks (in the order of the "
+                    "ranks). Give every machine the same data; a copy may be out of date."
                 )
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches: Any = dataloader
@@ -221,18 +221,18 @@ class EvaluatingTrainer(Trainer):
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
             if output.num_samples == 0:
-                raise ValueError(f"The evaluation set of {metric_key_prefix}_* is empty: it gave no batch.")
+                raise ValueError(f"The evaluation set of {metric_key_prefix}_* is empty: it returned no batch.")
             if isinstance(output.predictions, tuple):
                 metrics = self._pair_metrics(output)
             elif isinstance(dataset := dataloader.dataset, ZeroShotDataset):
                 metrics = self._zero_shot_metrics(dataset, output)
             else:
                 raise ValueError(
-                    "Images with labels are evaluated zero-shot, for which the dataset has to be a ZeroShotDataset "
-                    f"itself, not a {type(dataset).__name__}. Select rows of the dataset inside it instead."
+                    "Images with labels are evaluated zero-shot, which needs a ZeroShotDataset, not a "
+                    f"{type(dataset).__name__} around one. Select rows of the dataset inside it instead."
                 )
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        # They decide on checkpoints, the learning rate and the end, and rounding may make them differ.
+        # The metrics decide on checkpoints, the learning rate and the end, but rounding may make them differ.
         numbers = {name: value for name, value in output.metrics.items() if isinstance(value, (int, float))}
         output.metrics.update(json.loads(Processes().gather_text(json.dumps(numbers))[0]))
         return output
@@ -259,10 +259,10 @@ class EvaluatingTrainer(Trainer):
         if hasattr(processor, "tokenizer"):
             return ContrastiveCollator.for_model(processor, self.dual_encoder.model.config).tokenize
         raise ValueError(
-            "Zero-shot evaluation has to tokenize the prompts of the classes, but the data collator, a "
+            "Zero-shot evaluation must tokenize the prompts of the classes, but the data collator, a "
             f"{type(self.data_collator).__name__}, has no method tokenize(texts), and the processing_class, a "
             f"{type(self.processing_class).__name__}, has no tokenizer. Pass "
-            "processing_class=AutoProcessor.from_pretrained(...), beside a data_collator if there is one."
+            "processing_class=AutoProcessor.from_pretrained(...), in addition to any data_collator."
         )
 
     def _pair_metrics(self, output: EvalLoopOutput) -> dict[str, float]:
@@ -291,7 +291,7 @@ class EvaluatingTrainer(Trainer):
             highest = ", ".join(f"{name.removesuffix('_ceiling')} {value:.4g}" for name, value in ceilings.items())
             logger.warning_once(
                 "Some captions of the evaluation set belong to several images, so some recalls cannot reach 1. "
-                f"The highest values that any model can reach: {highest}."
+                f"The highest values that any model can reach are {highest}."
             )
         return {"loss": loss.item(), **recalls}
 

@@ -1,4 +1,4 @@
-"""The part of `InfCLTrainer` that loads data, forms the windows of the training, and records its place in the data.
+"""The part of `InfCLTrainer` that loads data, forms the training windows, and records the position in the data.
 
 `windows.py` draws the rows of windows and checks their batches; `stream_loader.py` has the loader of `ImageTextStream`.
 """
@@ -44,7 +44,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class _Source:
-    """The parts of the training loader that are needed while it is read; a part that it does not have is None."""
+    """The parts of the training loader that are needed while it is read; None for parts that it does not have."""
 
     sampler: WindowSampler | None = None
     stream: IterableDataset | None = None
@@ -62,12 +62,12 @@ class _Epoch:
 
 
 class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
-    """A Trainer whose batches come in windows, the micro-batches of one optimizer step, on all processes or on none.
+    """A Trainer whose batches come in windows (the micro-batches of one optimizer step), on all processes or on none.
 
-    Evaluations of streams are loaded here as well.
+    This class also loads streams for evaluation.
 
     Attributes:
-        _window: the micro-batches of this process for the step that is trained, as the data loader gave them.
+        _window: the micro-batches of this process for the current step, as the data loader returned them.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         needs_processor = _needs_processor(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if data_collator is None and processor is None and needs_processor:
             raise ValueError(
-                "Images and captions have to be prepared for the model: pass "
+                "Images and captions must be prepared for the model: pass "
                 "processing_class=AutoProcessor.from_pretrained(...), or a data_collator."
             )
         if args.equal_ids == "exclude" and (most := most_captions(kwargs.get("train_dataset"))) > 1:
             raise ValueError(
                 f"The training set draws {most} captions per image, which are all positives of their image, but "
-                "equal_ids is 'exclude'. Pass equal_ids='positive', or leave it out; or draw one caption per image."
+                "equal_ids is 'exclude'. Pass equal_ids='positive' or omit it, or draw one caption per image."
             )
         self._source = _Source()
         self._worker_seeds = torch.Generator()
@@ -94,7 +94,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             config = getattr(self.model, "config", None)  # not before: `model_init` has made a model by now
             self.data_collator = ContrastiveCollator.for_model(processor, config, uint8=True)
 
-    # ---- State, by its lifetime: a training, a pass over the data, a window ----
+    # ---- State, grouped by lifetime: a training, a pass over the data, a window ----
 
     def _begin_training(self) -> None:
         # None until the data reports it. On the main process a resumed run continues the earlier count.
@@ -200,8 +200,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         source.stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
         if source.dispatcher is not None and source.stream is None:
             raise ValueError(
-                "accelerator_config has dispatch_batches=True, which is for streams only: the main process would read "
-                "all rows, and a resumed run would not find its place. Leave it out, and every process reads its own."
+                "accelerator_config has dispatch_batches=True, which is only for streams: the main process would read "
+                "all rows, and a resumed run would not find its position. Omit it, so that every process reads its own "
+                "rows."
             )
         if source.dispatcher is not None:
             source.dispatcher.slice_fn = rows_of_one_process
@@ -211,8 +212,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         if self.args.offload_inputs:
             if source.dispatcher is not None:
                 raise ValueError(
-                    "offload_inputs keeps batches in host memory, but this stream is read by the main process and sent "
-                    'out through devices. Pass accelerator_config={"dispatch_batches": False}.'
+                    "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
+                    'batches through the devices. Pass accelerator_config={"dispatch_batches": False}.'
                 )
             dataloader.device = None
         return dataloader
@@ -265,9 +266,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
     ) -> tuple[list, Tensor | int | None]:
         """Fetches a window, or nothing if the remaining rows of a stream do not fill one.
 
-        All processes agree here that they have a window, so that an error in the data of one process stops all of them,
-        and a signal to one ends the training on all. No forward happens here: on resume Trainer restores the
-        random state after this call.
+        All processes agree here that they have a window, so an error in the data of one process stops all of them, and
+        a signal to one ends the training on all. No forward may run here, because on resume Trainer restores the random
+        state after this call.
         """
         self._enter("loading data")
         self._begin_window([])
@@ -304,8 +305,8 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             if gives_full_batches and any(batches == num_batches for _, batches in agreed):
                 raise ValueError(
                     f"The data collator has left rows out, or added some: the processes got {seen} rows of {wanted} "
-                    "each for a global batch. Every row has to be in the batch that it is given for: take bad rows out "
-                    "of the data set beforehand."
+                    "each for a global batch. It must return every row that it receives. Remove bad rows from the "
+                    "dataset beforehand."
                 )
             # Training on a short window would change the objective, and Trainer would leave its gradient behind.
             if self.state.global_step == 0:
@@ -331,16 +332,16 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         )
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Moves a batch to the device, and there normalises images that the data loader gave as uint8."""
+        """Moves a batch to the device and normalises uint8 images there."""
         inputs = super()._prepare_inputs(inputs)
         pixel_values = inputs.get("pixel_values")
         if pixel_values is None or pixel_values.dtype != torch.uint8:
             return inputs
         if not hasattr(self.data_collator, "normalise"):
             raise ValueError(
-                "The data collator gives pixel_values in uint8, which no model takes as they are. Give floating point, "
-                "or let the collator have a method normalise(pixel_values) such as ContrastiveCollator's, not "
-                f"{type(self.data_collator).__name__}."
+                f"The data collator, a {type(self.data_collator).__name__}, returns pixel_values in uint8, which no "
+                "model accepts. Return floating point values, or give the collator a method normalise(pixel_values) "
+                "like that of ContrastiveCollator."
             )
         # Trainer's preparation runs once more, because under DeepSpeed it casts to the dtype of the model.
         return {**inputs, "pixel_values": self._prepare_input(self.data_collator.normalise(pixel_values))}
@@ -356,15 +357,15 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         self._data_wait.start()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds figures of the data to the training logs; collective.
+        """Adds metrics of the data to the training logs; collective.
 
-        The figures are skipped_samples since the training began, if the data reports them, and data_wait, the share of
-        the time since the last log, evaluations and checkpoints apart, that the slowest process waited for data. With
+        These are skipped_samples since the training began, if the data reports them, and data_wait, the share of the
+        time since the last log that the slowest process waited for data, without evaluations and checkpoints. With
         several captions per image, or negative captions, texts_per_image is their number in the last window of the
         main process.
 
-        For an `ImageTextStream` the logs also have stream_samples, trained since the run began, stream_shards, opened
-        since then, and loader_samples_per_second, the rate that the workers can reach.
+        For an `ImageTextStream`, the logs also have stream_samples, the samples trained since the run began,
+        stream_shards, the shards opened since then, and loader_samples_per_second, the rate that the workers can reach.
         """
         if "loss" in logs:
             if (skipped := self._skipped_samples()) is not None:
@@ -392,9 +393,9 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
             self._has_warned_of_wait = True
             workers = self.args.dataloader_num_workers
             logger.warning(
-                f"The training has waited for its data in {max(overall):.0%} of the time. Set dataloader_num_workers "
-                f"higher, which is {workers}, as far as there are CPU cores; decode JPEGs faster (pip install "
-                "simplejpeg); or store smaller images."
+                f"The training has waited for its data for {max(overall):.0%} of the time. Raise "
+                f"dataloader_num_workers, which is {workers}, up to the number of CPU cores; decode JPEGs faster (pip "
+                "install simplejpeg); or store smaller images."
             )
 
     def _skipped_samples(self) -> int | None:
@@ -416,7 +417,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
     def _check_same_run(self, checkpoint: str) -> None:
         if isinstance(self.train_dataset, ImageTextStream) and not (self._resumed and self._resumed.stream):
             raise ValueError(
-                f"{checkpoint} holds no place in a stream, because it was not written by a training on one. Start a "
+                f"{checkpoint} holds no position in a stream, because it was not written by a training on one. Start a "
                 "new run from its model."
             )
         super()._check_same_run(checkpoint)
@@ -462,7 +463,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
 
 
 def _needs_processor(*datasets: Any) -> bool:
-    """Whether one of the data sets, or of those in a dictionary, gives images and captions that are not prepared."""
+    """Whether one of the datasets, or of those in a dictionary, returns images and captions that are not prepared."""
     pending = list(datasets)
     while pending:
         dataset = pending.pop()

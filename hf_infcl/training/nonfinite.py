@@ -32,17 +32,17 @@ class WindowGuard:
     """Decides which windows are skipped. A skipped window changes no weight, no buffer, no optimizer and no schedule.
 
     Args:
-        most: the most windows that are skipped in a row because their numbers are not finite.
-        divergence_factor: a loss has exploded if it is more than this many times the mean of the `WINDOWS_COMPARED`
-            windows before; None for no such limit.
+        most: the maximum number of windows to skip in a row because their numbers are not finite.
+        divergence_factor: a loss has exploded if it exceeds this factor times the mean of the previous
+            `WINDOWS_COMPARED` windows; None for no such limit.
         resumed: the record of the checkpoint that the training resumes from, if any.
 
     Attributes:
-        skipping: whether the present window is skipped.
-        skipped_windows: how many were skipped since the run began, those with an overflow in fp16 included.
-        in_a_row: how many were skipped just before the present window, because of numbers that are not finite.
-        losses: those of the last `WINDOWS_COMPARED` windows that were trained.
-        last_loss: the loss of the last window that was trained.
+        skipping: whether the current window is skipped.
+        skipped_windows: the number of windows skipped since the run began, including those with an overflow in fp16.
+        in_a_row: the number of windows skipped just before the current one because of numbers that are not finite.
+        losses: the losses of the last `WINDOWS_COMPARED` trained windows.
+        last_loss: the loss of the last trained window.
     """
 
     def __init__(self, most: int, divergence_factor: float | None, resumed: RunRecord | None = None) -> None:
@@ -76,7 +76,7 @@ class WindowGuard:
             ValueError: no more windows may be skipped.
         """
         if self.in_a_row >= self._most:
-            before = f" {self.in_a_row} windows before it were skipped." if self.in_a_row else ""
+            before = f" The {self.in_a_row} windows before it were skipped." if self.in_a_row else ""
             raise ValueError(
                 f"{problem}{before} The weights are those after the last step. Look at the data of this batch, lower "
                 "the learning rate, use bf16 instead of fp16, or skip such windows with skip_nonfinite."
@@ -102,7 +102,7 @@ class WindowGuard:
             return ""
         return (
             f"The loss of the global batch is {loss:.4g}, more than {self._factor:g} times {mean:.4g}, the mean of the "
-            f"{WINDOWS_COMPARED} windows before."
+            f"previous {WINDOWS_COMPARED} windows."
         )
 
     def forget_losses(self) -> None:
@@ -127,19 +127,19 @@ class WindowGuard:
 
 
 class GuardedTrainer(LoadingTrainer):
-    """The part of `InfCLTrainer` that finds windows which must not change the weights, and skips or refuses them."""
+    """The part of `InfCLTrainer` that detects windows that must not change the weights, and skips or refuses them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled and self.args.skip_nonfinite:
             raise ValueError(
-                "skip_nonfinite does not work with DeepSpeed, which takes its step within the last backward of a "
+                "skip_nonfinite does not work with DeepSpeed, which updates the weights during the last backward of a "
                 "window. Leave it at 0, or train without DeepSpeed."
             )
         if self.args.on_divergence == "roll_back" and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             raise ValueError(
-                "on_divergence='roll_back' works with whole models only, not with FSDP or DeepSpeed. Use 'stop', and "
-                "resume from the last checkpoint."
+                "on_divergence='roll_back' needs the whole model on each process and does not work with FSDP or "
+                "DeepSpeed. Use 'stop', and resume from the last checkpoint."
             )
 
     def _begin_training(self) -> None:
@@ -163,7 +163,7 @@ class GuardedTrainer(LoadingTrainer):
         self._global_loss = math.nan
 
     def _last_logged(self, name: str) -> float:
-        """The last value of a figure in the log, from which a resumed run continues; 0 if there is none."""
+        """The last logged value of a metric, from which a resumed run continues; 0 if there is none."""
         return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0)
 
     def _check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor]) -> None:
@@ -265,7 +265,7 @@ class GuardedTrainer(LoadingTrainer):
             self._guard.end_window(self._global_loss)
 
     def _rows_of_dataset(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """The rows of the training set at (micro-batch, row) of this process's window; empty if it has no order."""
+        """The rows of the training set at (micro-batch, row) of this process's window; empty for a stream."""
         if self._source.sampler is None or not places:
             return []
         order, args = list(self._source.sampler), self.args
@@ -286,9 +286,9 @@ class GuardedTrainer(LoadingTrainer):
         if is_zero and not self._guard.skipping and not self._has_warned_of_zero:
             self._has_warned_of_zero = True
             logger.warning(
-                "The loss and its gradient are exactly 0, so nothing is learned. Either the pairs of a global batch "
-                "have no negatives, as with a single pair or with pair_ids that are all equal, or the model tells them "
-                "apart so well that the loss rounds to 0."
+                "The loss and its gradient are exactly 0, so the model learns nothing. Either the pairs of a global "
+                "batch have no negatives, as with a single pair or with equal pair_ids, or the model tells them apart "
+                "so well that the loss rounds to 0."
             )
         super().log(logs, start_time)
 
