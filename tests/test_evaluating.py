@@ -229,7 +229,7 @@ def test_recalls_that_cannot_reach_1_are_given_with_their_ceiling(tmp_path, capl
             assert metrics[f"eval_{kind}_retrieval_recall@{k}_ceiling"] == k / 15
             assert metrics[f"eval_{kind}_retrieval_recall@{k}"] <= k / 15
     assert "so some recalls cannot reach 1" in caplog.text
-    assert "can reach: image_retrieval_recall@1 0.06667, text_retrieval_recall@1 0.06667, image" in caplog.text
+    assert "can reach are image_retrieval_recall@1 0.06667, text_retrieval_recall@1 0.06667, image" in caplog.text
     assert not [name for name in trainer_for(tmp_path, eval_dataset=models.Pairs(9)).evaluate() if "ceiling" in name]
 
 
@@ -360,7 +360,7 @@ def test_a_failure_of_one_process_stops_all_with_its_reason(ranks, tmp_path, pla
 
 def test_images_with_labels_have_to_be_a_zero_shot_set(tmp_path):
     subset = torch.utils.data.Subset(labelled(9), range(5))
-    with pytest.raises(ValueError, match="ZeroShotDataset itself, not a Subset"):
+    with pytest.raises(ValueError, match="needs a ZeroShotDataset, not a Subset"):
         trainer_for(tmp_path, eval_dataset=subset, data_collator=LabelledImages()).evaluate()
 
 

@@ -165,7 +165,7 @@ def test_no_more_windows_in_a_row_are_skipped_than_allowed(tmp_path, most):
     options = {**OPTIONS, "max_steps": 5, "skip_nonfinite": most}
     trainer = trainer_for(tmp_path, data=pairs(40, [8, 24, 32]), **options)
     if most == 1:
-        with pytest.raises(ValueError, match=r"after step 4 is nan, .*\. 1 windows before it were skipped\."):
+        with pytest.raises(ValueError, match=r"after step 4 is nan, .*\. Windows skipped just before it: 1\."):
             trainer.train()
     else:
         trainer.train()
@@ -179,7 +179,7 @@ def test_a_resume_remembers_the_losses_and_the_windows_skipped_in_a_row(tmp_path
     first = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options, callbacks=[StopAt(2)])
     first.train()
     resumed = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options)
-    with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. 1 windows before it were skipped\."):
+    with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. Windows skipped just before it: 1\."):
         resumed.train(resume_from_checkpoint=True)
     assert len(resumed._guard.losses) == 1
     assert resumed._guard.losses == first._guard.losses
@@ -227,10 +227,10 @@ def test_a_loss_without_negatives_is_told(tmp_path, caplog):
     for data, options in ((equal, {}), (models.Pairs(1), one)):
         caplog.clear()
         trainer_for(tmp_path, data=data, **options).train()
-        assert caplog.text.count("The loss and its gradient are exactly 0, so nothing is learned") == 1
+        assert caplog.text.count("The loss and its gradient are exactly 0, so the model learns nothing") == 1
     caplog.clear()
     trainer_for(tmp_path).train()
-    assert "nothing is learned" not in caplog.text
+    assert "learns nothing" not in caplog.text
 
 
 # ---- Losses that explode ----
@@ -262,7 +262,7 @@ def exploding(folder: Any, steps: Any, **options: Any) -> tuple[Any, Explode]:
 def test_a_loss_that_explodes_ends_the_training(tmp_path):
     trainer, _ = exploding(tmp_path, [WINDOWS_COMPARED + 1])
     message = (
-        r"The loss of the global batch is .*, more than 2 times .*, the mean of the 20 windows before\..*step 21\."
+        r"The loss of the global batch is .*, more than 2 times .*, the mean of the previous 20 windows\..*step 21\."
     )
     with pytest.raises(ValueError, match=message):
         trainer.train()

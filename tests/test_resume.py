@@ -68,7 +68,7 @@ def test_resume_is_bit_identical_with_workers(tmp_path, persistent):
 
 def rank_dispatch(rank: int, world_size: int, folder: str) -> None:
     trainer = trainer_for(folder, accelerator_config={"dispatch_batches": True})
-    with pytest.raises(ValueError, match="dispatch_batches=True, which is for streams only"):
+    with pytest.raises(ValueError, match="dispatch_batches=True, which is only for streams"):
         trainer.train()
 
 

@@ -76,7 +76,7 @@ class WindowGuard:
             ValueError: no more windows may be skipped.
         """
         if self.in_a_row >= self._most:
-            before = f" The {self.in_a_row} windows before it were skipped." if self.in_a_row else ""
+            before = f" Windows skipped just before it: {self.in_a_row}." if self.in_a_row else ""
             raise ValueError(
                 f"{problem}{before} The weights are those after the last step. Look at the data of this batch, lower "
                 "the learning rate, use bf16 instead of fp16, or skip such windows with skip_nonfinite."
