@@ -93,7 +93,7 @@ def test_what_a_save_has_left_is_removed_with_a_word(tmp_path, caplog):
     written(tmp_path, 4)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-4"}
     for name in ("_partial-checkpoint-2", "_removed-checkpoint-3"):
-        assert f"{name} was left by a save that did not end" in caplog.text
+        assert f"{name} was left by an interrupted save" in caplog.text
 
 
 def test_a_file_or_a_link_in_the_place_of_a_checkpoint_is_removed(tmp_path):
@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_or_flushed_folders_is_written_to(tmp_path, 
     with locked(tmp_path):
         newest = written(tmp_path, 1)
     assert choose(str(tmp_path), "auto") == str(newest)
-    assert "_run.lock cannot be locked ([Errno 37] No locks available): a second run in this folder" in caplog.text
+    assert "_run.lock cannot be locked ([Errno 37] No locks available), so a second run in this folder" in caplog.text
 
 
 def removed_halfway(folder: Path, kill_at: int) -> None:
@@ -280,7 +280,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, name, how):
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     models.clip().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"model is no checkpoint of a training: it has no trainer_state\.json"):
+    with pytest.raises(ValueError, match=r"model is not the checkpoint of a training: it has no trainer_state\.json"):
         choose(str(tmp_path), str(tmp_path / "model"))
 
 
@@ -399,7 +399,7 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
     run.train()
     assert run.state.global_step == 6
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-6", LOCK_NAME}
-    assert "checkpoint-4 could not be written, and the training goes on without it" in caplog.text
+    assert "checkpoint-4 could not be written, and the training continues without it" in caplog.text
 
 
 def rank_full_disk(rank: int, world_size: int, folder: str) -> None:

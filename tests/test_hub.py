@@ -141,7 +141,7 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
     for message in failures.messages:
         assert message.startswith("A push of step 1 to me/mine has failed: HfHubHTTPError")
         assert "403" in message
-        assert message.endswith("It is tried again at the next save.")
+        assert message.endswith("It is repeated at the next save.")
         assert TOKEN not in message
     files = hub.files("me/mine")
     assert folders(files) == {"checkpoint-1", "checkpoint-2"}
@@ -189,7 +189,7 @@ def test_a_run_goes_on_from_the_hub_s_last_checkpoint(hub, tmp_path):
     empty = trainer_for(tmp_path / "empty", **{**options, "hub_model_id": "me/empty"})
     with pytest.raises(ValueError, match="me/empty has no last-checkpoint"):
         empty.train(resume_from_checkpoint="last-checkpoint")
-    with pytest.raises(ValueError, match="name it by hub_model_id"):
+    with pytest.raises(ValueError, match="name the repository with hub_model_id"):
         trainer_for(tmp_path / "none", **SAVING).train(resume_from_checkpoint="last-checkpoint")
     gone = trainer_for(tmp_path / "gone", **SAVING, hub_model_id="me/gone")
     with pytest.raises(ValueError, match=r"last-checkpoint of me/gone could not be downloaded: .*404"):

@@ -382,7 +382,7 @@ def test_weights_of_half_precision_are_warned_of(tmp_path, caplog):
     trainer_for(tmp_path)
     assert "rounding" not in caplog.text
     trainer_for(tmp_path, models.clip().bfloat16())
-    assert "train are in torch.bfloat16" in caplog.text
+    assert "trained parameters are in torch.bfloat16" in caplog.text
     caplog.clear()
     halved = models.clip()
     halved.vision_model.half().requires_grad_(False)

@@ -27,7 +27,7 @@ from .hub import LAST_CHECKPOINT, HubTrainer
 from .phases import Phases
 from .preemption import Preempted, Preemption
 
-# What callbacks ask for in Trainer's control.
+# The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 # Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
 # the processes exchange something.
@@ -41,10 +41,10 @@ logger = logging.get_logger(__name__)
 
 
 class CheckpointingTrainer(HubTrainer):
-    """A Trainer that resumes from complete checkpoints only, and saves one when a signal asks it to end.
+    """A Trainer that resumes only from complete checkpoints, and saves one when a signal asks it to end.
 
     Attributes:
-        _resumed: the record of the checkpoint that this training goes on from, or None.
+        _resumed: the record of the checkpoint from which this training resumed, or None.
     """
 
     args: InfCLTrainingArguments
@@ -68,31 +68,31 @@ class CheckpointingTrainer(HubTrainer):
         raise NotImplementedError
 
     def _record(self) -> RunRecord:
-        """The record of a checkpoint that is written now; collective."""
+        """The record for a checkpoint of the current state; collective."""
         raise NotImplementedError
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """Trains as Trainer does, but resumes from complete checkpoints only (see `hf_infcl.training.checkpoints`).
+        """Trains like Trainer, but resumes only from complete checkpoints (see `hf_infcl.training.checkpoints`).
 
-        If the run is complete already, nothing is trained, saved or evaluated. When any process gets SIGTERM or
-        SIGUSR1, all of them end the step and save a checkpoint.
+        If the run is already complete, nothing is trained, saved or evaluated. When any process receives SIGTERM or
+        SIGUSR1, all processes finish the step and save a checkpoint.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the newest complete one in ``output_dir``;
-                ``"auto"`` for the newest complete one, or for a new start if there is no checkpoint;
-                ``"last-checkpoint"`` for the one that ``hub_strategy="checkpoint"`` has pushed to ``hub_model_id``.
-            trial: as Trainer's.
-            ignore_keys_for_eval: as Trainer's.
+            resume_from_checkpoint: the folder of a checkpoint; True for the newest complete one in ``output_dir``;
+                ``"auto"`` for the newest complete one, or a new start if there is no checkpoint; ``"last-checkpoint"``
+                for the one that ``hub_strategy="checkpoint"`` has pushed to ``hub_model_id``.
+            trial: as in Trainer.
+            ignore_keys_for_eval: as in Trainer.
 
         Raises:
-            ValueError: besides Trainer's reasons, the checkpoint is damaged, or comes from a run with another global
-                batch size, objective, model or training set while ``resume_with_changes`` is off; a process has
-                another model or training set than rank 0; another run is
-                training in ``output_dir``, or nothing can be written to it; the Hub has no ``last-checkpoint``.
-            OtherRankFailedError: another process failed. If it has ended or hangs, the message holds its last phase.
-            Preempted: the training was asked to end, and has saved a checkpoint; a SystemExit.
+            ValueError: in addition to Trainer's reasons, the checkpoint is damaged, or comes from a run with another
+                global batch size, objective, model or training set while ``resume_with_changes`` is off; the model or
+                training set of a process differs from rank 0's; another run is training in ``output_dir``, or it is not
+                writable; the Hub has no ``last-checkpoint``.
+            OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
+            Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
         self._trial = trial
         self._saved_step = -1  # an earlier training may have saved at the same step
@@ -123,7 +123,7 @@ class CheckpointingTrainer(HubTrainer):
                 raise OtherRankFailedError(message) from error
 
     def _enter(self, phase: str) -> None:
-        """Records the phase of this process, which the others name if this one ends or hangs."""
+        """Records the phase of this process, which the others report if this process ends or hangs."""
         self._phases.enter(f"{phase} after step {self.state.global_step}")
 
     def _share_decisions(self) -> bool:
@@ -173,19 +173,19 @@ class CheckpointingTrainer(HubTrainer):
     def _check_same_run(self, checkpoint: str) -> None:
         if self._resumed is None:
             logger.warning(
-                f"{checkpoint} has no {RECORD_NAME}: its global batch, model and data are not compared with those of "
-                "this run."
+                f"{checkpoint} has no {RECORD_NAME}, so its global batch, model and data cannot be compared with those "
+                "of this run."
             )
             return
         if (changes := list(differences(self._resumed.run, self._run()))) and not self.args.resume_with_changes:
             raise ValueError(
                 f"{checkpoint} is of another run: {', '.join(changes)}. Restore the earlier values, or pass "
-                "resume_with_changes=True (--resume_with_changes on the command line) to go on all the same."
+                "resume_with_changes=True (--resume_with_changes on the command line) to resume anyway."
             )
         if self._resumed.processes != self.args.world_size:
             logger.warning(
-                f"{checkpoint} was written by {self._resumed.processes} processes, and this run has "
-                f"{self.args.world_size}. The global batches are the same, but dropout draws other masks."
+                f"{checkpoint} was written by {self._resumed.processes} processes, but this run has "
+                f"{self.args.world_size}. The global batches stay the same, but dropout draws different masks."
             )
 
     def _init_training_state(
@@ -222,8 +222,8 @@ class CheckpointingTrainer(HubTrainer):
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"The optimizer's state in {checkpoint} does not fit this run ({error}). The options of the optimizer, "
-                "of frozen towers and of single learning rates must be those of the run that wrote it. Set them back, "
-                "or start a new run from its model."
+                "frozen towers and separate learning rates must be those of the run that wrote it. Restore them, or "
+                "start a new run from its model."
             ) from error
 
     @property
@@ -232,7 +232,7 @@ class CheckpointingTrainer(HubTrainer):
         return self.state.global_step - self._first_step
 
     def _agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """As `Processes.agree`, between two steps; ends the training if a signal has asked any process to do so."""
+        """`Processes.agree` between two steps; also ends the training if any process has received a signal to end."""
         agreed = Processes().agree([self._preemption.signal, *numbers])
         if signals := {int(number) for number, *_ in agreed if number}:
             self._end_early(max(signals))
@@ -255,21 +255,21 @@ class CheckpointingTrainer(HubTrainer):
         raise Preempted(128 + number)
 
     def _roll_back(self, reason: str) -> None:
-        """Takes weights, optimizer, schedule and scaler from the last checkpoint, to which a training goes back once.
+        """Restores weights, optimizer, schedule and scaler from the last checkpoint, at most once per checkpoint.
 
         Args:
             reason: a sentence that says why.
 
         Raises:
-            ValueError: on every process: there is no checkpoint, or the training went back to it before.
+            ValueError: on every process, if there is no checkpoint or the training has already gone back to it.
         """
         checkpoint, self._last_checkpoint = self._last_checkpoint, None
         if checkpoint is None:
             raise ValueError(
-                f"{reason} There is no checkpoint to go back to, or the training has gone back to it already. Lower "
+                f"{reason} There is no checkpoint to go back to, or the training has already gone back to it. Lower "
                 "the learning rate, or look at the data."
             )
-        logger.warning(f"{reason} The training goes back to {checkpoint}, and on with the data that follows.")
+        logger.warning(f"{reason} The training goes back to {checkpoint} and continues with the data that follows.")
         self._load_from_checkpoint(checkpoint)
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
@@ -286,8 +286,8 @@ class CheckpointingTrainer(HubTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all.
 
-        If a process cannot write, for instance because the disk is full, all processes log the error, and the training
-        goes on to the next save. Under FSDP and DeepSpeed the error ends the training, since their writing is
+        If a process cannot write, for example because the disk is full, all processes log the error, and the training
+        continues to the next save. Under FSDP and DeepSpeed, the error ends the training, because their writing is
         collective.
         """
         self._enter("saving")
@@ -310,7 +310,7 @@ class CheckpointingTrainer(HubTrainer):
                 failure = f"{type(error).__name__}: {error}"
             if failures := [text for text in Processes().gather_text(failure) if text]:
                 logger.error(
-                    f"{checkpoint.folder} could not be written, and the training goes on without it"
+                    f"{checkpoint.folder} could not be written, and the training continues without it"
                     f"{_free_space(str(self.args.output_dir))}. {' '.join(failures)}"
                 )
                 self.state.best_model_checkpoint = best_before
@@ -345,9 +345,9 @@ class CheckpointingTrainer(HubTrainer):
                 self.state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model as Trainer does, and also where FSDP2 writes its checkpoints in shards.
+        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards.
 
-        With the state dict type SHARDED_STATE_DICT Trainer writes no weights that ``from_pretrained`` could load.
+        With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
         """
         if self._partial_dir is None and self._saves_shards:
             state = self.accelerator.get_state_dict(self.model)
@@ -371,7 +371,7 @@ class CheckpointingTrainer(HubTrainer):
 
 
 def _free_space(folder: str) -> str:
-    """The free space of a folder in parentheses; empty where it cannot be read, as on a rank without that folder."""
+    """The free space of a folder in parentheses; empty if unknown, for example on a rank without that folder."""
     try:
         return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"
     except OSError:

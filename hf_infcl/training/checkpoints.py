@@ -1,9 +1,9 @@
-"""Checkpoints that are ignored unless they are complete, and that name the run that wrote them.
+"""Checkpoints that count only if they are complete, and that identify the run that wrote them.
 
 A checkpoint is written into a folder ``_partial-checkpoint-N``. Once all processes have written and flushed their part,
-a manifest of all files is added, and the folder is renamed to ``checkpoint-N``. A process or a machine that stops at
-any moment therefore leaves either a whole checkpoint or a folder that is never resumed from, and files
-that are damaged later are found by their checksums.
+a manifest of all files is added and the folder is renamed to ``checkpoint-N``. Whenever a process or a machine stops,
+it leaves either a complete checkpoint or a folder from which no run ever resumes. Checksums reveal files that are
+damaged later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..processes import Processes
 
 RECORD_NAME = "infcl_run.json"
 MANIFEST_NAME = "infcl_manifest.json"
-# Names that begin with an underscore are not uploaded by Trainer's pushes, nor taken for checkpoints.
+# Trainer neither pushes files whose names begin with an underscore nor regards them as checkpoints.
 LOCK_NAME = "_run.lock"
 _PARTIAL, _REMOVED = "_partial-", "_removed-"
 
@@ -42,8 +42,8 @@ logger = logging.get_logger(__name__)
 class Run:
     """The properties of a run that stay the same from its first step to its last.
 
-    Another number of processes, another micro-batch or another strategy give the same windows and, within rounding,
-    the same weights, so they are not part of it.
+    The number of processes, the micro-batch and the strategy are not part of it, because they do not change the windows
+    and, within rounding, the weights.
 
     Args:
         global_batch_size: pairs of one optimizer step.
@@ -51,9 +51,9 @@ class Run:
         model: class and number of parameters.
         data: class of the training set, its number of rows and captions per image, the column of its negative captions,
             and how rows are drawn.
-        content: a fingerprint of the training set; empty if it has none, and then not compared.
+        content: a fingerprint of the training set; empty, and then not compared, if it has none.
         equal_ids: ``"exclude"`` or ``"positive"``.
-        optimizer: its name and the number of trained parameters; empty if not known, and then not compared.
+        optimizer: its name and the number of trained parameters; empty, and then not compared, if unknown.
     """
 
     global_batch_size: int
@@ -71,15 +71,15 @@ class RunRecord:
 
     Args:
         run: the run that wrote the checkpoint.
-        epoch: passes over the data that were completed.
-        windows: windows trained in the epoch that was not completed.
-        skipped_samples: bad samples that the data has passed over; None if the data does not count them.
+        epoch: the number of completed passes over the data.
+        windows: the number of windows trained in the current epoch.
+        skipped_samples: the number of bad samples that the data has skipped; None if the data does not count them.
         processes: the number of processes that wrote the checkpoint, each with its random state.
-        only_model: the checkpoint was written with ``save_only_model``, so that no run can go on from it.
-        stream: the place in an `ImageTextStream` that each process has reached; None for other data.
-        skipped_windows: windows that were not trained, because their numbers were not finite or their loss exploded.
-        skipped_in_a_row: those of them that were skipped just before the checkpoint, because of numbers not finite.
-        losses: the losses of the last windows that were trained, with which `WindowGuard` compares the next ones.
+        only_model: whether the checkpoint was written with ``save_only_model``, so that no run can resume from it.
+        stream: the position in an `ImageTextStream` that each process has reached; None for other data.
+        skipped_windows: the number of windows not trained because their numbers were not finite or their loss exploded.
+        skipped_in_a_row: the number of windows skipped just before the checkpoint because of numbers not finite.
+        losses: the losses of the last trained windows, with which `WindowGuard` compares the next ones.
     """
 
     run: Run
@@ -99,7 +99,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, checkpoint: str | Path) -> RunRecord | None:
-        """The record of a checkpoint, or None if there is none: another Trainer or an older version has written it.
+        """The record of a checkpoint; None if it has none because another Trainer or an older version wrote it.
 
         Raises:
             ValueError: the file is damaged; the message names it.
@@ -124,17 +124,17 @@ def differences(before: Run, now: Run) -> Iterator[str]:
 class Checkpoint:
     """A checkpoint while it is written.
 
-    `begin`, `flush` and `complete` are called in this order, and the files are written between the first two. Every
-    process has to return from one before any process calls the next.
+    Call `begin`, `flush` and `complete` in this order, and write the files between the first two. Every process has to
+    return from one before any process calls the next.
 
     Args:
-        output_dir: where the checkpoints of the run are.
-        step: optimizer steps that are trained.
+        output_dir: the folder of the run's checkpoints.
+        step: the number of trained optimizer steps.
 
     Attributes:
-        folder: its place when it is complete.
-        partial_dir: the folder that replaces ``output_dir`` while it is written.
-        partial: its place while it is written, in ``partial_dir``.
+        folder: the location of the complete checkpoint.
+        partial_dir: the folder that replaces ``output_dir`` while the checkpoint is written.
+        partial: the location of the checkpoint while it is written, in ``partial_dir``.
     """
 
     def __init__(self, output_dir: str | Path, step: int) -> None:
@@ -147,7 +147,7 @@ class Checkpoint:
         """Makes the folder to write into, with the record, and removes folders that earlier saves left incomplete."""
         for prefix in (_PARTIAL, _REMOVED):
             for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
-                logger.warning(f"{left} was left by a save that did not end. It is removed.")
+                logger.warning(f"{left} was left by an interrupted save and is removed.")
                 _remove(left)
         self.partial.mkdir(parents=True)
         record.write(self.partial)
@@ -211,7 +211,7 @@ def describe(path: Path) -> dict[str, int]:
 
 
 def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
-    """A sentence that names the damaged or missing file of a checkpoint, or None if all are as they were written.
+    """A sentence that names the damaged or missing file of a checkpoint, or None if all files are unchanged.
 
     Args:
         checkpoint: its folder.
@@ -219,7 +219,7 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
     """
     manifest = Path(checkpoint, MANIFEST_NAME)
     if not manifest.is_file():
-        return f"{manifest} is missing: the checkpoint was not written to its end, or by another trainer."
+        return f"{manifest} is missing: the checkpoint is incomplete, or was written by another trainer."
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
         for name, described in files.items():
@@ -227,7 +227,7 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
             if not path.is_file():
                 return f"{path} is missing."
             if (size := path.stat().st_size) != described["bytes"]:
-                return f"{path} has {size} bytes, and had {described['bytes']} when it was written."
+                return f"{path} has {size} bytes, but had {described['bytes']} when it was written."
         if checksums:
             with ThreadPoolExecutor() as pool:
                 found = pool.map(describe, (Path(checkpoint, name) for name in files))
@@ -241,7 +241,7 @@ def damage(checkpoint: str | Path, *, checksums: bool = True) -> str | None:
     except ValueError as error:
         return str(error)
     if record is not None and record.only_model:
-        return f"{checkpoint} was saved with save_only_model: it has no optimizer state, so no training goes on."
+        return f"{checkpoint} was saved with save_only_model, without the optimizer state that resuming needs."
     return None
 
 
@@ -287,20 +287,20 @@ def rotate(output_dir: str | Path, limit: int | None, keep: Collection[Path]) ->
 
 
 def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = None) -> str | None:
-    """The checkpoint to go on from, the same on all processes; collective.
+    """The checkpoint to resume from, the same on all processes; collective.
 
     Args:
-        output_dir: where the checkpoints of the run are.
-        wanted: a checkpoint's folder, which must be without damage; True for the newest complete one; ``"auto"`` for
-            the newest complete one, or a new start if there is no checkpoint yet; None or False to start anew.
-        looks: whether this process looks for damage. By default that is the main process. Where every machine has its
-            own checkpoints, one process of each must, and a checkpoint is complete if it is so on every machine.
+        output_dir: the folder of the run's checkpoints.
+        wanted: the folder of an undamaged checkpoint; True for the newest complete one; ``"auto"`` for the newest
+            complete one, or a new start if there is no checkpoint yet; None or False to start anew.
+        looks: whether this process looks for damage; by default, only the main process does. If every machine has its
+            own checkpoints, one process of each machine must look, and a checkpoint has to be complete on every one.
 
     Returns:
         Its folder, or None to start anew.
 
     Raises:
-        ValueError: on every process: the checkpoint is damaged, or there is none.
+        ValueError: on every process, if the checkpoint is damaged or there is none.
     """
     if not wanted:
         return None
@@ -333,7 +333,7 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
     if passed_over:
         raise ValueError(
             f"No checkpoint in {output_dir} is complete: {' '.join(passed_over)} Remove them to start anew, or name "
-            "one to resume from it."
+            "the one to resume from."
         )
     if wanted != "auto":
         raise ValueError(f"{output_dir} has no checkpoint to resume from.")
@@ -341,14 +341,14 @@ def choose(output_dir: str, wanted: str | bool | None, *, looks: bool | None = N
 
 
 def _not_resumable(checkpoint: str) -> str:
-    """A sentence that says why a checkpoint that was asked for by name cannot be resumed from, or nothing."""
+    """A sentence that says why a run cannot resume from the named checkpoint; empty if it can."""
     if not Path(checkpoint).is_dir():
         return f"There is no checkpoint {checkpoint}."
     if not (Path(checkpoint, MANIFEST_NAME).exists() or Path(checkpoint, RECORD_NAME).exists()):
         if Path(checkpoint, TRAINER_STATE_NAME).is_file():
             return ""  # another trainer's
         return (
-            f"{checkpoint} is no checkpoint of a training: it has no {TRAINER_STATE_NAME}. Name a folder "
+            f"{checkpoint} is not the checkpoint of a training: it has no {TRAINER_STATE_NAME}. Name a folder "
             f"{PREFIX_CHECKPOINT_DIR}-N, or start a new run from this model."
         )
     reason = damage(checkpoint)
@@ -369,17 +369,17 @@ def check_writable(folder: str | Path, option: str = "output_dir") -> None:
 
 @contextmanager
 def locked(output_dir: str | Path, *, locks: bool | None = None, shared: bool = True) -> Iterator[None]:
-    """Keeps other runs from training in the same folder; the lock is released however the process ends; collective.
+    """Keeps other runs from training in the same folder; collective. The lock ends with the process.
 
     Args:
         output_dir: the folder.
-        locks: whether this process takes the lock. By default that is the main process. Where every machine has its own
-            folder, one process of each must.
-        shared: all processes will write to the folder, so that it has to be the same one for them.
+        locks: whether this process takes the lock; by default, only the main process does. If every machine has its own
+            folder, one process of each machine must.
+        shared: whether all processes write to the folder, which must then be the same for all of them.
 
     Raises:
-        ValueError: on every process: another run holds the lock, or the folder of a process cannot be written to or is
-            another one than that of the process that takes the lock.
+        ValueError: on every process, if another run holds the lock, or if the folder of a process is not writable or
+            differs from that of the process that takes the lock.
     """
     processes = Processes()
     locks = processes.rank == 0 if locks is None else locks
@@ -425,7 +425,7 @@ def _take(lock: FileLock) -> None:
     except Timeout:
         raise
     except (OSError, NotImplementedError) as error:
-        logger.warning(f"{lock.lock_file} cannot be locked ({error}): a second run in this folder will not be refused.")
+        logger.warning(f"{lock.lock_file} cannot be locked ({error}), so a second run in this folder is not refused.")
 
 
 def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) -> str:
@@ -440,7 +440,7 @@ def _not_shared(output_dir: str | Path, processes: Processes, *, marks: bool) ->
                 # The name of the mark is new, so that no file system can have cached whether it is there.
                 mark = Path(files.enter_context(NamedTemporaryFile(prefix="_", dir=output_dir)).name).name
             except OSError as error:
-                problem = f"No file can be made in output_dir {output_dir}: {error}. Choose another output_dir."
+                problem = f"No file can be created in output_dir {output_dir}: {error}. Choose another output_dir."
         names = processes.gather_text(mark)
         found = any(Path(output_dir, name).exists() for name in names if name)
         processes.agree([])  # the marks stay until all processes have looked for them

@@ -21,11 +21,11 @@ logger = logging.get_logger(__name__)
 
 
 class HubTrainer(Trainer):
-    """A Trainer whose pushes in the background are reported when they fail, and tried again.
+    """A Trainer that reports failed background pushes and repeats them.
 
-    Trainer itself does not report a push that fails while it trains, and never pushes a checkpoint that is saved while
-    an earlier push is running. Here both are pushed at the next save, and at the latest by the final push, which raises
-    if it fails.
+    Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
+    while an earlier push is running. This class pushes both at the next save, and at the latest with the final push,
+    which raises an error if it fails.
     """
 
     args: InfCLTrainingArguments
@@ -39,10 +39,10 @@ class HubTrainer(Trainer):
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Creates the repository, and the branch ``hub_revision`` if it is given, unless they exist.
 
-        Trainer calls it when it is built, so that the reason is told before the first step.
+        Trainer calls this in its constructor, so a failure is reported before the first step.
 
         Raises:
-            OSError: on the main process: the Hub cannot be reached, or it refuses the token or the name.
+            OSError: on the main process, if the Hub is unreachable or rejects the token or the name.
         """
         branch = self.args.hub_revision
         try:
@@ -57,7 +57,7 @@ class HubTrainer(Trainer):
                 "Name another one with hub_model_id."
                 if isinstance(error, HFValidationError)
                 else "Check the network and the token (hub_token, or that of `hf auth login`), or train without "
-                f"push_to_hub and push later by `hf upload {name} {self.args.output_dir} .`."
+                f"push_to_hub and push later with `hf upload {name} {self.args.output_dir} .`."
             )
             raise OSError(
                 f"The repository {name} of the Hub could not be created or found: {cause(error)}. {cure}"
@@ -76,7 +76,7 @@ class HubTrainer(Trainer):
             delete: patterns of files that the commit removes from the repository.
 
         Raises:
-            OSError: on the main process: the push has failed; the message holds the reason.
+            OSError: on the main process, if the push has failed; the message contains the reason.
         """
         if not self.is_world_process_zero():
             return
@@ -100,7 +100,7 @@ class HubTrainer(Trainer):
                 options.append(f"--revision {self.args.hub_revision}")
             raise OSError(
                 f"{folder} could not be pushed to {self.hub_model_id}: {cause(error)}. It is complete on this machine; "
-                f"push it by `hf upload {self.hub_model_id} {folder} . {' '.join(options)}`."
+                f"push it with `hf upload {self.hub_model_id} {folder} . {' '.join(options)}`."
             ) from error
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class HubTrainer(Trainer):
         try:
             super()._push_from_checkpoint(checkpoint_folder)
         except OSError as error:  # a file could not be copied; an upload fails in the background
-            logger.error(f"The push of step {self.state.global_step} could not begin: {cause(error)}.")
+            logger.error(f"The push of step {self.state.global_step} could not start: {cause(error)}.")
         jobs = [job for job in self._jobs() if job not in before]  # none while an earlier push is running
         for job in jobs:
             self._report_failure(job)
@@ -152,7 +152,7 @@ class HubTrainer(Trainer):
         def report(job: Future[Any]) -> None:
             if not job.cancelled() and (error := job.exception()) is not None:
                 logger.error(
-                    f"A push of step {step} to {repository} has failed: {cause(error)}. It is tried again at the next "
+                    f"A push of step {step} to {repository} has failed: {cause(error)}. It is repeated at the next "
                     "save."
                 )
 
@@ -189,19 +189,19 @@ class HubTrainer(Trainer):
             if folder.is_dir():
                 HfApi().upload_folder(**self._upload(name, folder))
             else:
-                logger.warning(f"{folder} was removed, as save_total_limit asks, before it could be pushed.")
+                logger.warning(f"{folder} was removed because of save_total_limit before it could be pushed.")
             del self._pushed[name]
 
     def _checkpoint_of_hub(self) -> str:
         """Downloads ``last-checkpoint`` from the repository, once per machine, and returns its folder; collective.
 
         Raises:
-            ValueError: on every process: no repository is named, it has no such folder, or it cannot be reached.
+            ValueError: on every process, if no repository is named, it has no such folder, or it is unreachable.
         """
         processes, folder, problem = Processes(), "", ""
         repository = processes.gather_text(self.hub_model_id or self.args.hub_model_id or "")[0]
         if not repository:
-            problem = f"{LAST_CHECKPOINT} lies in a repository of the Hub: name it by hub_model_id."
+            problem = f"{LAST_CHECKPOINT} is in a repository on the Hub: name the repository with hub_model_id."
         elif self.args.local_process_index == 0:
             try:
                 token, revision = self.args.hub_token, self.args.hub_revision

@@ -24,11 +24,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     """Prepares a model before it is wrapped and its optimizer is created.
 
     Freezes the tower that ``args.freeze`` names and the parameters on which no embedding depends, gives parameters the
-    shapes that the wrapper supports, starts a new SigLIP's temperature, and warns of settings that harm a training.
+    shapes that the wrapper supports, initialises the temperature of a new SigLIP, and warns about harmful settings.
 
     Raises:
         ValueError: the model is not a dual encoder, the wrapper is not supported, the objective is sigmoid for a model
-            without logit_bias, or DeepSpeed makes the optimizer and ``args`` ask for learning rates that it lacks.
+            without logit_bias, or ``args`` sets learning rates that an optimizer created by DeepSpeed does not support.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
@@ -50,8 +50,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     if trains and not scale.requires_grad:
         value = dual_encoder.scale_and_bias()[0].item()
         logger.warning(
-            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}: peft, for one, freezes "
-            "all parameters but the adapters. To train it, call "
+            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}. For example, peft freezes "
+            "all parameters except the adapters. To train it, call "
             f"model.{dual_encoder.temperature_name}.requires_grad_(True); peft does not save it with an adapter."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
@@ -61,11 +61,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     )
     if half and not in_fp32:  # for the optimizer
         logger.warning(
-            f"The parameters that train are in {half.pop()}, whose rounding swallows small steps. Load the model "
-            "with from_pretrained(..., dtype=torch.float32); bf16=True then still computes in bf16."
+            f"The trained parameters are in {half.pop()}, whose rounding loses small updates. Load the model with "
+            "from_pretrained(..., dtype=torch.float32); bf16=True still computes in bf16."
         )
     if dual_encoder.initialise_sigmoid():
-        logger.warning("logit_scale and logit_bias were both 0; they now start as SigLIP's, at ln 10 and -10.")
+        logger.warning("logit_scale and logit_bias were both 0 and are set to SigLIP's initial values, ln 10 and -10.")
     one_micro_batch = args.global_batch_size == args.per_device_train_batch_size
     if not one_micro_batch and (names := dual_encoder.batch_norms()):
         logger.warning(
@@ -81,25 +81,25 @@ def _check_learning_rates(args: InfCLTrainingArguments, accelerator: Accelerator
     asked = [name for name in names if getattr(args, name) is not None]
     if asked and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ValueError(
-            f"DeepSpeed's config names an optimizer, which DeepSpeed makes itself, without {' and '.join(asked)}. "
-            'Leave "optimizer" out of that config, so that the trainer makes the one of optim and DeepSpeed shards it; '
-            "or leave these options out."
+            f"DeepSpeed's config names an optimizer, which DeepSpeed creates without {' and '.join(asked)}. "
+            'Remove "optimizer" from that config, so that the trainer creates the optimizer of optim and DeepSpeed '
+            "shards it, or remove these options."
         )
 
 
 def check_optimizer_options(
     args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], Any]
 ) -> None:
-    """Refuses names in ``args.optim_args`` that the optimizer does not take, which transformers leaves out silently.
+    """Refuses names in ``args.optim_args`` that the optimizer does not accept; transformers ignores them silently.
 
-    An optimizer takes a name if its settings, or whether there are any, depend on the value of that name. Those for
+    An optimizer accepts a name if its settings change with the value of that name, or an error occurs. Optimizers for
     ``optim_target_modules`` are not checked, because their settings hold parameters of the model.
 
     Args:
-        optimizer_for: gives the class and the settings of the optimizer that arguments ask for.
+        optimizer_for: returns the class and the settings of the optimizer for given arguments.
 
     Raises:
-        ValueError: with the names.
+        ValueError: there are such names; the message lists them.
     """
     if not args.optim_args or args.optim_target_modules is not None:
         return
@@ -112,7 +112,7 @@ def check_optimizer_options(
     without, ignored = settings(None), []
     for pair in args.optim_args.replace(" ", "").split(","):
         name, _, _ = pair.partition("=")
-        # A name that is taken changes the settings, or its value cannot be converted.
+        # An accepted name changes the settings, or its value cannot be converted.
         with suppress(AttributeError, TypeError, ValueError):
             if settings(f"{name}=?") == without:
                 ignored.append(name)
@@ -120,7 +120,7 @@ def check_optimizer_options(
         optimizer = getattr(args.optim, "value", args.optim)
         raise ValueError(
             f"optim={optimizer!r} does not take {', '.join(ignored)} from optim_args={args.optim_args!r}: "
-            "transformers would ignore this. Leave it out; Adam's options are the arguments adam_beta1, adam_beta2, "
+            "transformers would ignore this. Remove it; Adam's options are the arguments adam_beta1, adam_beta2, "
             "adam_epsilon and weight_decay."
         )
 
@@ -128,7 +128,7 @@ def check_optimizer_options(
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, temperature: Sequence[nn.Parameter], args: InfCLTrainingArguments
 ) -> None:
-    """Gives a new optimizer the learning rates that ``args`` ask for.
+    """Gives a new optimizer the learning rates that ``args`` sets.
 
     Args:
         temperature: logit_scale's parameter and, where there is one, logit_bias.
