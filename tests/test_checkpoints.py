@@ -286,7 +286,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
 
 def test_a_model_alone_is_nothing_to_go_on_from(tmp_path):
     trainer(tmp_path, callbacks=[StopAt(2)], save_only_model=True).train()
-    with pytest.raises(ValueError, match="save_only_model: it has no optimizer"):
+    with pytest.raises(ValueError, match="save_only_model, without the optimizer"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
@@ -362,7 +362,7 @@ def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(r
 
 def rank_without_marks(rank: int, world_size: int, folder: str) -> None:
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    refused = pytest.raises(ValueError, match=f"^No file can be made in output_dir {folder}: .*Choose another")
+    refused = pytest.raises(ValueError, match=f"^No file can be created in output_dir {folder}: .*Choose another")
     with mock.patch.object(checkpoints, "NamedTemporaryFile", side_effect=error), refused, locked(folder):
         pass
 
