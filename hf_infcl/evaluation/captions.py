@@ -1,7 +1,7 @@
 """The layout of a batch of images that have any number of captions each.
 
-The captions of a set stand in one tensor [M, ...] in the order of their images, beside the number of captions of each
-image [N]. Memory grows with the captions that there are, not with the most captions of one image.
+The captions of a set form one tensor [M, ...] in the order of their images, together with the number of captions of
+each image [N]. Memory grows with the total number of captions, not with the maximum per image.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
 
     Args:
         caption_image: [num_captions] integer in [0, num_images), the image that each caption belongs to, in any order,
-            or -1 for a negative caption, which belongs to none; None if every image has one caption, in the order of
-            the images.
+            or -1 for a negative caption, which belongs to no image; None if every image has one caption, in the order
+            of the images.
         num_captions: n.
         num_images: b.
 
     Returns:
-        The places [m] int64 of the m captions that belong to an image, in the order of the images and stable within
-        one; and the number of captions of each image [b] int64, at least 1.
+        The indices [m] int64 of the m captions that belong to an image, sorted by image and stable within one; and the
+        number of captions of each image [b] int64, at least 1.
 
     Raises:
         ValueError: wrong shape, dtype or values; an image without a caption.
@@ -55,14 +55,14 @@ def image_of_captions(counts: Tensor) -> Tensor:
 
 
 def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """An id for each caption: a 64-bit hash of its tokens, so that captions of equal tokens have equal ids.
+    """An id for each caption: a 64-bit hash of its tokens, so captions with equal tokens have equal ids.
 
     Args:
         input_ids: [n, L] int64.
         attention_mask: [n, L], 0 where the tokens are padding; None if all tokens count.
 
     Returns:
-        [n] int64, on the device of ``input_ids``. The same in every process.
+        [n] int64, on the device of ``input_ids``; the same in every process.
     """
     tokens = input_ids.cpu().numpy()
     kept = None if attention_mask is None else attention_mask.cpu().numpy().astype(bool)

@@ -1,7 +1,7 @@
 """Zero-shot classification from embeddings. The functions take tensors and return tensors or a dict of floats.
 
-The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
-compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.
+The results equal those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), so they can be compared with
+published ones. `hf_infcl.evaluation.ranking` explains how ties are resolved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
         [C, D], unit rows; fp32, or fp64 for fp64 input.
 
     Raises:
-        ValueError: wrong shape or dtype, NaN or infinity, rows that are no multiple of `num_templates`.
+        ValueError: wrong shape or dtype, NaN or infinity, a number of rows that is not a multiple of `num_templates`.
     """
     text_embeds = checked_embeds("text_embeds", text_embeds)
     if num_templates < 1 or len(text_embeds) % num_templates:
@@ -41,15 +41,15 @@ def zero_shot_classifier(text_embeds: Tensor, num_templates: int) -> Tensor:
 
 @torch.no_grad()
 def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> dict[str, float]:
-    """Accuracy of picking, for each image, the class whose weight vector is most similar to it.
+    """Accuracy of choosing, for each image, the class whose weight vector is most similar to it.
 
     Args:
         image_embeds: [N, D] float; normalised here.
-        classifier: [C, D] float, used unchanged (see `zero_shot_classifier`). Classes of equal name stay apart.
+        classifier: [C, D] float, used unchanged (see `zero_shot_classifier`). Classes with equal names stay separate.
         labels: [N] integer in [0, C).
 
     Returns:
-        Fractions: `acc1`; `acc5`, only for five classes or more, since it is not defined for fewer; and
+        Fractions: `acc1`; `acc5`, only for five or more classes, because it is undefined for fewer; and
         `mean_per_class_recall`, the balanced accuracy: the mean of the recalls of the classes that occur in `labels`.
 
     Raises:

@@ -1,13 +1,13 @@
 """The rank of a query's best-placed positive among all candidates, and the checks of the embeddings that are ranked.
 
-All metrics of this package are counted from such ranks. They are computed tile by tile, so the full score matrix is
-never held: beyond float copies of the embeddings, memory is a few tensors of `max(TILE_NUMEL, number of candidates)`
-elements.
+All metrics of this package are computed from such ranks. Scores are computed tile by tile, so the full score matrix
+never exists: apart from float copies of the embeddings, memory is a few tensors of `max(TILE_NUMEL, number of
+candidates)` elements.
 
-Ties: of candidates with equal scores the one with the lower index comes first. CLIP_benchmark uses `torch.topk`, which
-leaves the order of ties open; this is one of the orders that it may give, and it depends neither on the device nor on
-the tiles. Without ties the numbers are equal. A collapsed model, for which all candidates tie, gets the score of
-chance.
+Ties: among candidates with equal scores, the one with the lower index comes first. CLIP_benchmark uses `torch.topk`,
+which leaves the order of ties open; ours is one of the orders that `torch.topk` may return, and it depends neither on
+the device nor on the tiles. Without ties, the results are equal. A collapsed model, for which all candidates tie, gets
+the score of chance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def positive_ranks(
     Args:
         queries: [Q, D].
         candidates: [K, D]; with `copies` [U, D].
-        query_ids: [Q] int64. A candidate of equal id is a positive of the query.
+        query_ids: [Q] int64. A candidate with an equal id is a positive of the query.
         candidate_ids: [K] int64.
         copies: [K] int64, the row of `candidates` that each of the K candidates is a copy of, so that copies tie
             exactly; by default candidate k is row k.

@@ -1,7 +1,7 @@
 """Image-text retrieval from embeddings. The functions take tensors and return a dict of floats.
 
-The numbers are those that CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark) reports, so that they can be
-compared with published ones. `hf_infcl.evaluation.ranking` says how ties are resolved.
+The results equal those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), so they can be compared with
+published ones. `hf_infcl.evaluation.ranking` explains how ties are resolved.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def retrieval_metrics(
 ) -> dict[str, float]:
     """Recall@k of finding images by their captions and captions by their image.
 
-    A query scores 1 if any of its positives is among its k most similar candidates, else 0. In image retrieval every
-    caption queries the images; in text retrieval every image queries all captions. With k above the number of
-    candidates all of them count as found. An image without a caption is a candidate like any other; as a query it
+    A query scores 1 if any of its positives is among its k most similar candidates, else 0. In image retrieval, every
+    caption queries the images; in text retrieval, every image queries all captions. If k exceeds the number of
+    candidates, all of them count as found. An image without a caption is a candidate like any other; as a query, it
     scores 0.
 
-    Where one caption belongs to several images, no model can reach a recall of 1: equal captions get equal embeddings,
-    and their images cannot all come first. With `caption_ids` the highest recalls that any model can reach are
-    returned as well.
+    If a caption belongs to several images, no model can reach a recall of 1, because equal captions have equal
+    embeddings and their images cannot all rank first. With `caption_ids`, the result also contains the highest recalls
+    that any model can reach.
 
     Args:
         image_embeds: [N, D] float; normalised here.
         text_embeds: [M, D] float, any number of captions per image in any order; normalised here.
         text_image: [M] integer in [0, N): the image that each caption belongs to.
         ks: the values of k, each at least 1.
-        caption_ids: [M] integer, equal for equal captions. Equal captions all get the embedding of the first of them,
-            so that they tie exactly. Their own embeddings may differ by rounding.
+        caption_ids: [M] integer, equal for equal captions. Equal captions all use the embedding of the first one, so
+            they tie exactly. Their own embeddings may differ by rounding.
 
     Returns:
         Fractions: `image_retrieval_recall@k` and `text_retrieval_recall@k` for each k; and, if `caption_ids` show that
@@ -80,9 +80,9 @@ def retrieval_metrics(
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:
     """The highest recalls that a model can reach, given which captions are equal.
 
-    Image retrieval: all queries with the same caption get the same k images, at best those k to which the caption
-    belongs most often. Text retrieval: equal captions tie and stand in the order of their indices, so an image finds
-    each of its captions behind the equal captions of lower index. Its best caption is the one with the fewest of these.
+    Image retrieval: all queries with the same caption get the same k images, at best the k images to which the caption
+    belongs most often. Text retrieval: equal captions tie and are ranked by index, so each caption of an image ranks
+    behind the equal captions with lower indices. The best caption of an image is the one with the fewest of these.
 
     Args:
         caption_ids: [M] int64, equal for equal captions.

@@ -55,19 +55,19 @@ TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
 class DualEncoder:
-    """A view of a transformers model as two towers, a logit_scale and perhaps a logit_bias.
+    """A view of a transformers model as two towers, a logit_scale and possibly a logit_bias.
 
     Args:
         model: a dual encoder of transformers, unwrapped (no DDP around it; PEFT adapters inside are fine).
 
     Raises:
-        ValueError: the model is not a dual encoder that this package knows, its class has one tower only, or the model
-            was split over devices or processes while it was loaded.
+        ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
+            model was split over devices or processes while it was loaded.
 
     Attributes:
         model: the model.
         base: the model without PEFT adapters around it, whose attributes can be set.
-        objective: the objective that the model was made for, ``"softmax"`` or ``"sigmoid"``.
+        objective: the objective that the model was designed for, ``"softmax"`` or ``"sigmoid"``.
         temperature_name: the name of the temperature's parameter.
         stock_temperature_shape: its shape in transformers.
     """
@@ -80,7 +80,7 @@ class DualEncoder:
                 "split into image and text embeddings. Use the full model (such as CLIPModel) of one of the types "
                 f"{', '.join(SOFTMAX_MODELS + SIGMOID_MODELS)}."
             )
-        # transformers tells of a split by these three attributes alone, one for each of the options below.
+        # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         sharded = getattr(model, "is_distributed_loading_by_transformers", False)
         if len(devices) > 1 or (getattr(model, "_tp_size", None) or 1) > 1 or sharded:
@@ -157,9 +157,9 @@ class DualEncoder:
 
     @torch.no_grad()
     def initialise_sigmoid(self) -> bool:
-        """Sets logit_scale to 10 and logit_bias to -10, SigLIP's start (arXiv 2303.15343, section 3.3).
+        """Sets logit_scale to 10 and logit_bias to -10, SigLIP's initial values (arXiv 2303.15343, section 3.3).
 
-        It does so only if both parameters are 0, as in a SigLIP that was built from a config. Returns whether it did.
+        This only happens if both parameters are 0, as in a SigLIP created from a config. Returns whether it happened.
         """
         if self.objective != "sigmoid" or any(bool(p != 0) for p in self.temperature_parameters):
             return False
@@ -221,7 +221,7 @@ class DualEncoder:
                 parameter.requires_grad_(False)
 
     def frozen_towers(self) -> dict[str, nn.Module]:
-        """The frozen towers by name, whether their projections train or not."""
+        """The frozen towers by name, whether or not their projections train."""
         towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
         return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
 
@@ -245,7 +245,7 @@ class DualEncoder:
         return F.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
 
     def batch_norms(self) -> list[str]:
-        """Names of the batch norms that train: their outputs, and so the gradient, depend on the micro-batch."""
+        """Names of the trained batch norms, whose outputs, and thus the gradient, depend on the micro-batch."""
         constant = {module for part in self.frozen_parts() for module in part.modules()}
         return [
             name

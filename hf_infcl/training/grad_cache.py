@@ -1,8 +1,8 @@
 """Gradient caching: the gradient of a loss over many micro-batches in the activation memory of one.
 
-The method is GradCache (arXiv 2101.06983). Each micro-batch has a random seed of its own, so that dropout draws the
-same masks in both passes. This module works with callables and tensors only: a function that encodes a
-micro-batch, and a loss of the features of all micro-batches.
+The method is GradCache (arXiv 2101.06983). Each micro-batch has its own random seed, so dropout draws the same masks in
+both passes. This module only knows callables and tensors: a function that encodes a micro-batch, and a loss of the
+features of all micro-batches.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class CachedWindow:
         for index in range(len(micro_batches)):
             window.surrogate(index).backward()
 
-    The first ``retain`` micro-batches keep the autograd graph of their first pass for the second; the others are
-    encoded again. A window of K micro-batches therefore costs K - retain forwards more than one large batch. The first
-    pass encodes the micro-batches whose graphs are kept last, so that never more than ``retain`` graphs exist, even
-    where all forwards run with autograd.
+    The first ``retain`` micro-batches keep the autograd graph of their first pass for the second pass; the others are
+    encoded again. A window of K micro-batches therefore costs K - retain more forwards than one large batch. The first
+    pass encodes the micro-batches with kept graphs last, so there are never more than ``retain`` graphs, even if all
+    forwards run with autograd.
 
     Args:
         encode: maps a micro-batch to its features, each [rows, ...].
-        micro_batches: the window, at least one.
-        device: the device whose random generator the forwards use besides the CPU's.
-        retain: how many graphs to keep; at least one is kept and at most one for each micro-batch.
-        keep_grad_mode: run the whole first pass with autograd and drop the graphs. Compiled models need it: the masks
-            of dropout in their inference graph differ from those in their training graph.
+        micro_batches: the window, at least one micro-batch.
+        device: the device whose random generator the forwards use in addition to the CPU's.
+        retain: the number of graphs to keep, limited to at least one and at most one per micro-batch.
+        keep_grad_mode: run the whole first pass with autograd and drop the graphs. Compiled models need this, because
+            the dropout masks of their inference graph differ from those of their training graph.
         buffers: tensors that a forward changes in place, such as the running statistics of batch norms. The window
-            leaves them as one forward of each micro-batch in order would.
+            changes them exactly like one forward of each micro-batch in order.
 
     Attributes:
-        order: the micro-batches in the order in which both passes encode them, as indices.
-        loss: the loss, detached, once `evaluate` has computed it.
+        order: the indices of the micro-batches in the order in which both passes encode them.
+        loss: the detached loss, once `evaluate` has computed it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class CachedWindow:
         unchanged = [buffer.clone() for buffer in self._buffers] if self._others else []
         for index in self._others:
             with torch.set_grad_enabled(self._keep_grad_mode):
-                # No name refers to the features themselves, and with them to a graph, while the next are computed.
+                # No name may refer to the features, and thus to a graph, while the next features are computed.
                 cached[index] = tuple(f.detach() for f in self._forward(index))
         with torch.no_grad():
             for buffer, value in zip(self._buffers, unchanged, strict=bool(self._others)):
@@ -111,10 +111,9 @@ class CachedWindow:
         Args:
             loss: ``loss(features, parameters)`` maps the features of the whole window, each [all rows, ...], to a
                 scalar.
-            parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` gets detached copies;
-                their gradients are part of the last micro-batch's surrogate, because that is the one whose backward
-                DDP synchronises. It is called again for that surrogate, since FSDP replaces the tensors in every
-                forward.
+            parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` receives detached copies.
+                Their gradients are part of the last micro-batch's surrogate, because DDP synchronises in its backward.
+                ``parameters`` is called again for that surrogate, because FSDP replaces the tensors in every forward.
         """
         # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
         leaves = tuple(
@@ -139,9 +138,9 @@ class CachedWindow:
         return self.loss
 
     def finite_rows(self) -> list[Tensor]:
-        """For each feature whether its gradient is finite in each row of the window, [all rows] bool.
+        """For each feature, whether its gradient is finite in each row of the window: [all rows] bool.
 
-        Call it after `evaluate`. A feature without a gradient has no rows, [0].
+        Call this after `evaluate`. For a feature without a gradient, the tensor is empty.
         """
         return [
             torch.cat(
@@ -154,10 +153,10 @@ class CachedWindow:
         ]
 
     def surrogate(self, index: int) -> Tensor | None:
-        """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient, or None without one.
+        """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient; None if there is none.
 
-        Call it once for each index, in order, after `evaluate`, and run the backward before the next call. Unless the
-        graph of the micro-batch was kept, it is encoded again with the random seed of the first pass.
+        After `evaluate`, call this once for each index, in order, and run the backward before the next call. Unless its
+        graph was kept, the micro-batch is encoded again with the random seed of the first pass.
         """
         if index in self._graphs:
             features = self._graphs.pop(index)
@@ -178,9 +177,9 @@ class CachedWindow:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Within the context torch's random generators start from ``seed``; after it they continue where they were.
+    """A context in which torch's random generators of the CPU and of ``device`` start from ``seed``.
 
-    These are the generators of the CPU and of ``device``.
+    After the context, they continue from their previous state.
     """
     # Without a device any type that torch knows will do, because None is allowed only since torch 2.13.
     devices, kind = ((), "cuda") if device is None or device.type == "cpu" else ((device.index or 0,), device.type)
@@ -193,12 +192,12 @@ class GraphBudget:
     """Decides for how many micro-batches of a window the autograd graph is kept.
 
     Args:
-        wanted: the number, or None for as many as fit into the memory of the GPU. That is measured in the second
-            window, because the optimizer's state appears at the end of the first; the windows before keep one graph.
-        device: the device that the model is on.
+        wanted: the number, or None for as many as fit into the memory of the GPU. This is measured in the second
+            window, because the optimizer's state is created at the end of the first; until then, one graph is kept.
+        device: the device of the model.
 
     Attributes:
-        affordable: how many graphs fit, or None before that was measured.
+        affordable: the number of graphs that fit, or None before it was measured.
     """
 
     def __init__(self, wanted: int | None, device: torch.device) -> None:
@@ -207,7 +206,7 @@ class GraphBudget:
         self.affordable: int | None = None
 
     def graphs(self, most: int) -> int:
-        """The number for the window that begins now, from 1 to ``most``."""
+        """The number of graphs for the window that begins now, from 1 to ``most``."""
         wanted = self._wanted
         if wanted is None and self.affordable is None and self._device.type == "cuda":
             if self._windows == 2:
@@ -221,7 +220,7 @@ class GraphBudget:
 
     def _measure(self) -> int:
         device = self._device
-        # The peak of a window above its resting state bounds one graph. A tenth stays free for fragmentation.
+        # The peak of a window above its resting state is an upper bound for one graph. A tenth stays free.
         graph = max(1, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
         free, _ = torch.cuda.mem_get_info(device)
         unused = free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)

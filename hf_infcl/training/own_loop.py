@@ -29,8 +29,8 @@ def cached_backward(
 
     Memory holds the activations of ``retain_graphs`` micro-batches, and the other micro-batches are encoded twice
     (GradCache, arXiv 2101.06983; see `hf_infcl.training.grad_cache`). Dropout draws the same masks in both passes.
-    Under DDP the gradients are exchanged once, in the last backward. With `hf_infcl.contrastive_loss` as the loss the
-    gradient is that of one process that holds the windows of all processes.
+    Under DDP, the gradients are exchanged once, in the last backward. With `hf_infcl.contrastive_loss` as the loss, the
+    gradient equals that of one process that holds the windows of all processes.
 
         def encode(batch):
             outputs = ddp(**batch)
@@ -44,15 +44,15 @@ def cached_backward(
         optimizer.zero_grad()
 
     Args:
-        model: the module that ``encode`` calls: without a wrapper or in DistributedDataParallel, perhaps compiled.
-        micro_batches: the window, at least one micro-batch, and as many on every process.
-        encode: maps a micro-batch to its features, each [rows, ...], by a call of ``model``. It runs under autocast if
-            it enters autocast itself.
+        model: the module that ``encode`` calls, either unwrapped or in DistributedDataParallel; it may be compiled.
+        micro_batches: the window, at least one micro-batch; the same number on every process.
+        encode: maps a micro-batch to its features, each [rows, ...], by calling ``model``. For mixed precision, it has
+            to enter autocast itself.
         loss: ``loss(*features, *parameters)`` maps the features of the whole window, each [all rows, ...], and the
             parameters to a scalar.
         parameters: the parameters of ``model`` that the loss depends on, such as logit_scale and logit_bias.
         retain_graphs: the number of micro-batches whose autograd graph is kept, which saves their second forward.
-        backward: runs the backward of a scalar: ``accelerator.backward``, or that of a gradient scaler,
+        backward: runs the backward of a scalar, for example ``accelerator.backward``, or with a gradient scaler
             ``lambda scalar: scaler.scale(scalar).backward()``.
 
     Returns:
@@ -60,8 +60,8 @@ def cached_backward(
 
     Raises:
         ValueError: there is no micro-batch; the model is in a wrapper other than DDP; the loss depends on a tensor that
-            requires a gradient and is not among ``parameters``; ``backward`` is that of an `Accelerator` that divides
-            by its gradient_accumulation_steps; under DDP a parameter gets no gradient.
+            requires a gradient and is not among ``parameters``; ``backward`` belongs to an `Accelerator` that divides
+            by its gradient_accumulation_steps; under DDP, a parameter gets no gradient.
     """
     if not micro_batches:
         raise ValueError("cached_backward needs at least one micro-batch, got none.")
@@ -70,7 +70,7 @@ def cached_backward(
     if isinstance(accelerator, Accelerator) and accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             "accelerator.backward divides by the Accelerator's gradient_accumulation_steps, which is "
-            f"{accelerator.gradient_accumulation_steps}; but a window has one loss, that of all its micro-batches. "
+            f"{accelerator.gradient_accumulation_steps}, but all micro-batches of a window share one loss. "
             "Create the Accelerator without gradient_accumulation_steps."
         )
 
@@ -81,8 +81,8 @@ def cached_backward(
             if id(leaf) not in known:
                 raise ValueError(
                     f"The loss depends on a tensor of shape {list(leaf.shape)} that requires a gradient and is neither "
-                    "a feature nor one of the parameters, so that it would get no gradient. Pass it in `parameters`, "
-                    "and let the loss take it as an argument."
+                    "a feature nor one of the parameters, so it would get no gradient. Pass it in `parameters`, and "
+                    "let the loss take it as an argument."
                 )
         return value
 
@@ -114,7 +114,7 @@ def _check_wrapper(model: nn.Module) -> None:
     wraps_another = isinstance(getattr(module, "module", None), nn.Module)
     if isinstance(module, FSDPModule) or (wraps_another and not isinstance(module, DistributedDataParallel)):
         raise ValueError(
-            "cached_backward takes a model without a wrapper or in DistributedDataParallel, got a "
+            "cached_backward needs an unwrapped model or one in DistributedDataParallel, got a "
             f"{type(module).__name__}. FSDP2 and DeepSpeed need InfCLTrainer."
         )
 

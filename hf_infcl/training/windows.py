@@ -15,16 +15,16 @@ from .dual_encoder import check_tokens
 
 
 class WindowSampler(Sampler[int]):
-    """The rows of an epoch in the order of its global batches: full ones only, shuffled anew each epoch.
+    """The rows of an epoch in the order of its global batches, full batches only, reshuffled each epoch.
 
-    Which rows make up a global batch depends on seed, epoch and its size alone, not on how it is split over processes
-    and accumulation steps. With shuffling the rows left over differ from epoch to epoch.
+    The rows of a global batch depend only on the seed, the epoch and the size of the batch, not on how the batch is
+    split over processes and accumulation steps. With shuffling, the rows left over differ from epoch to epoch.
 
     Args:
-        dataset: has a length. Its epochs are set with the sampler's, see the function `set_epoch`.
-        global_batch_size: rows of one optimizer step over all processes.
-        shuffle: otherwise rows come in the dataset's order.
-        seed: seed of the shuffling.
+        dataset: a dataset with a length. Its epoch is set together with the sampler's, see the function `set_epoch`.
+        global_batch_size: the number of rows of one optimizer step over all processes.
+        shuffle: whether to shuffle; otherwise the rows keep the dataset's order.
+        seed: the seed of the shuffling.
 
     Raises:
         ValueError: the dataset has fewer rows than one global batch.
@@ -54,27 +54,27 @@ class WindowSampler(Sampler[int]):
 
 
 def set_epoch(dataset: Any, epoch: int) -> None:
-    """Calls ``set_epoch`` of a data set and of all that it wraps; those without the method are passed over."""
+    """Calls ``set_epoch`` of a dataset and of all datasets that it wraps, where the method exists."""
     for part in _parts(dataset):
         if callable(method := getattr(part, "set_epoch", None)):
             method(epoch)
 
 
 def most_captions(dataset: Any) -> int:
-    """The most captions per image that a data set, or one that it wraps, draws."""
+    """The maximum number of captions per image drawn by a dataset or one that it wraps."""
     return max((getattr(part, "captions_per_image", 1) for part in _parts(dataset)), default=1)
 
 
 def negative_caption_columns(dataset: Any) -> list[str]:
-    """The columns of negative captions of a data set and of all that it wraps."""
+    """The columns of negative captions of a dataset and of all datasets that it wraps."""
     columns = (getattr(part, "negative_caption_column", None) for part in _parts(dataset))
     return sorted({column for column in columns if column})
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """A data set and all that it wraps.
+    """A dataset and all datasets that it wraps.
 
-    Wrapped data sets are found in the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
+    Wrapped datasets are found in the attributes ``dataset`` and ``datasets``, where torch's Subset, ConcatDataset and
     random_split and accelerate's shards of streams keep them.
     """
     pending, seen = [dataset], set()
@@ -91,14 +91,15 @@ def _parts(dataset: Any) -> Iterator[Any]:
 
 
 def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
-    """A loader of a stream that gives every row once, on any number of processes.
+    """A loader of a stream that returns every row once, on any number of processes.
 
-    The main process reads the stream and sends each process its part of the rows. Otherwise accelerate would
-    repeat rows to make all batches of one size, and the repeated rows at the end of a stream could not be recognised.
+    The main process reads the stream and sends each process its part of the rows. Otherwise, accelerate would repeat
+    rows to make all batches equally large, and the repeated rows at the end of a stream could not be recognised.
 
     Args:
-        loader: a loader of the whole stream, with at most one worker: the batches of several end at different rows.
-        device: the device that the batches are moved to.
+        loader: a loader of the whole stream, with at most one worker, because the batches of several workers end at
+            different rows.
+        device: the device to which the batches are moved.
     """
     return prepare_data_loader(
         loader, device, put_on_device=True, dispatch_batches=True, slice_fn_for_dispatch=rows_of_one_process
@@ -108,7 +109,7 @@ def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoade
 def rows_of_one_process(
     batch: Any, rows: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """A process's part of the batches that the main process has read, one for each process; called on all alike.
+    """This process's part of the batches that the main process has read, one for each process; collective.
 
     Raises:
         ValueError: the batches have several captions for an image, or negative captions.
@@ -119,7 +120,7 @@ def rows_of_one_process(
     if isinstance(batch, Mapping) and ("caption_image" in batch or _has_more_texts_than_images(batch)):
         raise ValueError(
             "A stream that the main process reads cannot have several captions for an image or negative captions with "
-            f"{num_processes} processes. Train on an ImageTextStream, whose shards each process reads for itself, and "
+            f"{num_processes} processes. Train on an ImageTextStream, whose shards each process reads itself, and "
             "evaluate a dataset that has a length; or use one process."
         )
     return slice_tensors(batch, rows, process_index, num_processes)
@@ -131,7 +132,7 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
 
 
 def check_batch(batch: Any, equal_ids: str) -> None:
-    """Raises a ValueError if a data collator gives a batch that cannot be trained on.
+    """Raises a ValueError if a data collator returns a batch that cannot be trained on.
 
     Args:
         batch: the output of the data collator.
@@ -180,7 +181,7 @@ def check_batch(batch: Any, equal_ids: str) -> None:
 
 
 class CheckingCollator:
-    """A data collator whose tokens are compared with the model's embeddings while they are in host memory.
+    """A data collator that checks its tokens against the model's vocabulary while they are in host memory.
 
     Args:
         collate: the data collator.
@@ -198,9 +199,9 @@ class CheckingCollator:
 
 
 def caption_images(window: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """[texts] int64 on the CPU: the image of the window that each text belongs to, -1 for negative captions.
+    """[texts] int64 on the CPU: the image of the window that each text belongs to, or -1 for negative captions.
 
-    None if text i belongs to image i everywhere.
+    None if text i belongs to image i in all batches.
     """
     if not any("caption_image" in batch for batch in window):
         return None

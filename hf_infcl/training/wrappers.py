@@ -49,10 +49,10 @@ def check_wrapper(accelerator: Accelerator) -> None:
 def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
     """Changes parameters and modules that the wrapper does not support.
 
-    FSDP2 and DeepSpeed do not support a scalar parameter, so the temperature becomes a vector of one element;
+    FSDP2 and DeepSpeed do not support scalar parameters, so the temperature becomes a vector of one element;
     `stock_shapes` undoes this in saved states. accelerate shards the modules in ``_no_split_modules`` and also the
-    module that ``get_input_embeddings`` returns. Modules of embeddings are therefore taken off that list, because they
-    would be sharded twice. CLIP does not implement ``get_input_embeddings`` and gets one that returns None.
+    module that ``get_input_embeddings`` returns, so modules of embeddings are removed from that list; they would be
+    sharded twice. CLIP does not implement ``get_input_embeddings`` and gets one that returns None.
 
     Raises:
         ValueError: under FSDP2 only the temperature trains.
@@ -61,8 +61,8 @@ def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
         temperature = set(encoder.temperature_parameters)
         if not any(p.requires_grad for p in encoder.model.parameters() if p not in temperature):
             raise ValueError(
-                "No embedding depends on a parameter that trains, but FSDP exchanges gradients only after a backward "
-                "through the model. Train a tower or a projection, or train logit_scale alone without FSDP."
+                "No embedding depends on a trained parameter, but FSDP exchanges gradients only after a backward "
+                "through the model. Train a tower or a projection, or train only logit_scale without FSDP."
             )
         base = encoder.base
         names = getattr(base, "_no_split_modules", None) or ()
@@ -86,10 +86,10 @@ def stock_shapes(encoder: DualEncoder, state_dict: Mapping[str, Tensor]) -> dict
 
 @contextlib.contextmanager
 def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
-    """Within the context FSDP2 gathers the parameters for the methods of the two towers, as it does for forward.
+    """A context in which FSDP2 gathers the parameters for the methods of the two towers, as for forward.
 
-    Outside of it they must be the class's own: CLIP's forward calls these methods, and FSDP2 would release the
-    parameters of the whole model after the first of them.
+    Outside of the context, the methods must be those of the class: CLIP's forward calls them, and FSDP2 would release
+    the parameters of the whole model after the first call.
     """
     sharded = isinstance(encoder.model, FSDPModule)
     if not sharded:
@@ -140,10 +140,10 @@ class Wrapper:
         """Called before the first window. ``broadcast_buffers`` is ``args.ddp_broadcast_buffers``."""
 
     def most_graphs(self, micro_batches: int) -> int:
-        """The largest number of graphs that a window of so many micro-batches can keep from its first pass.
+        """The maximum number of graphs that a window of this many micro-batches can keep from its first pass.
 
-        A wrapper prepares for the exchange of gradients in the forward before it, so that the last micro-batch is
-        encoded in the second pass, unless it is the only one.
+        A wrapper prepares the exchange of gradients in the preceding forward, so the last micro-batch must be encoded
+        in the second pass, unless it is the only one.
         """
         return max(1, micro_batches - 1) if self.synchronises else micro_batches
 
@@ -158,11 +158,11 @@ class Wrapper:
         """Called after the first window.
 
         Raises:
-            ValueError: parameters that train got no gradient although the wrapper waits for one.
+            ValueError: trained parameters got no gradient although the wrapper waits for one.
         """
 
     def clamp_logit_scale(self, encoder: DualEncoder, maximum: float) -> None:
-        """Clamps logit_scale as `DualEncoder.clamp_logit_scale` does; called after an optimizer step."""
+        """Clamps logit_scale, see `DualEncoder.clamp_logit_scale`; called after an optimizer step."""
         encoder.clamp_logit_scale(maximum)
 
 
@@ -177,9 +177,9 @@ class DDP(Wrapper):
             self.model.broadcast_buffers = bool(encoder.batch_norms())
 
     def begin_window(self) -> None:
-        # Both are collectives that DDP would call in the next forward. A process that fails on its way to that forward
-        # would leave the others waiting there. The first does something once, after the first backward. The second
-        # must come before the state of the buffers is remembered.
+        # DDP would run both of these collectives in the next forward. A process that fails before that forward would
+        # leave the others waiting there. The first one only has an effect once, after the first backward. The second
+        # one must come before the state of the buffers is saved.
         self.model.reducer._rebuild_buckets()
         if self.model.will_sync_module_buffers():
             self.model._sync_buffers()
