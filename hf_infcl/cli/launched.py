@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed import TCPStore
-from tqdm import tqdm
 
 from ..processes import OtherRankFailedError
 from ..training.trainer import InfCLTrainer
@@ -19,10 +18,15 @@ from ..training.trainer import InfCLTrainer
 PACKAGE = Path(__file__).parent.parent
 
 
-def tell(command: str, message: str) -> None:
+def tell(command: str, message: str, *, below: bool = False) -> None:
     """Prints an error as one line, only on the first launched process that calls this.
 
     That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
+
+    Args:
+        command: the command's name, which the line begins with.
+        message: the error.
+        below: begin a new line before, because a progress bar may stand in the present one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # This is the launcher's store. The processes need not have joined a group yet.
@@ -30,9 +34,8 @@ def tell(command: str, message: str) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
             return
-    # Printed as usual, the line would begin at the end of a progress bar.
-    tqdm.write(f"{command}: error: {' '.join(message.split())}", file=sys.stderr)
-    sys.stderr.flush()
+    line = f"{command}: error: {' '.join(message.split())}"
+    print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -54,14 +57,14 @@ def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
     except BrokenPipeError:
         raise  # nobody reads the output any more, which is no mistake
     except (OSError, ValueError, ImportError, RuntimeError) as error:
+        message = _raised_here_in_a_worker(error)
         if is_missing_package(error):
-            tell(command, missing_package(error))
-        elif message := _raised_here_in_a_worker(error):
-            tell(command, message)
+            message = missing_package(error)
         elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
-            tell(command, str(error))
-        else:
+            message = message or str(error)
+        if message is None:
             raise
+        tell(command, message, below=not of_libraries)  # only a training or evaluation has a bar
         sys.exit(1)
 
 
