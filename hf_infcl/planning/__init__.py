@@ -1,4 +1,4 @@
-"""Predicts memory and time of a training from the model's config and from rates that were measured on GPUs."""
+"""Predicts memory and time of a training from the model's config and from rates measured on GPUs."""
 
 from .counting import ROWS, Counts, Operation, count
 from .measuring import measure

@@ -1,6 +1,6 @@
-"""Memory and operations of one micro-batch, counted on the meta device: neither weights nor a GPU are needed.
+"""Counts memory and operations of one micro-batch on the meta device, without weights or a GPU.
 
-The model runs forward and backward on tensors without content. Modes of torch see every operation on the way.
+The model runs forward and backward on tensors without content, while torch modes record every operation.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers import AutoModel, PretrainedConfig
 
 from ..training.dual_encoder import DualEncoder
 
-ROWS = 64  # pairs of the micro-batch that is counted; the figures of larger and smaller ones are in proportion
-MOST_TOKENS = 77  # the length of captions, also for text towers that take longer texts
+ROWS = 64  # pairs of the counted micro-batch; memory and operations scale in proportion for other sizes
+MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
 
 
 class Operation(NamedTuple):
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
         flops: its floating point operations.
         nbytes: the bytes that it reads and writes.
         waits: whether the host reads a value from the device before it launches the kernel, and so waits for all
-            kernels before.
+            previous kernels.
     """
 
     flops: float
@@ -46,15 +46,15 @@ class Counts:
 
     Attributes:
         parameters: the number of parameters.
-        trained: the number of those that are trained.
+        trained: the number of trained parameters.
         dim: the dimension of the embeddings.
         pixels: the number of values of one image.
-        objective: the objective that the model was made for.
-        weight_copies: the weights in bf16 that autocast makes in every forward.
-        graph: the tensors that a forward keeps for its backward, with the copies of the weights.
-        peak: the most that exists during forward and backward, without weights and gradients.
+        objective: the objective that the model was designed for.
+        weight_copies: the bf16 copies of the weights that autocast creates in every forward.
+        graph: the tensors that a forward keeps for its backward, including the copies of the weights.
+        peak: the maximum memory during forward and backward, without weights and gradients.
         forward: the operations of the first pass.
-        again: the operations of the second pass's forward, which leaves the frozen tower out.
+        again: the operations of the second pass's forward, which skips the frozen tower.
         backward: the operations of the backward.
     """
 
@@ -77,19 +77,19 @@ def count(
     """Counts a micro-batch of the model that a config describes.
 
     Args:
-        config: of a dual encoder, see `DualEncoder`.
-        freeze: the tower that is frozen, ``"image"`` or ``"text"``.
-        checkpointing: with gradient checkpointing.
-        autocast: in bf16 as under ``bf16=True``; otherwise in fp32.
+        config: the config of a dual encoder, see `DualEncoder`.
+        freeze: the frozen tower, ``"image"`` or ``"text"``.
+        checkpointing: whether to use gradient checkpointing.
+        autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
 
     Raises:
-        ValueError: the model is no dual encoder, or its forward needs the content of tensors.
+        ValueError: the model is not a dual encoder, or its forward needs the content of tensors.
     """
     encoder = build(config, torch.device("meta"), freeze, checkpointing)
     model = encoder.model
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.empty_like(parameter)  # as in every micro-batch but the first
+            parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
     inputs = example_inputs(config)
     seen, casts = _Operations(), _Autocast(torch.bfloat16 if autocast else torch.float32)
     frozen: set[int] = set()
@@ -145,7 +145,7 @@ def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "
     if not hasattr(vision, "image_size"):
         raise ValueError(
             f"Models of type {config.model_type} have no image size, so no micro-batch can be planned. Train for a few "
-            "steps instead: the log has the peak of the memory and the images per second."
+            "steps instead: the log shows the peak memory and the images per second."
         )
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -208,7 +208,7 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Lists all operations, and follows the bytes of the tensors that they make while those are alive."""
+    """Records all operations, and tracks the bytes of the tensors that they create while these are alive."""
 
     def __init__(self) -> None:
         super().__init__()

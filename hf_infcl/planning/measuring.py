@@ -18,7 +18,7 @@ def measure(
     The arguments are as in `count`. The model is not compiled.
 
     Returns:
-        Its seconds, and the peak of the memory on a GPU in bytes, with the weights and their gradients (0 on a CPU).
+        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
 
     Raises:
         ValueError: the GPU has too little memory.
@@ -41,8 +41,8 @@ def measure(
             seconds = time.perf_counter() - start
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"A micro-batch of {rows} does not fit into the {torch.cuda.get_device_name(device)} at hand. Leave "
-            "--measure out, or plan with the --gpu_memory of this GPU."
+            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
+            "--measure, or plan with the --gpu_memory of this GPU."
         ) from error
     return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
 

@@ -14,9 +14,9 @@ GIB = 1 << 30
 USABLE = 0.92  # of a GPU's memory; the rest is for CUDA, NCCL and fragmentation
 PRODUCTS = {"softmax": 4, "sigmoid": 3}  # matrix products of B × B × D in the loss and its gradient
 # `scripts/benchmark.py plan --fit` takes the next three times from measured rows.
-REPLAY = 0.07e-3  # seconds of a loss on one GPU beside its blocks; a small loss is replayed as a CUDA graph
-# On several GPUs: seconds of the host that overlap those of the device in part (`loss_seconds` says how), and seconds
-# that are added to both. The first two are for a small loss, in which the host calls collectives between CUDA graphs.
+REPLAY = 0.07e-3  # seconds of a loss on one GPU in addition to its blocks; a small loss is replayed as a CUDA graph
+# On several GPUs: seconds of the host, which partly overlap with the device's (see `loss_seconds`), and seconds that
+# are added to both. The first two are for a small loss, in which the host calls collectives between CUDA graphs.
 HOST_OF_REPLAY, WAIT_OF_REPLAY = 1.12e-3, 0.66e-3
 HOST_PER_PRODUCT, WAIT_PER_PRODUCT = 0.55e-3, 0.25e-3  # for each of 4 or 3 products, the first also for each block
 
@@ -26,14 +26,14 @@ class GPU:
     """Rates of a GPU in training, below those of its data sheet.
 
     Attributes:
-        name: the name that is printed.
+        name: the printed name.
         memory_gib: the memory that CUDA reports.
         flops: floating point operations per second of matrix products in bf16.
-        bandwidth: bytes per second that are read from device memory and written to it.
-        launch: seconds of host time that one operation takes in eager mode.
+        bandwidth: bytes per second read from and written to device memory.
+        launch: seconds of host time per operation in eager mode.
         loss_flops: floating point operations per second of the matrix products in the loss's kernels.
-        logit: seconds that the loss takes for each logit beside the products, for its exponential, and to write its
-            coefficient and read it again.
+        logit: seconds per logit that the loss takes in addition to the products: for the exponential, and for writing
+            the coefficient and reading it again.
     """
 
     name: str
@@ -45,7 +45,7 @@ class GPU:
     logit: float
 
 
-# scripts/benchmarks/plan.py names the rows that the rates come from.
+# scripts/benchmarks/plan.py names the rows from which these rates were fitted.
 GPUS = {
     "h100": GPU("H100", 79.6, 480e12, 2.30e12, 21e-6, 618e12, 0.34e-12),
     "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 686e12, 1.22e-12),
@@ -56,13 +56,13 @@ COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; i
 
 @dataclass(frozen=True)
 class Choice:
-    """How a global batch is made on GPUs that hold the whole model each.
+    """The composition of a global batch on GPUs that each hold the whole model.
 
     Attributes:
         gpus: the number of processes.
-        micro_batch: pairs of one forward, ``per_device_train_batch_size``.
-        accumulation: micro-batches of a window, ``gradient_accumulation_steps``.
-        retain: micro-batches whose autograd graphs are kept, ``retain_graphs``.
+        micro_batch: the pairs of one forward, ``per_device_train_batch_size``.
+        accumulation: the micro-batches of a window, ``gradient_accumulation_steps``.
+        retain: the micro-batches whose autograd graphs are kept, ``retain_graphs``.
         offload: ``offload_inputs``.
         compiled: ``torch_compile``.
         checkpointing: ``gradient_checkpointing``.
@@ -100,12 +100,12 @@ class Memory:
     """Bytes on one GPU at the peak of a step: the sum of the attributes.
 
     Attributes:
-        weights: parameters and their gradients in fp32, and under DDP its buckets of gradients.
+        weights: parameters and their gradients in fp32, and under DDP the gradient buckets.
         optimizer: the two moments of Adam in fp32.
-        activations: the kept graphs, and at the peak of a backward its temporary tensors.
+        activations: the kept graphs and, at the peak of a backward, its temporary tensors.
         images: the inputs of the window.
         features: the embeddings of the window or their gradients, in fp32.
-        loss: the memory of the loss, if the peak is in it or if the loss is replayed as CUDA graphs, which keep it.
+        loss: the memory of the loss, if the peak occurs in the loss or if CUDA graphs keep that memory.
     """
 
     weights: float
@@ -124,9 +124,9 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     """The memory of a step.
 
     Args:
-        counts: of the model, with the checkpointing of the choice.
-        choice: how the batch is made.
-        pixel_bytes: bytes of one value of an image: 1 with the trainer's own collator, 4 with images in fp32.
+        counts: the counts of the model, with the checkpointing of the choice.
+        choice: the composition of the batch.
+        pixel_bytes: bytes per image value: 1 with the trainer's own collator, 4 with images in fp32.
     """
     scale = choice.micro_batch / ROWS
     factor = COMPILED_GRAPH if choice.compiled else 1.0
@@ -172,7 +172,7 @@ def is_replayed(dim: int, choice: Choice) -> bool:
 
 
 def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
-    """The time of a step by its phases, as if no phase overlapped another and the data were always there."""
+    """The time of a step by phase, assuming that phases do not overlap and that data is always available."""
     first, again, backward = (
         _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
     )
@@ -186,9 +186,9 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
 
 
 def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float:
-    """The time of operations. Arithmetic or traffic limits each of them.
+    """The time of operations, each limited by either arithmetic or memory traffic.
 
-    The device begins an operation when it has ended the one before and the host has launched it.
+    The device begins an operation when it has finished the previous one and the host has launched the new one.
     """
     scale = choice.micro_batch / ROWS
     traffic, launch = 1.0, gpu.launch
@@ -207,10 +207,10 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
 
 
 def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
-    """The time of the loss and its gradient: that of its blocks, and of the host that launches them.
+    """The time of the loss and its gradient: the time of its blocks, and of the host that launches them.
 
-    On several GPUs both overlap in part: the root of the sum of their squares fits where either is the longer one.
-    There a loss of less than 3 ms is known to half a millisecond only, because its measurements differ by that much.
+    On several GPUs, both partly overlap: the root of the sum of their squares fits whichever is longer. There, a loss
+    below 3 ms is only known to half a millisecond, because its measurements differ by that much.
     """
     products = PRODUCTS[objective]
     device = block_seconds(dim, choice.rows * choice.global_batch, gpu, objective)
@@ -223,15 +223,15 @@ def loss_seconds(dim: int, choice: Choice, gpu: GPU, objective: str) -> float:
 
 
 def block_seconds(dim: int, logits: int, gpu: GPU, objective: str) -> float:
-    """The time in which a GPU computes the loss of so many logits and its gradient."""
+    """The time that a GPU needs for the loss of this many logits and its gradient."""
     return logits * (2.0 * PRODUCTS[objective] * dim / gpu.loss_flops + gpu.logit)
 
 
 def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
     """The bytes that a GPU sends in one step, by their purpose.
 
-    In the forward of the softmax loss the texts travel around the ring, in its backward the texts and their fp32
-    gradients. The sigmoid loss has one pass for both, and where texts are gathered they travel once.
+    In the forward of the softmax loss, the texts travel around the ring; in its backward, the texts and their fp32
+    gradients do. The sigmoid loss has one pass for both. If texts are gathered, they travel only once.
     """
     others, values = choice.gpus - 1, counts.dim * choice.rows
     passes = 1 if counts.objective == "sigmoid" or is_gathered(counts.dim, choice) else 2
@@ -243,12 +243,13 @@ def link_bytes(counts: Counts, choice: Choice) -> dict[str, float]:
 
 
 def hiding_bandwidth(choice: Choice, gpu: GPU) -> float:
-    """Bytes per second in each direction from which the ring's transfers are hidden behind its computation.
+    """Bytes per second in each direction above which the computation hides the ring's transfers.
 
-    While a block of b × b logits is computed, one hop travels: 2 · b · D bytes beside 2 · b² · D operations in the
-    forward of the softmax loss, three times both in its backward, and three times both in the sigmoid loss. All need
-    the rate of the products divided by b, which is the number of pairs on one GPU, or less, since a logit takes the
-    kernels some time beside its products. Only the last transfer of gradients, beside half a block, needs a third more.
+    While a block of b × b logits is computed, one hop is transferred: 2 · b · D bytes during 2 · b² · D operations in
+    the forward of the softmax loss, three times both in its backward, and three times both in the sigmoid loss. With b
+    pairs on one GPU, each needs at most the rate of the products divided by b; less, because the kernels also spend
+    time on each logit in addition to its products. Only the last transfer of gradients, which overlaps with half a
+    block, needs a third more.
     """
     return gpu.loss_flops / choice.rows
 
@@ -262,13 +263,13 @@ def choices(
     memory_gib: float,
     compiled: bool = False,
 ) -> Iterator[tuple[float, Choice]]:
-    """All ways that fit into memory, with their seconds per step.
+    """All choices that fit into memory, with their seconds per step.
 
     Args:
-        counts: by whether activations are checkpointed.
+        counts: the counts with (True) and without (False) checkpointing of the activations.
 
     Raises:
-        ValueError: the global batch is no multiple of the number of GPUs.
+        ValueError: the global batch is not a multiple of the number of GPUs.
     """
     rows, rest = divmod(global_batch, gpus)
     if rest or rows < 1:
@@ -293,7 +294,7 @@ def choices(
 
 
 def best(found: Iterator[tuple[float, Choice]]) -> tuple[float, Choice] | None:
-    """The fastest way, or a simpler one that takes at most 2% longer: without offloading, with larger micro-batches."""
+    """The fastest choice, or a simpler one that takes at most 2% longer: no offloading, larger micro-batches."""
     every = list(found)
     if not every:
         return None

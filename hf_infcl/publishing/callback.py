@@ -24,16 +24,16 @@ logger = logging.get_logger(__name__)
 class CardCallback(TrainerCallback):
     """Writes the record, the curves, the results and the card into ``output_dir``.
 
-    They are written after each evaluation and each checkpoint, before each push to the Hub and at the end of the
-    training, by the main process. If they cannot be written, for instance because the disk is full, the error is
-    logged and the training goes on, as it does without a checkpoint that cannot be written.
+    The main process writes them after each evaluation and each checkpoint, before each push to the Hub and at the end
+    of the training. If they cannot be written, for example because the disk is full, the error is logged and the
+    training continues.
 
     Args:
-        describe: ``describe(args, state)`` gives the record of the run so far.
+        describe: ``describe(args, state)`` returns the record of the run so far.
 
     Attributes:
-        first_step: the step at which this training began: 0, or that of the checkpoint that it resumed from. Nothing is
-            written before a step has been trained, because the folder still describes the run before.
+        first_step: the step at which this training began: 0, or the step of the checkpoint from which it resumed.
+            Nothing is written before a step has been trained, because the folder still describes the previous run.
     """
 
     def __init__(self, describe: Callable[[InfCLTrainingArguments, TrainerState], TrainingRecord]) -> None:
@@ -66,7 +66,7 @@ class CardCallback(TrainerCallback):
             logger.error(f"The card of step {state.global_step} could not be written to {args.output_dir}: {error}")
 
     def write(self, args: Any, state: TrainerState) -> None:
-        """Writes all files for the present state, if this is the main process and a step has been trained."""
+        """Writes all files for the current state, if this is the main process and a step has been trained."""
         if state.is_world_process_zero and state.global_step > self.first_step:
             folder = Path(args.output_dir)
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +79,8 @@ class CardCallback(TrainerCallback):
 def write_publication(record: TrainingRecord, folder: str | Path, state: TrainerState) -> None:
     """Writes the results, the card and the curves of a record into the folder.
 
-    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card keeps curves that
-    are already in the folder, as it does with a picture of `PicturesCallback`.
+    The curves are drawn if matplotlib is installed and a training loss was logged. Otherwise the card shows the curves
+    that are already in the folder. It also shows a picture of `PicturesCallback` if there is one.
     """
     picture = Path(folder, CURVES_FILE)
     if importlib.util.find_spec("matplotlib") is not None and any("loss" in entry for entry in state.log_history):

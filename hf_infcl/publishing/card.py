@@ -24,7 +24,7 @@ _OBJECTIVES = {"softmax": "softmax (InfoNCE, as CLIP)", "sigmoid": "sigmoid (as 
 
 
 def model_card(record: TrainingRecord, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
-    """The card of a trained model: its data, its method, its results and the facts that are unknown.
+    """The card of a trained model: its data, its method, its results and what is unknown.
 
     Args:
         record: the facts.
@@ -66,10 +66,10 @@ def model_card(record: TrainingRecord, *, curves: str | None = None, pictures: s
 
 
 def write_eval_results(record: TrainingRecord, folder: str | Path) -> list[Path]:
-    """Writes the results on datasets of the Hub in its format for leaderboards, ``.eval_results/*.yaml``.
+    """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``.
 
     Returns:
-        The files written: one for each dataset of the Hub that was measured.
+        The written files, one for each dataset of the Hub that was evaluated.
     """
     written = []
     for evaluation in record.evaluations:
@@ -278,7 +278,7 @@ def _joined(parts: list[str]) -> str:
 
 
 def _code(text: str) -> str:
-    """The text in code style: between more backticks than it holds in a row, as CommonMark asks for."""
+    """The text in code style, enclosed in more backticks than it contains in a row, as CommonMark requires."""
     fence = "`"
     while fence in text:
         fence += "`"

@@ -1,4 +1,4 @@
-"""The picture of a run: its losses, accuracies and recalls over the optimizer steps."""
+"""Draws the curves of a run: its losses, accuracies and recalls over the optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Line = dict[int, float]  # values by optimizer step
 
 
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
-    """Draws the training loss and, in panels of their own, the losses and the scores of the evaluations.
+    """Draws the training loss and, in separate panels, the losses and the scores of the evaluations.
 
-    A contrastive loss grows with the number of pairs that it is computed over. The losses of global batches and those
-    of evaluation sets therefore cannot be compared, and share no axis. Of two evaluations at one step only the first is
-    drawn: with ``load_best_model_at_end`` the second has the weights of an earlier step.
+    A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
+    evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
+    drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step.
 
     Args:
         log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.

@@ -22,24 +22,24 @@ logger = logging.get_logger(__name__)
 class PicturesCallback(TrainerCallback):
     """Draws some images with their best captions at each evaluation, into `PICTURES_FILE` in ``output_dir``.
 
-    The captions are those of the whole evaluation set with the highest cosines, equal ones shown once. Weights &
-    Biases, trackio, MLflow and TensorBoard also get the picture, where ``report_to`` names them; an error of a tracker
-    is logged, and does not end the training. The embeddings come from ``compute_metrics`` of the trainer, which this
-    callback sets.
+    The best captions are those of the whole evaluation set with the highest cosines; equal captions appear once.
+    Weights & Biases, trackio, MLflow and TensorBoard also receive the picture if ``report_to`` names them. An error of
+    a tracker is logged and does not end the training. The embeddings come from ``compute_metrics`` of the trainer,
+    which this callback sets.
 
     Args:
         trainer: an `InfCLTrainer`.
         dataset: the `ImageTextDataset` with all captions that the trainer evaluates.
-        count: the number of images, evenly spread over the data set.
-        key: the name of the data set in the trainer's ``eval_dataset``.
+        count: the number of images, evenly spread over the dataset.
+        key: the name of the dataset in the trainer's ``eval_dataset``.
 
     Raises:
-        ValueError: the trainer has ``compute_metrics`` already.
+        ValueError: the trainer already has ``compute_metrics``.
     """
 
     def __init__(self, trainer: Any, dataset: Any, count: int, key: str = "pairs") -> None:
         if trainer.compute_metrics is not None:
-            raise ValueError("PicturesCallback takes the place of compute_metrics. Leave one of the two out.")
+            raise ValueError("PicturesCallback replaces compute_metrics. Use only one of the two.")
         self._trainer, self._dataset, self._key = trainer, dataset, key
         count = min(count, len(dataset))
         self._rows = [number * len(dataset) // count for number in range(count)]

@@ -1,4 +1,4 @@
-"""The facts about a training run, kept as JSON beside the model so that its card can be written again at any time."""
+"""The facts about a training run, stored as JSON beside the model so that its card can be rewritten at any time."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Source:
         dataset: Hub id, or the last part of a local path.
         on_hub: whether ``dataset`` is a Hub id, which the card links.
         split: the split.
-        license: the licence that the Hub states, None where it states none.
-        weight: the share of the draws in a mixture of several sources, None for a single one.
+        license: the licence that the Hub states; None if it states none.
+        weight: the share of the samples in a mixture of several sources; None for a single source.
     """
 
     dataset: str
@@ -51,8 +51,8 @@ class Evaluation:
         metrics: those of `InfCLTrainer.evaluate` without their prefixes: zero-shot accuracies, or loss and recalls.
         templates: the prompts of a zero-shot classification; empty for image-text pairs.
         class_names: the names of its classes; empty for image-text pairs.
-        guard: whether the set is there to show what the training makes worse.
-        before: for a guard, its metrics before the training; empty where they were not measured.
+        guard: whether the set serves to show what the training makes worse.
+        before: for a guard set, its metrics before the training; empty if they were not measured.
     """
 
     dataset: str
@@ -83,14 +83,14 @@ class TrainingRecord:
         objective: "softmax" or "sigmoid".
         strategy: how the processes shared a batch.
         per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
-        pair_id_column: pairs of equal value in this column were not each other's negatives.
-        equal_ids: "exclude", or "positive" if pairs of equal value, and all captions of an image, were positives.
-        captions_per_image: the most captions of an image that were drawn in an epoch.
+        pair_id_column: pairs with equal values in this column were not each other's negatives.
+        equal_ids: "exclude", or "positive" if pairs with equal values, and all captions of an image, were positives.
+        captions_per_image: the maximum number of captions drawn per image and epoch.
         negative_caption_column: the column of the captions that were negatives of all images.
         frozen: the tower that did not train, "image" or "text".
         steps: the optimizer steps.
         settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
-        seconds: the duration of the training, the parts before an interruption included.
+        seconds: the duration of the training, including the time before an interruption.
         device: the name of the processor, "NVIDIA H200" or "CPU".
         peak_memory: the largest memory of one GPU in bytes, None on CPUs.
         skipped: how many times a bad sample was replaced or left out.
@@ -156,11 +156,11 @@ class TrainingRecord:
             above = Path(folder).absolute().parent
             hint = f" {above}, the folder above, has one." if (above / RECORD_FILE).is_file() else ""
             raise ValueError(
-                f"{folder} has no {RECORD_FILE}, the record from which a card is written. `infcl train` leaves it in "
+                f"{folder} has no {RECORD_FILE}, the record from which a card is written. `infcl train` writes it to "
                 f"--output_dir.{hint}"
             ) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a record of a training: {type(error).__name__}: {error}.") from error
+            raise ValueError(f"{path} is not the record of a training: {type(error).__name__}: {error}.") from error
 
 
 def training_record(
@@ -180,9 +180,9 @@ def training_record(
     evaluations: Sequence[Evaluation] = (),
     settings: Mapping[str, str] | None = None,
 ) -> TrainingRecord:
-    """The record of a run from its arguments and its state. Arguments not listed here are as in `TrainingRecord`.
+    """Creates the record of a run from its arguments and its state. `TrainingRecord` explains the other arguments.
 
-    The duration, the peak memory, the number of bad samples and the metrics are the last ones in
+    The duration, the peak memory, the number of bad samples and the metrics are the last values in
     ``state.log_history``, which a resumed run continues.
 
     Args:
@@ -190,10 +190,10 @@ def training_record(
             ``output_dir``, is the model's name.
         state: the trainer's state.
         start: Hub id or folder of the checkpoint that the training started from.
-        pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs of equal captions were
-            each other's negatives, so that it has no default.
-        evaluations: the datasets that are measured, without their metrics. A guard set that is also another evaluation
-            set of the same results stands in the record once.
+        pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
+            each other's negatives, so this argument has no default.
+        evaluations: the evaluated datasets, without their metrics. A guard set that is also another evaluation set with
+            the same results is listed once.
         settings: further rows of the training table.
     """
     name = Path(args.hub_model_id or args.output_dir or ".").resolve().name
@@ -250,7 +250,7 @@ def training_record(
 def source_name(source: str) -> tuple[str, bool]:
     """The name under which a card mentions a dataset or checkpoint, and whether it is a Hub id.
 
-    A local path is mentioned by its last part alone, so that cards tell nothing about the machine.
+    Of a local path, only the last part is used, so that cards reveal nothing about the machine.
     """
     path = Path(source)
     return (path.resolve().name, False) if path.exists() or path.is_absolute() else (source, True)
@@ -271,7 +271,7 @@ def _first_metrics(state: TrainerState, prefix: str) -> dict[str, float]:
 
 
 def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
-    """The evaluations without those whose set, with the same results, is a guard set as well."""
+    """The evaluations, except those whose set is also a guard set with the same results."""
 
     def facts(evaluation: Evaluation) -> tuple[Any, ...]:
         # The times of Trainer's evaluations differ, as do the last digits of a GPU.
