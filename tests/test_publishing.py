@@ -205,7 +205,7 @@ def test_the_card_is_written_again_from_the_folder_alone(tmp_path):
         TrainingRecord.load(tmp_path / "checkpoint-3")
     for text in ("{", "{}", '{"sources": [{"x": 1}], "evaluations": []}', "[]"):
         (tmp_path / "training_record.json").write_text(text)
-        with pytest.raises(ValueError, match="not a record of a training"):
+        with pytest.raises(ValueError, match="not the record of a training"):
             TrainingRecord.load(tmp_path)
 
 
@@ -388,7 +388,7 @@ def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path,
         model, arguments(tmp_path), eval_dataset={"pairs": dataset, "others": dataset}, processing_class=processor
     )
     callback, drawn = PicturesCallback(trainer, dataset, 2), []
-    with pytest.raises(ValueError, match="takes the place of compute_metrics"):
+    with pytest.raises(ValueError, match="replaces compute_metrics"):
         PicturesCallback(trainer, dataset, 2)
     best_captions = callback._best_captions
     monkeypatch.setattr(callback, "_best_captions", lambda measured: drawn.append(best_captions(measured)) or drawn[-1])
