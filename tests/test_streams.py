@@ -601,7 +601,7 @@ def test_wrong_options_and_columns(folder, tmp_path):
         (str(tmp_path / "two.tar"), {}, r"There are several images: name one of \.png, \.jpg with image_column"),
         (str(tmp_path / "json.tar"), {}, "json.tar' has a .json that cannot be read: its .json holds a list"),
         (str(tmp_path / "empty.tar"), {}, "empty.tar' holds no samples"),
-        (f"{tmp_path}/{{a.parquet,two.tar}}", {}, "a.parquet' and .*two.tar' are of two formats"),
+        (f"{tmp_path}/{{a.parquet,two.tar}}", {}, "a.parquet' and .*two.tar' have different formats"),
         (parquet, {"negative_caption_column": "wrong"}, "negative_caption_column 'wrong' must hold strings or lists"),
         (str(folder), {"negative_caption_column": "w"}, "No caption was found for negative_caption_column 'w'"),
         (parquet, {"caption_column": "a", "negative_caption_column": "a"}, "are both 'a', so every caption would"),

@@ -1,7 +1,7 @@
 """Reads the samples of tar and parquet shards, starting at any position.
 
 A position is a byte offset in a tar file and a row number in a parquet file. Reading can start at every position that a
-reader has given, without reading the bytes or rows before it again.
+reader has returned, without reading the preceding bytes or rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file 
 
 
 class DamagedShardError(ValueError):
-    """A shard is truncated, or its contents are not of the format that its name says."""
+    """A shard is truncated, or its contents do not have the format that its name implies."""
 
 
 class Columns(NamedTuple):
-    """The names by which the parts of a sample are found; None for a part that is not wanted.
+    """The names of the parts of a sample; None for a part that is not needed.
 
     In tar files ``image`` is "image", for the file with an extension of an image, or the extension to take; the others
     are fields of the ``.json`` or extensions of text files, and the caption "caption" falls back to ``.txt``. In
@@ -48,8 +48,8 @@ class TarReader:
 
     Args:
         columns: the parts of a sample.
-        urls: shards; the first samples show which images and captions there are. A negative caption has to be in one of
-            them.
+        urls: the shards; their first samples show which images and captions exist. At least one of these samples must
+            have a negative caption.
 
     Attributes:
         has_lists: whether the captions are lists of strings.
@@ -154,7 +154,7 @@ class TarReader:
         return row
 
     def split(self, url: str, parts: int) -> list[tuple[int, int | None]]:
-        """(position, stop) of ``parts`` pieces of equally many samples, after one pass over the headers."""
+        """(position, stop) of ``parts`` pieces with equally many samples, after one pass over the headers."""
         starts: list[int] = []
         key: str | None = None
         with open_shard(url, buffer=_BLOCK) as file:
@@ -169,8 +169,8 @@ class TarReader:
 def _tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[tuple[int, str, int]]:
     """(position of its first header, name, size) of each regular file from a header on.
 
-    The file stands at the beginning of the contents whenever a name is given, and may be left anywhere. Long names are
-    those of GNU tar and of POSIX (pax), in which sizes from 8 GiB on stand as well.
+    Whenever a name is yielded, the file is positioned at the beginning of the contents; the caller may leave it
+    anywhere. Long names follow GNU tar and POSIX (pax), which also stores sizes from 8 GiB on.
     """
     start, long_name, long_size = position, None, None
     while True:
@@ -266,7 +266,7 @@ class ParquetReader:
 
     Args:
         columns: the parts of a sample.
-        urls: shards; the columns are those of the first.
+        urls: the shards; the first one determines the columns.
 
     Attributes:
         has_lists: as in `TarReader`.
@@ -324,14 +324,14 @@ class ParquetReader:
                 begin = end
 
     def row(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """The values of the columns; the image is its file's contents, or the path of a file beside the shard."""
+        """The values of the columns; an image is the contents of its file, or the path of a file beside the shard."""
         image = sample[self._image_column]
         if isinstance(image, dict):
             image = image.get("path") if image["bytes"] is None else image["bytes"]
         return {**sample, self._image_column: image}
 
     def split(self, url: str, parts: int) -> list[tuple[int, int | None]]:
-        """(row, stop) of ``parts`` pieces of equally many rows. A row group on a border is read by both sides."""
+        """(row, stop) of ``parts`` pieces with equally many rows. Both sides read a row group on their border."""
         with open_shard(url, buffer=_PARQUET_BUFFER) as file:
             return _pieces(url, range(_parquet_file(file, url).metadata.num_rows), parts)
 
@@ -383,8 +383,8 @@ def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
     parquet = [url.endswith(".parquet") for url in urls]
     if any(parquet) and not all(parquet):
         raise ValueError(
-            f"{urls[0]!r} and {urls[parquet.index(not parquet[0])]!r} are of two formats. Name tar and parquet files "
-            "as two sources."
+            f"{urls[0]!r} and {urls[parquet.index(not parquet[0])]!r} have different formats. Name tar and parquet "
+            "files as two sources."
         )
     kind = ParquetReader if parquet[0] else TarReader
     return kind(columns, urls)

@@ -1,4 +1,4 @@
-"""Finds shards by name, locally or on the Hub, and reads their bytes, with new tries where the network fails."""
+"""Finds shards by name, locally or on the Hub, and reads their bytes, with retries if the network fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BUFFER = 2**20
 
 
 def find_shards(source: str, *, split: str = "train", name: str | None = None) -> list[str]:
-    """The shards that a name stands for, in a fixed order.
+    """The shards that a name refers to, in a fixed order.
 
     Args:
         source: a tar or parquet file, a glob (``shards/*.tar``) or a range (``shards/{00000..00127}.tar``), local or
@@ -36,7 +36,7 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         name: configuration of a folder or a Hub repository that has several.
 
     Raises:
-        ValueError: there is nothing, no tar or parquet file, or no such split.
+        ValueError: there is nothing at the source, it has other files than tar and parquet, or it has no such split.
     """
     patterns = _expand_braces(source)
     if len(patterns) > 1 or source.endswith(_FORMATS) or any(sign in source for sign in "*?["):
@@ -79,7 +79,7 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """The files that a pattern stands for. Plain names are taken as they are; local ones have to be there."""
+    """The files that match a pattern. Plain names are used unchanged; local files must exist."""
     import fsspec
 
     if any(sign in pattern for sign in "*?["):
@@ -101,7 +101,7 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
 
     if any(os.path.isfile(os.path.join(source, file)) for file in ("state.json", "dataset_dict.json")):
         raise ValueError(
-            f"{source!r} was written by save_to_disk and is no set of shards. Read it without streaming, or write "
+            f"{source!r} was written by save_to_disk and is not a set of shards. Read it without streaming, or write "
             "parquet files with to_parquet."
         )
     try:
@@ -126,11 +126,11 @@ def shard_names(urls: Sequence[str]) -> list[str]:
 
 
 class ReadError(OSError):
-    """A file could not be read, by no fault of its contents, after several tries."""
+    """A file could not be read after several tries, for reasons other than its contents."""
 
 
 class _RetriedFile(io.RawIOBase):
-    """A file, local or remote, that is opened again at the byte that was reached when a read fails."""
+    """A local or remote file. If a read fails, the file is opened again at the byte that was reached."""
 
     def __init__(self, url: str) -> None:
         self._url, self._position = url, 0
@@ -168,7 +168,7 @@ class _RetriedFile(io.RawIOBase):
         super().close()
 
     def _persist(self, action: Any, *args: Any) -> Any:
-        """Returns the result of the action, which is tried again if it fails."""
+        """Returns the result of the action, which is repeated if it fails."""
         for tries, seconds in enumerate((*RETRY_SECONDS, None), 1):
             try:
                 return action(*args)
@@ -221,7 +221,7 @@ class _RetriedFile(io.RawIOBase):
 
 
 def open_shard(url: str, position: int = 0, buffer: int = _BUFFER) -> io.BufferedReader:
-    """A file opened for reading from a position on; read errors are tried again, and then raised as a ReadError."""
+    """A file opened for reading from a position on. Failed reads are repeated and finally raise a ReadError."""
     file = _RetriedFile(url)
     file.seek(position)
     return io.BufferedReader(file, buffer)

@@ -22,10 +22,10 @@ _BACKENDS = "transformers.image_processing_backends"
 
 @dataclass(frozen=True, eq=False)
 class ImageTransform:
-    """Resizes and crops uint8 images, and normalises them later, as most image processors of transformers do.
+    """Resizes and crops uint8 images and normalises them later, like most image processors of transformers.
 
-    The result equals that of transformers' torchvision backend to the bit, but needs no torchvision. The PIL backend of
-    transformers rounds differently when it resizes: photographs differ by about one grey level.
+    The result is bit-identical to that of transformers' torchvision backend, but does not need torchvision. The PIL
+    backend of transformers rounds differently when it resizes: photographs differ by about one grey level.
 
     Args:
         size: height and width after resizing; or the length of the shorter side, which keeps the aspect ratio.
@@ -89,10 +89,10 @@ class ImageTransform:
             size = (self.size, int(self.size * width / height))
         else:
             size = (int(self.size * height / width), self.size)
-        # torch takes no read-only arrays, as PIL gives them, and no negative strides, as a reflection has them.
+        # torch accepts neither read-only arrays, which PIL returns, nor negative strides, which a flip creates.
         pixels = torch.from_numpy(np.require(image, requirements=["C", "W"])).permute(2, 0, 1)
         if size != (height, width):
-            # Channels last in memory, as here, is the layout for which torch has a fast path with 3 channels.
+            # With 3 channels, torch has a fast path for this layout (channels last in memory).
             pixels = F.interpolate(pixels[None], size, mode=self.mode, antialias=True)[0]
         if crop is None:
             return pixels
@@ -106,9 +106,9 @@ class ImageTransform:
 
 
 def _without_far_ends(image: np.ndarray) -> np.ndarray:
-    """The middle of an image [H, W, 3] whose long side is more than `_LONGEST` times the short one; others as a whole.
+    """The middle of an image [H, W, 3] whose long side exceeds `_LONGEST` times the short one; others unchanged.
 
-    The center crop that follows takes a square at most, so nothing of it is lost.
+    The center crop that follows takes at most a square, so it is not affected.
     """
     longest = _LONGEST * min(image.shape[:2])
     top, left = (max(0, (side - longest) // 2) for side in image.shape[:2])

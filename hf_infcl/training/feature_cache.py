@@ -1,7 +1,7 @@
-"""The outputs of a frozen image tower, computed once and read in place of the images (LiT, arXiv 2111.07991).
+"""The outputs of a frozen image tower, computed once and read instead of the images (LiT, arXiv 2111.07991).
 
-The features of a data set lie in a folder that is named by a fingerprint of the tower's weights, the preparation of the
-images, the rows and their order, and the dtype of the computation. If any of them changes, so does the folder.
+The name of the folder that holds the features of a dataset is a fingerprint of the tower's weights, the preparation of
+the images, the rows and their order, and the dtype of the computation. If any of these changes, so does the folder.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ ROWS_OF_SHARD = 4096
 class CachedImages(Dataset[dict[str, Any]]):
     """The pairs of an `ImageTextDataset` with the features of a frozen tower in place of the images.
 
-    Item i is that of the data set with ``image`` replaced by ``image_features`` [H] fp32.
+    Item i is the dataset's item i with ``image`` replaced by ``image_features`` [H] fp32.
 
     Args:
-        pairs: the data set whose captions and pair ids are used, and whose `set_epoch` is called with this one's.
-        features: the bytes of the features, a row for each row of ``pairs``, as `cache_images` writes them.
+        pairs: the dataset that provides captions and pair ids. Its `set_epoch` is called along with this one's.
+        features: the bytes of the features, one row for each row of ``pairs``, as written by `cache_images`.
     """
 
     def __init__(self, pairs: ImageTextDataset, features: datasets.Dataset) -> None:
@@ -64,24 +64,24 @@ def cache_images(
     agree: Callable[[], Any],
     **loading: Any,
 ) -> CachedImages:
-    """Computes the image features that the folder does not hold yet. Collective: every process calls it.
+    """Computes the image features that the folder does not contain yet. Collective: every process calls it.
 
-    The processes divide the shards among themselves. A shard gets its name once it is complete, so that a run after an
-    interruption computes only the shards that are missing. One that differs from its checksum is computed again.
+    The processes divide the shards among themselves. A shard gets its name once it is complete, so a run after an
+    interruption only computes the missing shards. A shard that differs from its checksum is computed again.
 
     Args:
         pairs: the training set.
-        folder: a folder that all processes can read, shared by any number of data sets and models.
+        folder: a folder that all processes can read; any number of datasets and models can share it.
         tower: the frozen tower. Its weights are part of the fingerprint.
         encode: maps a batch of the collator to the tower's pooled output [b, H].
         collator: prepares the images.
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
-        agree: called before each shard of a process and at the end; collective. It raises on all processes if one has
-            failed, and may end the training.
+        agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
+            one has failed, and may end the training.
         **loading: options of the DataLoader.
 
     Raises:
-        ValueError: an image cannot be decoded, or nothing can be written to the folder. The other processes raise an
+        ValueError: an image cannot be decoded, or the folder is not writable. The other processes raise an
             OtherRankFailedError.
     """
     import datasets
@@ -123,13 +123,13 @@ def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, shard
     elif sharded:
         reason = "FSDP or DeepSpeed is on. Use plain processes, which hold the whole tower"
     elif compiled:
-        reason = "torch_compile is on, which would compile again without the tower. Leave it off"
+        reason = "torch_compile is on, which would compile the model again without the tower. Leave it off"
     if reason:
         raise ValueError(f"cache_features computes the image tower's outputs once, but {reason}.")
 
 
 def fingerprint(pairs: ImageTextDataset, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of everything that the features of a data set depend on."""
+    """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend."""
     digest = hashlib.sha256(f"1 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     digest.update(collator.processor.image_processor.to_json_string().encode())
     digest.update(pairs.image_fingerprint().encode())
@@ -153,7 +153,7 @@ class _Images(Dataset[dict[str, Any]]):
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a shard is there as it was written."""
+    """Whether a shard exists and is unchanged."""
     try:
         whole: bool = json.loads(_checksum_of(path).read_text(encoding="utf-8")) == describe(path)
     except (OSError, ValueError):
@@ -168,7 +168,7 @@ def _checksum_of(path: Path) -> Path:
 
 
 def _write(path: Path, batches: list[Tensor]) -> None:
-    """Writes a shard whole or not at all, and its checksum before."""
+    """Writes the checksum of a shard, and then the shard completely or not at all."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 

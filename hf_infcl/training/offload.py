@@ -1,4 +1,4 @@
-"""Moving the inputs of a window from host memory to the device, one micro-batch ahead of the computation."""
+"""Moves the inputs of a window from host memory to the device, one micro-batch ahead of the computation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 class Fetcher:
-    """Copies micro-batches to a device while the one before is being computed.
+    """Copies each micro-batch to a device while the previous one is being computed.
 
-    On a GPU the copies run on a stream of their own; from pinned memory (the data loader's ``pin_memory``) they overlap
-    the computation. At most two micro-batches are on the device at a time.
+    On a GPU the copies run on a separate stream; from pinned memory (the data loader's ``pin_memory``) they overlap
+    with the computation. At most two micro-batches are on the device at a time.
 
     Args:
         device: the destination.
@@ -27,7 +27,7 @@ class Fetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def fetch(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields each batch on the device, ready for the current stream, after it has started to copy the next."""
+        """Yields each batch on the device, ready for the current stream, after starting to copy the next one."""
         # A reference here to a yielded batch would keep it on the device together with the next two.
         arriving: deque[dict[str, Any]] = deque()
         for following in chain(batches, [None]):

@@ -1,8 +1,9 @@
 """Records the phase of each process of a training, so that an error about a lost process can name its last phase.
 
-A collective of gloo fails when a process has ended or hangs. A collective of NCCL waits for it, in a kernel that no
-signal interrupts, until the launcher or NCCL's own timeout ends the waiting processes; they cannot say which process
-they waited for. Therefore a thread of each process watches the other processes of its machine, and its own progress.
+A collective of gloo fails when a process has ended or hangs. A collective of NCCL waits for that process in a kernel
+that no signal interrupts, until the launcher or NCCL's own timeout ends the waiting processes, which cannot say for
+which process they waited. Each process therefore has a thread that watches the other processes of its machine, and its
+own progress.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers.utils import logging
 from ..processes import Processes, by_rank
 
 POLL = 1.0  # seconds between two looks at the other processes
-GRACE = 10.0  # seconds in which a process gets no further after another one was lost; torchrun kills it after 30
+GRACE = 10.0  # seconds that a process may spend without progress after another was lost; torchrun kills it after 30
 # The shares of the timeout after which a process without progress writes its place into the store, and logs all places.
 SHARE_PLACE_AFTER, LOG_PLACES_AFTER = 0.8, 0.9
 _END = "the end of the training"
@@ -37,14 +38,14 @@ class Phases:
     Each process writes its own phase into the store of the group. torchrun keeps that store, so it outlives a process.
 
     While the context is open, a process of this machine that has ended without leaving its own context counts as lost.
-    This process then names the lost one with its phase. If it does not leave the context and gets no further for
+    This process then reports the lost one with its phase. If it neither leaves the context nor makes progress for
     `GRACE` seconds, because it waits for the lost one, it ends with exit code 1.
 
-    A process that makes no progress for most of the group's timeout logs where each process is, and which ones do not
+    A process that makes no progress for most of the group's timeout logs where each process is and which ones do not
     answer, before the timeout ends it.
 
     Args:
-        timeout: of the group's collectives, in seconds.
+        timeout: the timeout of the group's collectives, in seconds.
     """
 
     def __init__(self, timeout: float = math.inf) -> None:
@@ -94,9 +95,9 @@ class Phases:
             logger.error(message)
 
     def describe_lost(self, seconds: float = 3.0) -> str:
-        """A sentence about the processes that do not answer, for a message after a collective has failed.
+        """A sentence about the processes that do not answer, for a message after a failed collective.
 
-        Every process that is left has to call it. A process that does not call it in time counts as lost.
+        Every remaining process has to call this. A process that does not call it in time counts as lost.
         """
         unreachable = "The process that keeps the group's store does not answer, which is rank 0 or the launcher."
         if not self._reachable:
@@ -112,7 +113,7 @@ class Phases:
                     lost.append(self._of_lost(rank))
         except RuntimeError:
             return unreachable
-        return " ".join(lost) or "All processes are left, but cannot reach each other."
+        return " ".join(lost) or "All processes are still running, but cannot reach each other."
 
     def _of_lost(self, rank: int) -> str:
         return f"Rank {rank} does not answer; its last phase was {self._phase(rank)}."
@@ -125,10 +126,10 @@ class Phases:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _of_this_machine(self, stated: list[str]) -> dict[int, psutil.Process]:
-        """The other processes that the same launcher has started on this machine, by rank.
+        """The other processes that the same launcher started on this machine, by rank.
 
         Args:
-            stated: number and time of creation of the process of each rank.
+            stated: the process id and the creation time of the process of each rank.
         """
         local_rank, local_size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         first = self._rank - local_rank
@@ -137,13 +138,13 @@ class Phases:
         return {rank: process for rank, process in found.items() if process is not None}
 
     def _watch(self, others: dict[int, psutil.Process]) -> None:
-        """Names processes that are lost or hang, and ends this process if it does not notice by itself."""
+        """Reports processes that are lost or hang, and ends this process if it does not notice by itself."""
         hangs = logged = False
         try:
             while not self._left.wait(POLL):
                 ended = [rank for rank, process in others.items() if _has_ended(process)]
                 if lost := [rank for rank in ended if self._phase(rank) != _END]:
-                    # It may be ending for the same reason, or about to be told the reason by the lost process.
+                    # It may be ending for the same reason, or about to receive the reason from the lost process.
                     if self._left.wait(POLL):
                         return
                     self.tell(" ".join(map(self._of_lost, lost)))
@@ -172,7 +173,7 @@ class Phases:
                 os._exit(1)
 
     def _share_place(self, hangs: bool) -> None:
-        """Writes this process's place in the program into the store if it hangs, and removes it when it goes on."""
+        """Writes this process's place in the program into the store if it hangs, and removes it when it continues."""
         key = f"place/{self._rank}"
         if hangs:
             self._store.set(key, f"in {self._phase(self._rank)}, {_place()}")

@@ -19,18 +19,18 @@ logger = logging.get_logger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _POLL = 1.0  # seconds between two looks at the launcher
-_ECHO = 3.0  # seconds; a launcher passes on the signal that a batch system has sent to all processes already
+_ECHO = 3.0  # seconds; a launcher passes on a signal that a batch system has already sent to all processes
 
 
 @contextmanager
 def ended_with_launcher() -> Iterator[None]:
-    """A context in which this process ends if its launcher does: waiting for the others, it would not notice."""
+    """A context in which this process ends with its launcher, which it would not notice while waiting for others."""
     left = threading.Event()
 
     def watch() -> None:
         while not left.wait(_POLL):
             if launcher.has_gone():
-                logger.error("The launcher has ended while its processes formed their group, and so does this process.")
+                logger.error("The launcher ended while its processes formed their group, so this process ends as well.")
                 os._exit(128 + signal.SIGTERM)
 
     if launcher.is_launched():
@@ -42,7 +42,7 @@ def ended_with_launcher() -> Iterator[None]:
 
 
 class Preempted(SystemExit):
-    """Training has ended before its last step, because a signal asked for it.
+    """The training has ended before its last step because of a signal.
 
     The exit code of the process is 128 plus the number of the signal: 143 for SIGTERM, 138 for SIGUSR1.
     """
@@ -51,8 +51,8 @@ class Preempted(SystemExit):
 class Preemption:
     """While the context is open, the first signal is noted and the second, 3 seconds later or more, ends the process.
 
-    A process whose launcher has gone counts as one that got SIGTERM: nobody would ever end or restart it. Signals are
-    noted only if the context is opened in the main thread of the program; otherwise they keep their usual effect.
+    A process whose launcher has ended acts as if it received SIGTERM, because nothing else would end or restart it.
+    Signals are noted only if the main thread of the program opens the context; otherwise they keep their usual effect.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Loads the batches of an `ImageTextStream` for training, and records the place in it that the training has reached."""
+"""Loads the batches of an `ImageTextStream` for training, and records the position that the training has reached."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .arguments import InfCLTrainingArguments
 
 
 class StreamLoader(DataLoader[Any]):
-    """The training loader of a stream. Its length is that of an epoch, but its iterator lasts for the whole training.
+    """The training loader of a stream. Its length is one epoch, but its iterator lasts for the whole training.
 
-    The workers therefore read ahead across the ends of epochs. Trainer begins a new iteration with each epoch and skips
-    batches when it resumes. Neither has an effect here: the next batch always follows those that were consumed.
+    The workers therefore read ahead across the ends of epochs. Trainer starts a new iteration with each epoch and skips
+    batches when it resumes. Neither has an effect here: the next batch always follows the consumed batches.
 
     Args:
         stream: the training set.
         collate: the data collator.
         args: the arguments of the training.
-        device: the device that batches are moved to; None leaves them in host memory.
-        states: `state` of every process of the checkpoint to resume from.
+        device: the device to which batches are moved; None leaves them in host memory.
+        states: the `state` of every process of the checkpoint to resume from.
 
     Raises:
         ValueError: as `hf_infcl.data.streams.StreamBatches`; or an epoch is shorter than a global batch.
@@ -97,13 +97,13 @@ class StreamLoader(DataLoader[Any]):
         return send_to_device(batch, self._device, non_blocking=self._args.dataloader_pin_memory)
 
     def consume(self) -> None:
-        """Records, for the next checkpoint, that the batches given since the last call have been trained on."""
+        """Records, for the next checkpoint, that the batches returned since the last call were trained on."""
         for tag in self._fetched:
             self._batches.consume(tag)
         self._fetched = []
 
     def close(self) -> None:
-        """Ends the workers. The next batch, if any, comes from new ones and follows the consumed batches."""
+        """Ends the workers. The next batch, if any, comes from new workers and follows the consumed batches."""
         self._lasting, self._fetched = None, []
 
     def state(self) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from .dual_encoder import TOWERS, DualEncoder
 class TowerGradients:
     """Measures the norms of the gradients of the image tower and of the text tower, with their projections.
 
-    `measure` reads every gradient once and does not wait for the device; the values are fetched by `logs`. DeepSpeed
-    keeps the gradients to itself, so that there is nothing to measure.
+    `measure` reads every gradient once and does not wait for the device; `logs` fetches the values. DeepSpeed does not
+    expose the gradients, so there is nothing to measure.
 
     Args:
         encoder: the model as it trains, after a wrapper such as FSDP2 has replaced its parameters.
@@ -31,7 +31,7 @@ class TowerGradients:
         self._norms: dict[str, Tensor] = {}
 
     def measure(self, scale: float) -> None:
-        """Takes the gradients as they are now, before they are clipped; ``scale`` is that of a gradient scaler."""
+        """Measures the current gradients, before clipping; ``scale`` is the scale of a gradient scaler."""
         for tower, parameters in self._parameters.items():
             gradients = [p.grad for p in parameters if p.grad is not None]
             if gradients:
