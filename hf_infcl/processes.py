@@ -87,7 +87,7 @@ class Processes:
         return gathered
 
     def gather_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """`gather` for several tensors in one exchange. Tensors of equal shape and element size are stacked."""
+        """`gather` for several tensors. Tensors of equal shape and element size are stacked and travel together."""
         if self.world_size == 1:
             return tuple(tensor[None] for tensor in tensors)
         alike: dict[Any, list[int]] = {}
@@ -96,7 +96,7 @@ class Processes:
         groups = [[tensors[place] for place in places] for places in alike.values()]
         parts = [_stacked(group) for group in groups]
         gathered = [part.new_empty(self.world_size * len(part), *part.shape[1:]) for part in parts]
-        self.perform(functools.partial(_all_gather, _as_bytes(gathered), _as_bytes(parts)))
+        self.perform(functools.partial(_all_gather, gathered, parts))
         results = list(tensors)
         for places, stacked in zip(alike.values(), gathered, strict=True):
             if len(places) == 1:
@@ -195,30 +195,11 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
 
 
-def _as_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """Views of several contiguous tensors as bytes, since gloo silently assumes one dtype for all of an exchange."""
-    if len(tensors) == 1:
-        return tensors
-    # A contiguous tensor of one element may have any stride, as an expanded one has 0, but a view as bytes needs 1.
-    return [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in tensors]
-
-
 def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     # torch 2.13 renames the collectives of single tensors and deprecates the old names.
-    if len(parts) == 1 or torch.compiler.is_compiling():  # torch.compile cannot trace one exchange of several tensors
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for out, part in zip(gathered, parts, strict=True):
-            all_gather(out, part, group=group)
-        return
-    # With NCCL the host needs up to 0.1 ms to launch an exchange, no more for several tensors than for one. torch's own
-    # way to this method of the group, `_coalescing_manager`, takes another 0.02 ms.
-    members: Any = group or dist.group.WORLD
-    exchange = getattr(members, "all_gather_single_coalesced", None) or members.allgather_into_tensor_coalesced
-    options = dist.distributed_c10d.AllgatherOptions()
-    options.asyncOp = False
-    work = exchange(gathered, parts, options)
-    if work is not None:
-        work.wait()
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    for out, part in zip(gathered, parts, strict=True):
+        all_gather(out, part, group=group)
 
 
 def announce_failure(error: Exception) -> None:

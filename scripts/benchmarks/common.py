@@ -308,6 +308,7 @@ def save(figure: Any, path: Path, rows: list[Row]) -> None:
     devices = " and ".join(dict.fromkeys(row["device"] for row in rows))
     commits = {row["commit"] for row in rows}
     commit = f"commit {commits.pop()}, " if len(commits) == 1 else ""
-    figure.suptitle(f"{devices}, torch {last['torch']}, {commit}{when}", fontsize=10)
-    figure.tight_layout()
+    inch = 1 / figure.get_figheight()
+    figure.suptitle(f"{devices}, torch {last['torch']}, {commit}{when}", fontsize=10, y=1 - 0.1 * inch, va="top")
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 * inch))
     figure.savefig(path, dpi=110)
