@@ -104,7 +104,7 @@ def test_processes_save_a_checkpoint_when_their_launcher_ends(tmp_path, number, 
 @pytest.mark.parametrize(
     ("moment", "message"),
     [
-        ("before the group", "The launcher has ended while its processes formed their group"),
+        ("before the group", "The launcher ended while its processes formed their group"),
         ("before the training", "SIGTERM has ended the training after step 0. Nothing was trained before that."),
     ],
 )
