@@ -586,8 +586,8 @@ def test_a_launcher_that_ends_while_torch_is_imported_has_gone():
     process = """
 import os, sys, time, hf_infcl
 assert "torch" not in sys.modules
-print("imported", flush=True)
 parent = os.getppid()
+print("imported", flush=True)
 while os.getppid() == parent:
     time.sleep(0.01)
 print("its launcher has gone:", hf_infcl.launcher.has_gone())
