@@ -212,7 +212,7 @@ def test_a_token_without_an_embedding_is_refused(tmp_path, collator):
         return ImageTextStream(str(write_tar(tmp_path / f"{caption}.tar", files)))
 
     message = (
-        r"gives the token 78, and the model has 64 token embeddings, from 0 to 63\. .*"
+        r"returns the token 78, but the model has 64 token embeddings, from 0 to 63\. .*"
         r"text_model\.resize_token_embeddings"
     )
     known = InfCLTrainer(models.clip(), arguments(tmp_path), train_dataset=data("token3 a"), **options)

@@ -295,7 +295,7 @@ NAN = torch.eye(3).index_fill(0, torch.tensor([1]), math.nan)
         (lambda: retrieval_metrics(X, X, I, ks=[]), r"ks must name at least one k, .* got \(\)"),
         (lambda: retrieval_metrics(X, X, I, ks=[1, 0]), r"ks .* each must be at least 1, got \(1, 0\)"),
         (lambda: retrieval_metrics(X, X, I, caption_ids=I / 2), "caption_ids must be an integer .* torch.float32"),
-        (lambda: group_by_image(None, 4, 3), r"4 captions for 3 images. The data collator must give caption_image"),
+        (lambda: group_by_image(None, 4, 3), r"4 captions for 3 images. The data collator must return caption_image"),
         (lambda: group_by_image(I, 4, 3), r"caption_image must be an integer tensor of shape \(4,\)"),
         (lambda: group_by_image(I + 1, 3, 3), r"caption_image must lie in \[0, 3\)"),
         (lambda: group_by_image(I - 2, 3, 3), r"caption_image must lie in \[0, 3\), got values from -2 to 0"),

@@ -276,7 +276,7 @@ def test_micro_batches_of_pairs_and_of_several_captions_make_one_window():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"input_ids": torch.ones(3, 6, dtype=torch.int64)}, "gave 4 images and 3 texts. It must give one text"),
+        ({"input_ids": torch.ones(3, 6, dtype=torch.int64)}, "returned 4 images and 3 texts. It must return one text"),
         ({"pair_ids": torch.arange(3), "caption_image": torch.arange(4)}, r"pair_ids as \[4\] int64.*got \[3\]"),
     ],
 )

@@ -69,7 +69,7 @@ def report(options: argparse.Namespace) -> list[str]:
     if options.gpu not in GPUS:
         raise ValueError(
             f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {options.gpu!r}. For another GPU give "
-            "its --gpu_memory. The memory is then right, and the times are those of --gpu."
+            "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
         )
     if options.measure and not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU. Omit it to predict from the config alone.")

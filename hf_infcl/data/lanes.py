@@ -140,7 +140,7 @@ class LaneSource:
 
 
 class _Turns:
-    """Raw samples of pieces, some of which are open and give one sample in turn."""
+    """Raw samples of pieces. Several pieces are open and yield one sample in turn."""
 
     def __init__(
         self, shards: Sequence[Shard], pieces: Sequence[Piece], most: int, following: int, reading: Sequence[Any]

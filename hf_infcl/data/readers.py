@@ -397,7 +397,7 @@ def _first_samples(reader: TarReader, urls: Sequence[str]) -> Iterator[tuple[str
 
 
 def _pieces(url: str, starts: Sequence[int], parts: int) -> list[tuple[int, int | None]]:
-    """The samples that begin at ``starts`` in ``parts`` pieces of equal size, give or take one."""
+    """Divides the samples that begin at ``starts`` into ``parts`` pieces whose sizes differ by at most one."""
     if len(starts) < parts:
         raise ValueError(
             f"The shard {url!r} has {len(starts)} samples, which cannot be shared among {parts} readers. Use fewer "

@@ -48,7 +48,7 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
     if wrong := [url for url in urls if not url.endswith(_FORMATS)]:
         raise ValueError(
             f"A stream reads .tar and .parquet files, but {source!r} has {wrong[0]!r}. Compressed tar files have to be "
-            "unpacked once to .tar; other kinds of data sets are read without streaming."
+            "unpacked once to .tar; other kinds of datasets are read without streaming."
         )
     if not urls:
         raise ValueError(f"No .tar or .parquet files were found at {source!r}.")

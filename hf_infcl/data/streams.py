@@ -43,7 +43,7 @@ VERSION = 1  # version of the order of samples and of the state in checkpoints
 _CURE = 'Repair or drop it, or leave such samples out with on_bad_sample="skip".'
 # With on_bad_sample="skip": this many bad samples in succession mean a broken dataset, not a few broken files.
 _MAX_BAD = 100
-_DRAWS = 1024  # number of choices between the sources of a mixture that are made at a time
+_DRAWS = 1024  # number of choices between the sources of a mixture that are drawn at a time
 
 
 class ImageTextStream(IterableDataset[dict[str, Any]]):
@@ -173,7 +173,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return StreamBatches(self, batch_size, collate, **where)
 
     def item(self, passes: int, shard: int, key: str, sample: Any) -> dict[str, Any]:
-        """The item of a raw sample, after so many passes.
+        """The item of a raw sample, after this many passes.
 
         Raises:
             BadSampleError: the sample cannot be used, with the names of shard and sample.

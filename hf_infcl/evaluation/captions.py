@@ -34,7 +34,7 @@ def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: 
     if caption_image is None:
         if num_captions != num_images:
             raise ValueError(
-                f"A batch has {num_captions} captions for {num_images} images. The data collator must give "
+                f"A batch has {num_captions} captions for {num_images} images. The data collator must return "
                 "caption_image [captions], the image that each caption belongs to."
             )
         caption_image = torch.arange(num_captions)

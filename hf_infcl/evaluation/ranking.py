@@ -58,7 +58,7 @@ def fraction(hits: Tensor) -> float:
 
 
 def checked_embeds(name: str, embeds: Tensor, like: Tensor | None = None) -> Tensor:
-    """`embeds` as a finite [rows, D] tensor in fp32 (fp64 stays), or a ValueError; `like` gives dtype, device and D."""
+    """`embeds` as a finite [rows, D] tensor in fp32 or fp64, or a ValueError; `like` determines device and D."""
     if embeds.ndim != 2 or 0 in embeds.shape or not embeds.is_floating_point():
         raise ValueError(
             f"{name} must be a floating point tensor [rows, D] with at least one row, "

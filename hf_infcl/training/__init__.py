@@ -12,7 +12,7 @@ def _check_torchvision() -> None:
     transformers imports it with Trainer, but if that fails its error does not name torchvision.
 
     Raises:
-        ImportError: torchvision is installed and cannot be imported, as happens beside another release of torch.
+        ImportError: torchvision is installed but cannot be imported, usually because it needs another release of torch.
     """
     if importlib.util.find_spec("torchvision") is None:
         return

@@ -127,14 +127,14 @@ class CheckpointingTrainer(HubTrainer):
         self._phases.enter(f"{phase} after step {self.state.global_step}")
 
     def _share_decisions(self) -> bool:
-        """Makes all processes log, evaluate, save or end the training if a callback of any of them asks for it.
+        """Makes all processes log, evaluate, save or end the training if a callback on any process requests it.
 
-        A callback may look at the time, for instance, which is not the same on all processes. Collective, unless all
-        callbacks are those of transformers and this package, which decide alike everywhere: the exchange waits for the
-        reduction of the gradients, during which the next window is loaded otherwise.
+        For example, a callback may read the clock, which differs between processes. This method is collective, unless
+        all callbacks belong to transformers and this package, which decide alike on all processes: the exchange has to
+        wait for the reduction of the gradients, during which the next window could be loaded.
 
         Returns:
-            Whether anything was asked for.
+            Whether anything was requested.
         """
         if not self._shares_decisions:
             return False
@@ -149,9 +149,10 @@ class CheckpointingTrainer(HubTrainer):
         return not packages <= {"transformers", "hf_infcl"}
 
     def _check_same_on_all_ranks(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Raises a ValueError on every process if one has another model, data or options, such as an outdated copy.
+        """Raises a ValueError on every process if their models, data or options differ, such as an outdated copy.
 
-        Also if some resume and others do not; a checkpoint's folder may have other names on other machines.
+        It also does so if some processes resume and others do not. The folder of a checkpoint may have different names
+        on different machines.
         """
         resumes = resume_from_checkpoint
         named = isinstance(resumes, str) and resumes != "auto"
@@ -196,7 +197,7 @@ class CheckpointingTrainer(HubTrainer):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """The epochs that are trained already, and the trained micro-batches of the next one."""
+        """The number of completed epochs, and of trained micro-batches of the next one."""
         epochs, micro_batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )

@@ -144,7 +144,7 @@ class Checkpoint:
         self.partial = self.partial_dir / name
 
     def begin(self, record: RunRecord) -> None:
-        """Makes the folder to write into, with the record, and removes folders that earlier saves left incomplete."""
+        """Creates the folder to write into, with the record, and removes incomplete folders of earlier saves."""
         for prefix in (_PARTIAL, _REMOVED):
             for left in self.folder.parent.glob(f"{prefix}{PREFIX_CHECKPOINT_DIR}-*"):
                 logger.warning(f"{left} was left by an interrupted save and is removed.")
@@ -158,7 +158,7 @@ class Checkpoint:
             _flush(path)
 
     def complete(self) -> None:
-        """Adds the manifest and gives the checkpoint its name, in place of an older one of this name."""
+        """Adds the manifest and gives the checkpoint its final name, replacing an older checkpoint of that name."""
         files = {
             str(path.relative_to(self.partial)): path for path in sorted(self.partial.rglob("*")) if path.is_file()
         }
@@ -358,7 +358,7 @@ def _not_resumable(checkpoint: str) -> str:
 
 
 def check_writable(folder: str | Path, option: str = "output_dir") -> None:
-    """Makes the folder that an option names, and raises a ValueError if no file can be written to it."""
+    """Creates the folder that an option names, and raises a ValueError if no file can be written to it."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

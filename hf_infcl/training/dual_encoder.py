@@ -116,7 +116,7 @@ class DualEncoder:
         if (height // patch, width // patch) != (size // patch, size // patch):
             raise ValueError(
                 f"The images of a batch have {height} × {width} pixels, and the model takes {size} × {size}. Load "
-                "processor and model from one checkpoint, or give the image processor the size of the model."
+                "processor and model from one checkpoint, or set the size of the image processor to that of the model."
             )
 
     @property
@@ -266,7 +266,7 @@ def check_tokens(input_ids: Tensor, vocabulary: int | None) -> None:
     least, largest = (int(token) for token in input_ids.aminmax())
     if least < 0 or largest >= vocabulary:
         raise ValueError(
-            f"The tokenizer gives the token {least if least < 0 else largest}, and the model has {vocabulary} token "
+            f"The tokenizer returns the token {least if least < 0 else largest}, but the model has {vocabulary} token "
             f"embeddings, from 0 to {vocabulary - 1}. Load processor and model from one checkpoint. If tokens were "
             "added to the tokenizer, add embeddings to the model before its training: "
             "model.text_model.resize_token_embeddings(len(processor.tokenizer))."

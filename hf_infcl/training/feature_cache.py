@@ -31,7 +31,7 @@ ROWS_OF_SHARD = 4096
 
 
 class CachedImages(Dataset[dict[str, Any]]):
-    """The pairs of an `ImageTextDataset` with the features of a frozen tower in place of the images.
+    """The pairs of an `ImageTextDataset` with the features of a frozen tower instead of the images.
 
     Item i is the dataset's item i with ``image`` replaced by ``image_features`` [H] fp32.
 

@@ -64,12 +64,12 @@ class HubTrainer(Trainer):
             ) from error
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
-        """Pushes the model as Trainer does, after the checkpoints whose push has failed."""
+        """Pushes the model like Trainer, after the checkpoints whose push has failed."""
         self._push_what_is_missing()
         return super().push_to_hub(*args, **kwargs)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
-        """Pushes ``output_dir`` as it is, without its checkpoints, and before it the checkpoints whose push has failed.
+        """Pushes the current ``output_dir`` without its checkpoints, after the checkpoints whose push has failed.
 
         Args:
             message: the summary of the commit.
@@ -163,7 +163,7 @@ class HubTrainer(Trainer):
         return [checkpoint for job, checkpoint in self._uploads.items() if not job.done()]
 
     def _not_on_hub(self) -> dict[str, Path]:
-        """The checkpoints whose push has failed or never began, by the name of their folder in the repository."""
+        """The checkpoints whose push has failed or never started, keyed by their folder in the repository."""
 
         def failed(job: Future[Any] | None) -> bool:
             return job is None or (job.done() and (job.cancelled() or job.exception() is not None))

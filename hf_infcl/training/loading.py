@@ -159,7 +159,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        """Trainer's loader. A stream gives only full batches in training, and every row once in evaluation."""
+        """Trainer's loader. A stream yields only full batches in training, and every row once in evaluation."""
         if not isinstance(dataset, IterableDataset):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
         args = self.args
@@ -219,7 +219,7 @@ class LoadingTrainer(EvaluatingTrainer, CheckpointingTrainer):
         return dataloader
 
     def _with_cached_images(self, pairs: Any, folder: str) -> CachedImages:
-        """The training set with features in place of images, which are computed now if the folder lacks them."""
+        """The training set with features instead of images; computes the features that the folder lacks."""
         tower: Any = self.dual_encoder.frozen_towers().get("image")
         collator: Any = self.data_collator
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled

@@ -1,6 +1,6 @@
-"""Windows that are not trained, because their numbers are not finite or their loss has exploded.
+"""Refuses or skips windows whose numbers are not finite or whose loss has exploded.
 
-Every process decides by the same numbers, so that all of them skip the same windows.
+Every process decides by the same numbers, so all of them skip the same windows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .checkpoints import RunRecord
 from .grad_cache import CachedWindow
 from .loading import LoadingTrainer
 
-WINDOWS_COMPARED = 20  # the loss of a window is compared with the mean of so many windows before it
+WINDOWS_COMPARED = 20  # the number of previous windows with whose mean the loss of a window is compared
 _MOST_NAMES = 8  # in a message
 _KINDS = ("image embeddings", "text embeddings")
 

@@ -156,8 +156,8 @@ def check_batch(batch: Any, equal_ids: str) -> None:
     if "caption_image" not in batch:
         if texts != images:
             raise ValueError(
-                f"The data collator gave {images} images and {texts} texts. It must give one text for each image, or "
-                "caption_image, which names the image of each text."
+                f"The data collator returned {images} images and {texts} texts. It must return one text per image, or "
+                "caption_image, the index of each text's image."
             )
         return
     caption_image = batch["caption_image"].cpu()
@@ -170,7 +170,7 @@ def check_batch(batch: Any, equal_ids: str) -> None:
     if (captions == 0).any():
         raise ValueError(
             f"Image {captions.argmin()} of a training batch has no caption. Every image needs one: drop the others "
-            "from the data set."
+            "from the dataset."
         )
     if equal_ids == "exclude" and (captions > 1).any():
         raise ValueError(

@@ -109,7 +109,7 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
 
 
 def without_compiler(model: Any) -> Any:
-    """The module that `torch.compile` made ``model`` from, or ``model`` itself."""
+    """The module from which `torch.compile` created ``model``, or ``model`` itself."""
     return getattr(model, "_orig_mod", model)
 
 
