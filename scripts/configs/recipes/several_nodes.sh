@@ -12,8 +12,8 @@
 #SBATCH --signal=SIGTERM@300
 #SBATCH --requeue
 # Slurm sends SIGTERM 300 seconds before the end of the job. The run then saves a checkpoint and ends. When it is queued
-# again, it continues from that checkpoint, because the recipe sets resume_from_checkpoint: auto. output_dir must be on a
-# file system that all nodes share.
+# again, it continues from that checkpoint, because the recipe sets resume_from_checkpoint: auto. All nodes must share the
+# file system of output_dir.
 set -euo pipefail
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # one a line
 first_node=${nodes%%$'\n'*}
