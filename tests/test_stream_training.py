@@ -326,5 +326,5 @@ def test_a_training_that_waits_for_its_data_says_what_helps(tmp_path, monkeypatc
     monkeypatch.setattr(loading.logger, "warning", said.append)
     train(tmp_path / "shards", str(tmp_path), 8, "log")
     (warning,) = [message for message in said if "waited for its data" in message]
-    assert "dataloader_num_workers higher, which is 0" in warning
+    assert "Raise dataloader_num_workers, which is 0" in warning
     assert "pip install simplejpeg" in warning
