@@ -15,12 +15,12 @@ Work
     rest of the first run follows. The product of a tile has STEPS steps along D. Each step multiplies a box of x
     [BM, BK] by a box of y [BN, BK].
 
-    All three partitions number the steps in the same way, across all tiles of all pairs of the program: step k of tile
-    i is step number s = i · STEPS + k.
+    The producer and both consumers number the steps in the same way, across all tiles of all pairs of the program: step
+    k of tile i is step number s = i · STEPS + k.
 
 Slots
     Shared memory is divided into SLOTS slots of one box each. While the tensor cores are busy, a step takes 512 cycles.
-    Two boxes per step would be 64 bytes per cycle, but the L2 cache of an H100 delivers fewer than 40 bytes per cycle
+    Two boxes per step would be 64 bytes per cycle, but the L2 cache of an H100 delivers only about 40 bytes per cycle
     to each multiprocessor. All tiles of a pair need the same boxes of y, so KEPT of these (all, some or none: `kept`)
     are loaded with the first tile and kept for the rest of the pair. The other boxes of y are *streamed*: they are
     loaded again for every tile. The slots are used as follows:
@@ -43,10 +43,10 @@ Barriers
       for itself. The first tile of the program does not wait.
 
 Phase parity
-    A wait on a barrier sees only the parity of its phase, so no partition may fall two phases behind. A warpgroup
-    therefore passes the turn only after it has waited for all full barriers of its tile. The warpgroup that receives
-    the turn then knows that every earlier phase of every full barrier is complete. It also knows that the kept boxes
-    have arrived, which full barriers cover only in the first tile of a pair.
+    A wait on a barrier sees only the parity of its phase, so neither the producer nor a consumer may fall two phases
+    behind. A warpgroup therefore passes the turn only after it has waited for all full barriers of its tile. The
+    warpgroup that receives the turn then knows that every earlier phase of every full barrier is complete. It also
+    knows that the kept boxes have arrived, which full barriers cover only in the first tile of a pair.
 
 Boxes of y have no barriers of their own
     Before the producer loads step s, it has waited for the empty barriers of this step and of all earlier steps, so the
@@ -111,7 +111,7 @@ def described(matrix, rows, columns):
 
 
 def kept(slots, steps, device):
-    """KEPT, the number of boxes of y that are kept, for the numbers of slots and of steps per tile.
+    """KEPT, the number of boxes of y that are kept, given the number of slots and the number of steps per tile.
 
     All boxes are kept if that leaves AHEAD stages. Otherwise none are kept if the L2 cache can deliver two boxes per
     step, and if it cannot, as many as leave AHEAD stages. Tiles of fewer than AHEAD steps keep none, because kept boxes
@@ -156,7 +156,7 @@ def _pair(pair, tiles, blocks, run, GROUP: gl.constexpr):
 def _own_run(pair, tiles, blocks, run, SECOND: gl.constexpr, GROUP: gl.constexpr):
     """The column block of a pair, and the first row tile and the number of row tiles of this consumer's run.
 
-    The last two results are the numbers of row tiles in the second run and in both runs.
+    These are followed by the number of row tiles in the second run, and the number in both runs together.
     """
     block, first, length, second_length = _pair(pair, tiles, blocks, run, GROUP)
     together = length + second_length

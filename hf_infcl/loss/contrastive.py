@@ -58,9 +58,10 @@ def contrastive_loss(
     because launching them takes longer than running them. Collectives run between the graphs. With n images on this
     process and m texts on all processes, a batch is small if n·m·D <= 3.2e11 on one process (25,000 pairs of 512
     dimensions) or <= 5.6e11 on several (23,385 pairs on each of two, 16,536 on each of four). The two latest recordings
-    keep their memory: in bf16 about (12·n + 6·m)·D bytes and up to 256 MiB of coefficients, which is 352 MiB for 16,384
-    pairs of 512 dimensions on one process, and 448 or 544 MiB for the same number on each of two or four. If that
-    memory is not available, nothing is recorded. A ring that sends its texts around is never recorded.
+    keep their memory: in bf16 about 12·n·D bytes, on several processes another 6·m·D, and up to 256 MiB of
+    coefficients. That is 352 MiB for 16,384 pairs of 512 dimensions on one process, and 448 or 544 MiB for the same
+    number on each of two or four. If that memory is not available, nothing is recorded. A ring that sends its texts
+    around is never recorded.
 
     Args:
         image_embeds: [n, D] fp32, bf16 or fp16, with the torch backend also fp64; n is equal on all processes. CLIP and

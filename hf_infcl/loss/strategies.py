@@ -185,7 +185,7 @@ class RingStrategy(Strategy):
         images = len(x.rows[0])
         half = (images + 1) // 2 if several else images
         if grad_x is not None and several:
-            grad_x[half:] = 0  # the first half replaces what its own rows and the gradients of all columns hold
+            grad_x[half:] = 0  # the first half overwrites grad_y and its own rows of grad_x; all else is added
         travelling = RingReduction(self._ring, torch.add, max(y.counts))
         for diagonal, columns in self._blocks(y):
             if diagonal is not None:

@@ -45,7 +45,7 @@ class GPU:
     logit: float
 
 
-# scripts/benchmarks/plan.py names the rows from which these rates were fitted.
+# scripts/benchmarks/plan.py names the rows to which these rates were fitted.
 GPUS = {
     "h100": GPU("H100", 79.6, 480e12, 2.30e12, 21e-6, 618e12, 0.34e-12),
     "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 686e12, 1.22e-12),
