@@ -123,7 +123,7 @@ class Strategy(ABC):
         return self.gradients(block, *sides(), want_x, want_y)
 
     def gather(self, *sides: Side) -> Rows:
-        """The rows of the sides on all processes, in the order of the ranks; None stays None. See `Processes.gather_all`."""
+        """The rows of each side on all processes, in the order of the ranks; None stays None."""
         sent = [(t, side.counts) for side in sides for t in side.rows]
         gathered = iter(self.processes.gather_all(*(padded(t, max(counts)) for t, counts in sent if t is not None)))
         return tuple(None if t is None else _joined(next(gathered), counts) for t, counts in sent)
