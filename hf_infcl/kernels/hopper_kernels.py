@@ -183,9 +183,9 @@ def _start(tile, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _next(place, COUNT: gl.constexpr):
-    """The index that follows ``place`` in a ring of COUNT slots."""
-    return gl.where(place == COUNT - 1, 0, place + 1)
+def _next(index, COUNT: gl.constexpr):
+    """The index that follows ``index`` in a ring of COUNT slots."""
+    return gl.where(index == COUNT - 1, 0, index + 1)
 
 
 @gluon.jit
@@ -198,9 +198,9 @@ def _slot(k, stage, ring, SLOTS: gl.constexpr, KEPT: gl.constexpr, STEPS: gl.con
     elif KEPT == STEPS:
         result = STAGES + k, True, 0
     else:
-        stays = k * KEPT % STEPS < KEPT
-        slot = gl.where(stays, STAGES + k * KEPT // STEPS, STAGES + KEPT + ring)
-        result = slot, stays, gl.where(stays, ring, _next(ring, RING))
+        is_kept = k * KEPT % STEPS < KEPT
+        slot = gl.where(is_kept, STAGES + k * KEPT // STEPS, STAGES + KEPT + ring)
+        result = slot, is_kept, gl.where(is_kept, ring, _next(ring, RING))
     return result
 
 
@@ -221,10 +221,10 @@ def _produce(
         for i in range(first_length + second_length):
             tile = gl.where(i < 2 * second_length, i // 2 + i % 2 * run, i - second_length)
             for k in range(STEPS):
-                slot, stays, ring = _slot(k, stage, ring, SLOTS, KEPT, STEPS)
+                slot, is_kept, ring = _slot(k, stage, ring, SLOTS, KEPT, STEPS)
                 ready = full.index(stage)
                 mbarrier.wait(empty.index(stage), parity ^ 1)
-                if (i > 0) & stays:
+                if (i > 0) & is_kept:
                     mbarrier.expect(ready, BM * BK * 2)
                 else:
                     mbarrier.expect(ready, (BM + BN) * BK * 2)
