@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from transformers import TrainingArguments
 
 from ..encoders.dual_encoder import TOWERS
@@ -21,12 +19,10 @@ from ..kernels import BACKENDS
 from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
+from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
 from .muon_options import check_muon
 
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
-SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
-WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
-_CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
 
 
 class _Range(NamedTuple):
@@ -260,8 +256,8 @@ class InfCLTrainingArguments(TrainingArguments):
         """
         self._check_choices()
         self._check_numbers()
-        self._check_combinations()
-        self._check_support()
+        check_combinations(self)
+        check_support(self)
         check_muon(self)
 
     def _check_choices(self) -> None:
@@ -290,130 +286,6 @@ class InfCLTrainingArguments(TrainingArguments):
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be 'auto' or an integer of at least 0, got {self.retain_graphs!r}.")
-
-    def _check_combinations(self) -> None:
-        if self.max_steps == 0:
-            raise ValueError("max_steps must be more than 0, or -1 to train num_train_epochs, got 0.")
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < math.inf:
-            raise ValueError(
-                "num_train_epochs or max_steps must be more than 0, otherwise nothing is trained, got "
-                f"{self.num_train_epochs} and {self.max_steps}."
-            )
-        for strategy, steps in (
-            ("save_strategy", "save_steps"),
-            ("eval_strategy", "eval_steps"),
-            ("logging_strategy", "logging_steps"),
-        ):
-            interval = getattr(self, steps)
-            if getattr(self, strategy) == "steps" and interval is not None and not interval > 0:
-                raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
-        if self.on_divergence == "roll_back":
-            if self.divergence_factor is None:
-                raise ValueError("on_divergence='roll_back' needs a divergence_factor, for example 3.")
-            if self.save_strategy == "no" or self.save_only_model:
-                raise ValueError(
-                    "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than "
-                    "'no', and leave save_only_model off."
-                )
-        self._check_cache_folder()
-        if self.ddp_static_graph and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "ddp_static_graph=True does not work with gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}: DDP fails in the second micro-batch of a step. Leave it off."
-            )
-        # accelerate completes the plugin from the variables that `accelerate launch` sets.
-        compiler = TorchDynamoPlugin(backend=self.torch_compile_backend, mode=self.torch_compile_mode)
-        replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
-        if replays and self.gradient_accumulation_steps > 1:
-            raise ValueError(
-                f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
-                "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
-                f"{self.gradient_accumulation_steps} micro-batches of a step. Choose 'default' or "
-                "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
-            )
-
-        self._check_effects()
-
-    def _check_effects(self) -> None:
-        """Raises a ValueError for options that would have no effect, because of another option."""
-        if self.save_strategy == "best" and self.eval_strategy == "no":
-            raise ValueError(
-                "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "
-                "be saved. Choose eval_strategy='epoch' or 'steps'."
-            )
-        schedule = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        if self.warmup_steps and schedule in WITHOUT_WARM_UP:
-            instead = " Choose 'constant_with_warmup'." if schedule == "constant" else " Leave it out."
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} has no effect with lr_scheduler_type={schedule!r}, which has no "
-                f"warm-up.{instead}"
-            )
-        if self.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
-            raise ValueError(
-                f"lr_scheduler_kwargs={self.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
-                "which takes none. Leave them out, or choose another schedule."
-            )
-        # transformers before 5.23 has only the second name.
-        names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(self, name)]
-        given = [f"{name}_kwargs" for name in names if getattr(self, f"{name}_kwargs")]
-        if given and not any(getattr(self, name) for name in names):
-            raise ValueError(f"{given[0]} has no effect without {names[0]}=True. Pass both or none.")
-        optimizer = str(getattr(self.optim, "value", self.optim))
-        if self.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
-            raise ValueError(
-                f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
-                "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters."
-            )
-
-    def _check_cache_folder(self) -> None:
-        """Raises a ValueError if a push of ``output_dir`` would upload the cached features."""
-        if self.cache_features is None or self.output_dir is None:
-            return
-        place, cache = Path(self.output_dir).resolve(), Path(self.cache_features).resolve()
-        # A push leaves out what begins with an underscore.
-        if cache == place or (place in cache.parents and not cache.relative_to(place).parts[0].startswith("_")):
-            raise ValueError(
-                f"cache_features {self.cache_features} is inside output_dir {self.output_dir}, so a push to the Hub "
-                f"would upload the features. Choose a folder outside, or {Path(self.output_dir, '_features')}."
-            )
-
-    def _check_support(self) -> None:
-        """Raises a ValueError for options of TrainingArguments that InfCLTrainer does not support."""
-        for name, default, reason in (
-            ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
-            ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
-            ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
-            ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
-            ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
-            ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
-            ("dataloader_in_order", True, "evaluations would lose rows, and chance would order the training set"),
-            ("prediction_loss_only", False, "the loss of a whole set needs its embeddings, and thus gives its recalls"),
-            ("eval_use_gather_object", False, "evaluations gather tensors"),
-            ("bf16_full_eval", False, "it leaves the model's weights in bf16; bf16=True evaluates in bf16 as well"),
-            ("fp16_full_eval", False, "it leaves the model's weights in fp16; fp16=True evaluates in fp16 as well"),
-            ("use_liger_kernel", False, "Liger has no kernels for dual encoders and would change nothing"),
-        ):
-            # transformers before 5.15 has no dataloader_in_order.
-            if (value := getattr(self, name, default)) != default:
-                raise ValueError(f"InfCLTrainer does not support {name}={value}: {reason}. Leave it at {default}.")
-        if unknown := set(self.include_for_metrics) - {"inputs"}:
-            raise ValueError(
-                f"include_for_metrics may have 'inputs' only, got {', '.join(map(repr, sorted(unknown)))}: batches "
-                "have no losses, and metrics of the whole set include its loss anyway."
-            )
-        optimizer = str(getattr(self.optim, "value", self.optim))
-        if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
-            raise ValueError(
-                f"optim={optimizer!r} changes the weights in every backward, that is between the micro-batches of a "
-                "step, whose gradients would then not add up to the gradient of the global batch. Use another "
-                "optimizer, such as 'adamw_torch_fused'."
-            )
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, lower "
-                "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor; the result "
-                "stays the same."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``hub_token``, because Trainer writes a pickle of the arguments beside every model."""

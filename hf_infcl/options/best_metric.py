@@ -7,7 +7,7 @@ from typing import Any
 
 from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
-from .arguments import SCHEDULES_BY_METRIC
+from .combinations import SCHEDULES_BY_METRIC
 
 
 def use_of_metric(options: Any) -> str | None:

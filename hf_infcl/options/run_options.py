@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import is_peft_available
 
 from ..data import ContrastiveCollator
-from .arguments import WITHOUT_WARM_UP, InfCLTrainingArguments
+from .arguments import InfCLTrainingArguments
+from .combinations import WITHOUT_WARM_UP
 
 # Beginnings of the names of arguments that do not decide what is trained. All others are compared, also those that a
 # later version of transformers may add.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..optimizers import words_of_groups
-from ..options.arguments import WITHOUT_WARM_UP
+from ..options.combinations import WITHOUT_WARM_UP
 
 
 def training_settings(trainer: Any) -> dict[str, str]:
