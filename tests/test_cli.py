@@ -961,15 +961,20 @@ def test_a_damaged_model_is_one_line(demo, tmp_path, capsys, name):
     assert f"'{tmp_path / 'model'}' does not hold a model that can be loaded with its config" in line
 
 
-@pytest.mark.parametrize("kind", ["file", "checkpoints", "of the Hub"])
-def test_a_checkpoint_of_openclip_is_told_as_such(tmp_path, capsys, kind):
-    names = {"file": "epoch_1.pt", "checkpoints": "checkpoints/epoch_1.pt", "of the Hub": "model/open_clip_config.json"}
-    path = tmp_path / names[kind]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("epoch_1.pt", "holds weights without a config. Name the model with --open_clip_model"),
+        ("checkpoints/epoch_1.pt", "name the .pt file itself and pass --open_clip_model"),
+        ("model/open_clip_config.json", "is damaged, or is no config of OpenCLIP"),
+    ],
+)
+def test_what_is_wrong_with_a_checkpoint_of_openclip_is_one_line(tmp_path, capsys, name, words):
+    path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"")
-    line = mistake(capsys, "plan", "--model", path if kind == "file" else path.parent, "--global_batch", 8)
-    assert "is a checkpoint in OpenCLIP's format" in line
-    assert f"`infcl convert {path if kind == 'file' else path.parent} FOLDER`" in line
+    model = path if path.parent == tmp_path else path.parent
+    assert words in mistake(capsys, "plan", "--model", model, "--global_batch", 8)
 
 
 def test_no_warning_of_deepspeed_comes_before_a_training_without_it(small):

@@ -10,12 +10,14 @@ import torch
 import transformers
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
+from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
+from hf_infcl.conversion import load_open_clip
 
 pytest.importorskip("deepspeed")
 
@@ -126,7 +128,8 @@ def rank_plain(rank: int, world_size: int, folder: str, shards: str) -> tuple:
 
 def rank_zero(rank: int, world_size: int, folder: str, shards: str, stage: int) -> tuple:
     """Stops after two steps and resumes with another trainer."""
-    options = {"save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    options |= {"processing_class": clip_processor(), "save_formats": ["transformers", "open_clip"]}
     trajectory(folder, shards, config(stage), callbacks=[StopAt(2)], **options).train()
     trainer = trajectory(folder, shards, config(stage), seed=5, **options)
     trainer.train(resume_from_checkpoint=True)
@@ -158,6 +161,8 @@ def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, t
     assert model.logit_scale.shape == ()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.reshape(-1), seen[name], rtol=0, atol=0, msg=name)
+    of_open_clip = load_open_clip(tmp_path / "zero/last")[0].state_dict()
+    assert all(torch.equal(of_open_clip[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def rank_refused(rank: int, world_size: int, folder: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import compare_versions
 from helpers import models
 from helpers.parity import MODELS, Gradients, check
+from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
@@ -20,6 +21,7 @@ from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.files import MANIFEST_NAME
+from hf_infcl.conversion import load_open_clip
 from hf_infcl.encoders.sharding import FSDP_SINCE
 
 pytestmark = pytest.mark.skipif(
@@ -144,6 +146,7 @@ def rank_resume(rank: int, world_size: int, folder: str, shards: str = "") -> li
 
     def run(seed: int) -> InfCLTrainer:
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, **data}
+        options |= {"processing_class": clip_processor(), "save_formats": ["transformers", "open_clip"]}
         pairs = stream_of(shards) if shards else models.Pairs(64)
         return trainer_for(folder, models.clip(0.3, seed), pairs, use_cpu=False, **SHARDED, **options)
 
@@ -174,8 +177,10 @@ def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path
     files, _ = fresh_ranks.run(rank_resume, 2, str(tmp_path), backend=backend, always_ring=True)
     shard = next(name for name in files if name.endswith("__1_0.distcp"))
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
-    _, info = models.tf.CLIPModel.from_pretrained(tmp_path / "last", output_loading_info=True)
+    model, info = models.tf.CLIPModel.from_pretrained(tmp_path / "last", output_loading_info=True)
     assert not info["missing_keys"], "the model that is saved at the end is whole"
+    of_open_clip = load_open_clip(tmp_path / "last")[0].state_dict()
+    assert all(torch.equal(of_open_clip[name], tensor) for name, tensor in model.state_dict().items())
     path = tmp_path / "checkpoint-4" / shard
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

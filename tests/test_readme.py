@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ def options_table() -> str:
     every = {option.name: option for option in fields(InfCLTrainingArguments)}
     rows = []
     for name in inspect.get_annotations(InfCLTrainingArguments):
-        default = every[name].default
+        option = every[name]
+        default = option.default if option.default_factory is MISSING else " ".join(option.default_factory())
         shown = "" if default is None else "off" if default is False else f"`{default}`"
         rows.append(f"| `{name}` | {shown} | {every[name].metadata['help']} |")
     return "\n".join(rows)

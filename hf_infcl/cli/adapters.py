@@ -8,6 +8,7 @@ from typing import Any
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from .models import load
+from .options import ModelOptions
 
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
@@ -26,11 +27,11 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def merge_adapters(folder: Path, start: str) -> None:
-    """Replaces the adapter in the folder, which was trained from the checkpoint start, by the whole model."""
+def merge_adapters(folder: Path, start: ModelOptions) -> None:
+    """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
     import peft
 
-    model, _ = load(start)
+    model, *_ = load(start.model, start.open_clip_model)
     peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(folder)
     for name in ADAPTER_FILES:
         (folder / name).unlink(missing_ok=True)

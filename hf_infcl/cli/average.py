@@ -59,9 +59,9 @@ class Average:
 
     def __init__(self, start: str, end: str, path: str) -> None:
         self._path = path
-        base, processor = load(start)
+        base, processor, _ = load(start)
         if find_adapter_config_file(end) is None:
-            self.model, self.processor = load(end)
+            self.model, self.processor, _ = load(end)
             self._start, self._end = base.state_dict(), _copied(self.model.state_dict())
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict
         else:

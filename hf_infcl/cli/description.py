@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -25,8 +25,9 @@ def describe_run(
     data: DataOptions,
     columns: ColumnOptions,
     evaluation: EvaluationOptions,
+    conversion: Sequence[str] = (),
 ) -> functools.partial[TrainingFacts]:
-    """`training_facts` with the facts that the options and the trainer know."""
+    """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
     pairs = trainer.train_dataset
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
@@ -34,7 +35,7 @@ def describe_run(
         training_facts,
         trainer,
         model_class=model_class,
-        start=model.model,
+        start=model.model.removeprefix("hf-hub:"),
         sources=sources_of(data),
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=columns.pair_id_column,
@@ -43,6 +44,7 @@ def describe_run(
         evaluations=_evaluations(evaluation, data, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings={
+            **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
             **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
             "augmentation": data.augmentation,
             "image preprocessing": collator.image_backend,

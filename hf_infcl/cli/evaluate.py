@@ -22,10 +22,10 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
-        model, processor = load(model_options.model)
+        model, processor, conversion = load(model_options.model, model_options.open_clip_model)
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
     if trainer.is_world_process_zero():
-        print(*describe_sets(datasets), sep="\n")
+        print(*conversion, *describe_sets(datasets), sep="\n")
     if evaluation.eval_pictures:
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
+from ..conversion import config_of_open_clip, is_of_open_clip, load_open_clip
 
-def load(checkpoint: str) -> tuple[Any, Any]:
+
+class Loaded(NamedTuple):
+    """A model and its processor, and sentences about the conversion of a model in OpenCLIP's format."""
+
+    model: Any
+    processor: Any
+    conversion: Sequence[str] = ()
+
+
+def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
+
+    Args:
+        checkpoint: a folder or a Hub id, also of OpenCLIP, or a .pt of OpenCLIP's training.
+        open_clip_model: see `load_open_clip`.
 
     Raises:
         ValueError: they cannot be loaded.
     """
+    if open_clip_model is not None or is_of_open_clip(checkpoint):
+        told: list[str] = []
+        model, processor = load_open_clip(checkpoint, open_clip_model=open_clip_model, tell=told.append)
+        return Loaded(model.float(), processor, told)
     with _explained(checkpoint):
-        return AutoModel.from_pretrained(checkpoint, dtype=torch.float32), AutoProcessor.from_pretrained(checkpoint)
+        model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
+        return Loaded(model, AutoProcessor.from_pretrained(checkpoint))
 
 
-def load_config(checkpoint: str) -> PretrainedConfig:
-    """The model's config; raises as `load` does."""
+def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
+    """The model's config; takes and raises what `load` does."""
+    if open_clip_model is not None or is_of_open_clip(checkpoint):
+        return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
     with _explained(checkpoint, needed="config.json"):
         return AutoConfig.from_pretrained(checkpoint)
 
@@ -36,16 +57,6 @@ def _explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
         raise ValueError(_explanation(checkpoint, error, needed)) from error
 
 
-def is_of_open_clip(path: Path) -> bool:
-    """Whether the path is a checkpoint of OpenCLIP's training script, or a folder that OpenCLIP wrote for the Hub."""
-    if path.is_dir():
-        names = {file.name for file in path.iterdir()}
-        return "config.json" not in names and any(
-            name.startswith("open_clip_") or name.endswith(".pt") for name in names
-        )
-    return path.suffix == ".pt" and path.is_file()
-
-
 def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:
     causes: list[type[BaseException]] = []
     cause: BaseException | None = error
@@ -53,12 +64,6 @@ def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:
         causes.append(type(cause))
         cause = cause.__cause__ or cause.__context__
     reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
-    if is_of_open_clip(Path(checkpoint)):
-        return (
-            f"{checkpoint!r} is a checkpoint in OpenCLIP's format, and models are loaded in that of transformers. For "
-            "most of OpenCLIP's models the Hub has both, such as laion/CLIP-ViT-B-32-laion2B-s34B-b79K. Convert others "
-            f"first: `infcl convert {checkpoint} FOLDER`, for a .pt with --open_clip_model."
-        )
     if Path(checkpoint).exists():
         return f"{checkpoint!r} does not hold a model that can be loaded with its config and its processor: {reason}"
     tried = f"There is no folder {checkpoint!r}"

@@ -11,7 +11,16 @@ from typing import ClassVar, Literal
 class ModelOptions:
     _argument_group_name: ClassVar[str] = "Model"
 
-    model: str = field(metadata={"help": "The model: a Hub id or a folder. Required."})
+    model: str = field(
+        metadata={
+            "help": "The model: a Hub id or a folder, of transformers or of OpenCLIP, or a .pt of OpenCLIP's training. "
+            "Required."
+        }
+    )
+    open_clip_model: str | None = field(
+        default=None,
+        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config."},
+    )
 
 
 @dataclass

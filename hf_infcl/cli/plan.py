@@ -51,7 +51,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     memory_gib = options.gpu_memory or gpu.memory_gib
     kept = kept_choices(options, given)
     global_batch = global_batch_of(options, kept)
-    config = load_config(options.model)
+    config = load_config(options.model, options.open_clip_model)
     counts: dict[bool, Counts] = {}
 
     def find(batch: int, *, compiled: bool) -> tuple[float, Choice] | None:

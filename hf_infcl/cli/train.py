@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..conversion import compare_formats
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback
 from ..training.trainer import InfCLTrainer
@@ -52,7 +53,12 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         train_dataset = training_set(data, columns, args)
         eval_datasets = evaluation_datasets(columns, evaluation, data) | guard_datasets(columns, data, evaluation)
         check_best_metric(namespace, eval_datasets)
-        model, processor = load(model_options.model)
+        model, processor, conversion = load(model_options.model, model_options.open_clip_model)
+        if conversion and lora.lora_rank is not None and not lora.lora_merge:
+            raise ValueError(
+                f"--lora_rank would save an adapter of {model_options.model}, which peft cannot load, since it is in "
+                "OpenCLIP's format. Write it in the other format first with `infcl convert`, or pass --lora_merge."
+            )
         model_class = type(model).__name__
         if args.device.type == "cuda" and lora.lora_rank is None:
             gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
@@ -65,12 +71,13 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         )
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation)
+    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, conversion)
     card = CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None))
     trainer.add_callback(card)
     if args.optimizer == "muon":
         trainer.add_callback(GroupsTold())
     if trainer.is_world_process_zero():
+        print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, data.samples_per_epoch or 0 if data.streaming else len(train_dataset))
         for line in describe_sets(eval_datasets):
             print(line)
@@ -94,8 +101,12 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     merge = lora.lora_merge and lora.lora_rank is not None
     with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
         save_results(trainer, trained.metrics, eval_datasets)
+        if "open_clip" in args.save_formats and trainer.is_world_process_zero():
+            print(compared := compare_formats(str(args.output_dir)))
+            row = f"transformers and OpenCLIP. {compared}"
+            describe.keywords["settings"]["saved formats"] = row  # `card` has the same settings
         if merge and trainer.is_world_process_zero():
-            merge_adapters(Path(args.output_dir), model_options.model)
+            merge_adapters(Path(args.output_dir), model_options)
             CardCallback(describe).write(args, trainer.state)
         else:
             card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place

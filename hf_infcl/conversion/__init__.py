@@ -1,7 +1,18 @@
 """Models of OpenCLIP as models of transformers, and back."""
 
-from .converting import convert, load_open_clip
+from .converting import compare_formats, config_of_open_clip, convert, load_open_clip, save_open_clip
+from .files import is_of_open_clip
 from .incoming import from_open_clip
-from .outgoing import to_open_clip
+from .outgoing import open_clip_config, to_open_clip
 
-__all__ = ["convert", "from_open_clip", "load_open_clip", "to_open_clip"]
+__all__ = [
+    "compare_formats",
+    "config_of_open_clip",
+    "convert",
+    "from_open_clip",
+    "is_of_open_clip",
+    "load_open_clip",
+    "open_clip_config",
+    "save_open_clip",
+    "to_open_clip",
+]

@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import Tensor
+from transformers.utils import logging
 
 from .captions import prepared
 from .comparison import ENOUGH, least_cosine
-from .files import CONFIG, read, write
+from .files import CONFIG, read, read_config, write
 from .images import image_processor
-from .incoming import from_open_clip
+from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
 
+logger = logging.get_logger(__name__)
 
-def load_open_clip(source: str | Path, *, open_clip_model: str | None = None) -> tuple[Any, Any]:
+
+def load_open_clip(
+    source: str | Path, *, open_clip_model: str | None = None, tell: Callable[[str], object] = logger.info
+) -> tuple[Any, Any]:
     """Loads a model of OpenCLIP as a model and a processor of transformers.
+
+    Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own.
 
     Args:
         source: a folder with open_clip_config.json and weights, a Hub repository that holds these, or a file.
         open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
+        tell: receives sentences about what differs and about the comparison.
 
     Raises:
-        ValueError: transformers has no such model, or the source does not hold a complete one.
+        ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
     """
-    model, processor, _ = _incoming(source, open_clip_model)
+    model, processor, sentences = _incoming(source, open_clip_model)
+    for sentence in sentences:
+        tell(sentence)
     return model, processor
+
+
+def config_of_open_clip(source: str | Path, *, open_clip_model: str | None = None) -> Any:
+    """The config of the model that `load_open_clip` returns, without reading its weights; raises as it does."""
+    return transformers_config(read_config(source, open_clip_model)[0])
 
 
 def convert(
@@ -101,12 +117,39 @@ def _to_transformers(source: str | Path, target: str | Path, open_clip_model: st
 
 
 def _to_open_clip(source: str | Path, target: str | Path, repository: str) -> Iterator[str]:
-    model = transformers.AutoModel.from_pretrained(source).eval()
-    processor = transformers.AutoProcessor.from_pretrained(source)
+    model, processor = _of_transformers(source)
     tensors, config = to_open_clip(model, processor, repository=repository)
     yield _compared(model, tensors, config)
     write(target, tensors, config, processor.tokenizer)
     yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
+
+
+def _of_transformers(folder: str | Path) -> tuple[Any, Any]:
+    return transformers.AutoModel.from_pretrained(folder).eval(), transformers.AutoProcessor.from_pretrained(folder)
+
+
+def save_open_clip(
+    folder: str | Path,
+    model: Any,
+    processor: Any,
+    *,
+    repository: str = ".",
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Writes a model of transformers in OpenCLIP's format; see `to_open_clip` for the arguments."""
+    tensors, config = to_open_clip(model, processor, repository=repository, state_dict=state_dict)
+    write(folder, tensors, config, processor.tokenizer)
+
+
+def compare_formats(folder: str | Path) -> str:
+    """Compares the two models of a folder that holds both formats, and says how much their embeddings differ.
+
+    Raises:
+        ValueError: the embeddings differ.
+    """
+    model, _ = _of_transformers(folder)
+    saved = read(folder)
+    return _compared(model, saved.tensors, saved.config)
 
 
 def _compared(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> str:
@@ -117,6 +160,6 @@ def _compared(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> st
     if not cosine >= ENOUGH:
         raise ValueError(
             f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {cosine:.6f}, and {ENOUGH} is "
-            "expected. Nothing was written. Please report the config of this model."
+            "expected. Please report the config of this model."
         )
     return f"The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is {cosine:.7f}."

@@ -13,12 +13,14 @@ import torch
 import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .captions import clip_tokenizer
 
 CONFIG = "open_clip_config.json"
+HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
 WEIGHTS = "open_clip_model.safetensors"
 OTHER_WEIGHTS = ("open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin", "open_clip_pytorch_model.pth")
 OF_TOKENIZERS = ("*token*", "vocab*", "merges*", "*.model", CONFIG)
@@ -40,6 +42,33 @@ class OpenClipSource:
         return transformers.AutoTokenizer.from_pretrained(name) if name else clip_tokenizer()
 
 
+def is_of_open_clip(source: str) -> bool:
+    """Whether it is a file, or a folder or a Hub repository with a model of OpenCLIP and none of transformers."""
+    path = Path(source)
+    if path.is_file() or source.startswith(HUB):
+        return True
+    if path.is_dir():
+        names = {file.name for file in path.iterdir()}
+        checkpoints = any(name.endswith(".pt") for name in names) and "config.json" not in names
+        return (CONFIG in names or checkpoints) and not _is_of_transformers(source)
+    return not _is_of_transformers(source) and _is_on_hub(source)
+
+
+def _is_of_transformers(source: str) -> bool:
+    try:
+        return "model_type" in transformers.PretrainedConfig.get_config_dict(source)[0]
+    except Exception:  # of the Hub, or of a damaged file, which raises exceptions of any class
+        return False
+
+
+def _is_on_hub(repository: str) -> bool:
+    try:
+        hf_hub_download(repository, CONFIG)
+    except (OSError, ValueError):  # there is no such file, repository or name, or no network
+        return False
+    return True
+
+
 def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSource:
     """Reads a model of OpenCLIP.
 
@@ -51,6 +80,15 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
     Raises:
         ValueError: the source does not hold a model of OpenCLIP, or its config is unknown.
     """
+    config, folder = read_config(source, open_clip_model)  # first, since reading the weights takes longer
+    if folder is not None and not Path(source).is_dir():
+        _download_weights(_repository(source))
+    path = Path(source) if folder is None else _file_of_weights(folder)
+    return OpenClipSource(_weights(path), config, folder)
+
+
+def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple[dict[str, Any], Path | None]:
+    """The config of a model of OpenCLIP, and the folder that holds it; None for a file. Raises as `read` does."""
     path = Path(source)
     if path.is_file():
         if open_clip_model is None:
@@ -58,12 +96,17 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
                 f"{str(source)!r} holds weights without a config. Name the model with --open_clip_model, such as "
                 "ViT-B-32: the --model of OpenCLIP's training."
             )
-        config = named_config(open_clip_model)  # first, since reading the weights takes longer
-        return OpenClipSource(_weights(path), config, None)
+        return named_config(open_clip_model), None
     if open_clip_model is not None:
         raise ValueError(f"--open_clip_model is for a file of weights, and {str(source)!r} is none. Omit it.")
-    folder = path if path.is_dir() else _downloaded(str(source).removeprefix("hf-hub:"))
-    return OpenClipSource(_weights(_file_of_weights(folder)), _config(folder / CONFIG), folder)
+    folder = path
+    if not path.is_dir():
+        folder = Path(snapshot_download(_repository(source), allow_patterns=list(OF_TOKENIZERS)))
+    return _config(folder / CONFIG), folder
+
+
+def _repository(source: str | Path) -> str:
+    return str(source).removeprefix(HUB)
 
 
 def write(target: str | Path, tensors: dict[str, Tensor], config: dict[str, Any], tokenizer: Any) -> None:
@@ -101,34 +144,33 @@ def _config(path: Path) -> dict[str, Any]:
             f"{str(path.parent)!r} has no {CONFIG}, so it holds no model of OpenCLIP. For a checkpoint of its "
             "training, name the .pt file itself and pass --open_clip_model."
         )
-    config = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is damaged, or is no config of OpenCLIP: {error}.") from error
     return config if "model_cfg" in config else {"model_cfg": config}
 
 
 def _file_of_weights(folder: Path) -> Path:
-    _config(folder / CONFIG)
     for name in (WEIGHTS, *OTHER_WEIGHTS):
         if (folder / name).is_file():
             return folder / name
     raise ValueError(f"{str(folder)!r} has a config of OpenCLIP and no weights, such as {WEIGHTS}. Add them.")
 
 
-def _downloaded(repository: str) -> Path:
-    folder = Path(snapshot_download(repository, allow_patterns=list(OF_TOKENIZERS)))
-    if (folder / CONFIG).is_file():
-        try:
-            hf_hub_download(repository, WEIGHTS)
-        except EntryNotFoundError:
-            hf_hub_download(repository, "open_clip_pytorch_model.bin")
-    return folder
+def _download_weights(repository: str) -> None:
+    try:
+        hf_hub_download(repository, WEIGHTS)
+    except EntryNotFoundError:
+        hf_hub_download(repository, "open_clip_pytorch_model.bin")
 
 
 def _weights(path: Path) -> dict[str, Any]:
-    if path.suffix == ".safetensors":
-        return load_file(path)
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except (RuntimeError, pickle.UnpicklingError, EOFError, SafetensorError) as error:
         raise ValueError(
             f"{str(path)!r} cannot be read as a file of tensors, as OpenCLIP's training writes them (OpenAI's own "
             f"files hold programs, and the Hub has these models in transformers' format): {str(error).splitlines()[0]}"

@@ -9,12 +9,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from .names import Row, clip_rows, siglip_rows, to_transformers
+from .names import clip_rows, siglip_rows, to_transformers
 from .towers import TIMM_TOWERS, activation, norm_eps, refusal, refuse_unknown_fields, square
 
 # What is no weight: buffers, and sizes that OpenAI's own files hold.
 NO_WEIGHTS = {"input_resolution", "context_length", "vocab_size", "attn_mask", "text.attn_mask"}
 LARGEST_SCALE = 1000.0
+_CLASSES = {
+    "clip": transformers.CLIPModel,
+    "metaclip_2": transformers.MetaClip2Model,
+    "siglip": transformers.SiglipModel,
+}
 
 
 def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any, list[str]]:
@@ -31,15 +36,31 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
     Raises:
         ValueError: transformers has no such model, or the tensors are not those of the config.
     """
-    fields = dict(config.get("model_cfg", config))
-    _refuse_others(fields)
-    image, text = dict(fields["vision_cfg"]), dict(fields["text_cfg"])
+    fields = config.get("model_cfg", config)
+    model_config = transformers_config(config)
     weights = clean(tensors)
-    build = _siglip if image.get("timm_model_name") else _clip
-    model_class, model_config, rows, notes = build(fields, image, text, weights)
-    if image.get("patch_dropout"):
-        notes.append(f"patch_dropout={image['patch_dropout']} is not kept: a training sees all patches.")
-    return _filled(model_class, model_config, to_transformers(rows, weights)), notes
+    layers = model_config.text_config.num_hidden_layers, model_config.vision_config.num_hidden_layers
+    notes: list[str] = []
+    if model_config.model_type == "siglip":
+        if "logit_bias" not in weights:
+            raise refusal("it has towers of SigLIP without a logit_bias, which transformers' SiglipModel always has")
+        notes += _complete_projection(fields, weights)
+        rows = siglip_rows(*layers)
+    else:
+        if "logit_bias" in weights:
+            raise refusal("it has towers of CLIP with a logit_bias, which transformers' CLIPModel does not have")
+        rows = clip_rows("text." if "text.positional_embedding" in weights else "", *layers)  # with custom_text
+    if dropped := fields["vision_cfg"].get("patch_dropout"):
+        notes.append(f"patch_dropout={dropped} is not kept: a training sees all patches.")
+    return _filled(_CLASSES[model_config.model_type], model_config, to_transformers(rows, weights)), notes
+
+
+def transformers_config(config: dict[str, Any]) -> Any:
+    """The config of the model that `from_open_clip` returns; raises ValueError if transformers has no such model."""
+    fields = config.get("model_cfg", config)
+    _refuse_others(fields)
+    image, text = fields["vision_cfg"], fields["text_cfg"]
+    return (_siglip_config if image.get("timm_model_name") else _clip_config)(fields, image, text)
 
 
 def clean(tensors: dict[str, Any]) -> dict[str, Tensor]:
@@ -133,9 +154,7 @@ def _special_ids(pool: str, text: dict[str, Any]) -> dict[str, int]:
     return {"bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}  # by which CLIPModel means the largest id
 
 
-def _clip(
-    fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any], weights: dict[str, Tensor]
-) -> tuple[Any, Any, list[Row], list[str]]:
+def _clip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any]) -> Any:
     pool = text.get("pool_type", "argmax")
     if image.get("pool_type", "tok") != "tok":
         raise refusal(f"its image tower pools by {image['pool_type']!r}, not by the class token")
@@ -143,37 +162,30 @@ def _clip(
         raise refusal(f"its text tower is not causal or pools by {pool!r}, not at the end of the text")
     if text.get("proj_bias") or text.get("proj_type", "linear") != "linear":
         raise refusal("its text projection is not one matrix without a bias")
-    if "logit_bias" in weights:
-        raise refusal("it has towers of CLIP with a logit_bias, which transformers' CLIPModel does not have")
     quick = bool(fields.get("quick_gelu"))
     # CLIPModel takes eos_token_id 2 for the largest id. MetaClip2Model does not, and has tensors of the same names.
-    family = "MetaClip2" if pool == "eos" and text.get("eos_id", 2) == 2 else "CLIP"
+    config_class: Any = transformers.CLIPConfig
+    if pool == "eos" and text.get("eos_id", 2) == 2:
+        config_class = transformers.MetaClip2Config
     size = {"projection_dim": fields["embed_dim"]}
-    config = getattr(transformers, f"{family}Config")(
+    return config_class(
         text_config=_text_config(text, activation(quick, text)) | _special_ids(pool, text) | size,
         vision_config=_image_config(image, activation(quick, image)) | size,
         **size,
     )
-    prefix = "text." if "text.positional_embedding" in weights else ""  # custom_text
-    rows = clip_rows(prefix, config.text_config.num_hidden_layers, config.vision_config.num_hidden_layers)
-    return getattr(transformers, f"{family}Model"), config, rows, []
 
 
-def _siglip(
-    fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any], weights: dict[str, Tensor]
-) -> tuple[Any, Any, list[Row], list[str]]:
+def _siglip_config(fields: dict[str, Any], image: dict[str, Any], text: dict[str, Any]) -> Any:
     name = image["timm_model_name"]
     tower = TIMM_TOWERS[name]
     if image.get("timm_pool") != "map" or image.get("timm_proj") != "none":
         raise refusal(f"its image tower {name} does not end in SigLIP's attention pooling alone")
     if not text.get("no_causal_mask") or text.get("pool_type") != "last":
         raise refusal("its text tower is causal, or does not take the last position, as SigLIP's does")
-    if "logit_bias" not in weights:
-        raise refusal("it has towers of SigLIP without a logit_bias, which transformers' SiglipModel always has")
     if square(image.get("image_size", tower.image), "image") != tower.image:
         raise refusal(f"its config has image_size={image['image_size']}, and timm's {name} is of {tower.image} pixels")
-    notes = _complete_projection(fields, text, weights)
-    config: Any = transformers.SiglipConfig(
+    config_class: Any = transformers.SiglipConfig
+    return config_class(
         text_config={
             **_text_config(text, activation(bool(fields.get("quick_gelu")), text)),
             "projection_size": fields["embed_dim"],
@@ -190,13 +202,11 @@ def _siglip(
             "layer_norm_eps": 1e-6,
         },
     )
-    rows = siglip_rows(config.text_config.num_hidden_layers, tower.layers)
-    return transformers.SiglipModel, config, rows, notes
 
 
-def _complete_projection(fields: dict[str, Any], text: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+def _complete_projection(fields: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
     """Adds what transformers' text projection has and the checkpoint's has not, without an effect on embeddings."""
-    name = "text.text_projection"
+    name, text = "text.text_projection", fields["text_cfg"]
     if text.get("proj_type", "linear") == "none":
         weights[f"{name}.weight"] = torch.eye(fields["embed_dim"]).to(weights["logit_scale"])
         what = "The text tower has no projection, and gets one that is the identity"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,9 @@ from .names import to_open_clip as renamed
 from .towers import TIMM_TOWERS, mlp_ratio, refusal, square
 
 
-def to_open_clip(model: Any, processor: Any, *, repository: str = ".") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def to_open_clip(
+    model: Any, processor: Any, *, repository: str = ".", state_dict: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A model of transformers as a model of OpenCLIP with equal embeddings, scale and bias.
 
     Args:
@@ -21,6 +24,7 @@ def to_open_clip(model: Any, processor: Any, *, repository: str = ".") -> tuple[
         processor: its processor.
         repository: the Hub repository in which OpenCLIP is to find the tokenizer, unless that is OpenAI's, which
             OpenCLIP has built in. OpenCLIP reads local folders without it.
+        state_dict: the weights; by default those of the model.
 
     Returns:
         The state dict and the OpenCLIP config, {"model_cfg": ..., "preprocess_cfg": ...}.
@@ -28,21 +32,26 @@ def to_open_clip(model: Any, processor: Any, *, repository: str = ".") -> tuple[
     Raises:
         ValueError: OpenCLIP has no such model, or would prepare its inputs otherwise.
     """
-    kind = model.config.model_type
+    config = open_clip_config(model.config, processor, repository=repository)
+    layers = model.config.text_config.num_hidden_layers, model.config.vision_config.num_hidden_layers
+    rows = siglip_rows(*layers) if model.config.model_type == "siglip" else clip_rows("", *layers)
+    tensors = model.state_dict() if state_dict is None else state_dict
+    weights = {name: tensor.detach().cpu() for name, tensor in tensors.items() if not name.endswith("position_ids")}
+    return renamed(rows, weights), config
+
+
+def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> dict[str, Any]:
+    """The OpenCLIP config of a model of transformers, from its config and its processor; see `to_open_clip`."""
+    kind = config.model_type
     if kind not in ("clip", "metaclip_2", "siglip"):
         raise refusal(f"it is of the type {kind}, of which OpenCLIP has no counterpart")
-    fields = _siglip(model.config) if kind == "siglip" else _clip(model.config)
-    text, image = model.config.text_config, model.config.vision_config
-    layers = text.num_hidden_layers, image.num_hidden_layers
-    rows = siglip_rows(*layers) if kind == "siglip" else clip_rows("", *layers)
-    check_length(processor.tokenizer, text.vocab_size, exact=False)
+    fields = _siglip(config) if kind == "siglip" else _clip(config)
+    check_length(processor.tokenizer, config.text_config.vocab_size, exact=False)
     if kind != "clip" or not is_of_clip(processor.tokenizer):
         clean = cleaning(processor.tokenizer) or "whitespace"
         fields["text_cfg"] |= {"hf_tokenizer_name": repository, "tokenizer_kwargs": {"clean": clean}}
-    tensors = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
-    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}
-    preprocess = preprocess_config(processor.image_processor, square(image.image_size, "image"))
-    return renamed(rows, weights), {"model_cfg": fields, "preprocess_cfg": preprocess}
+    preprocess = preprocess_config(processor.image_processor, square(config.vision_config.image_size, "image"))
+    return {"model_cfg": fields, "preprocess_cfg": preprocess}
 
 
 def _tower(config: Any) -> dict[str, Any]:

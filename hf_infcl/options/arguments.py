@@ -22,6 +22,7 @@ from ..processes.preemption import ended_with_launcher
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
 from .muon_options import check_muon
 
+SAVE_FORMATS = ("transformers", "open_clip")
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
 
@@ -172,6 +173,13 @@ class InfCLTrainingArguments(TrainingArguments):
             "GPU memory then grows with gradient_accumulation_steps only by the embeddings."
         },
     )
+    save_formats: list[str] = field(
+        default_factory=lambda: ["transformers"],
+        metadata={
+            "help": "Formats of the saved models: transformers, and also open_clip for OpenCLIP's files beside those, "
+            "in checkpoints too."
+        },
+    )
     resume_with_changes: bool = field(
         default=False,
         metadata={
@@ -272,6 +280,11 @@ class InfCLTrainingArguments(TrainingArguments):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        if "transformers" not in self.save_formats or set(self.save_formats) - set(SAVE_FORMATS):
+            raise ValueError(
+                "save_formats must be transformers, or transformers and open_clip, got "
+                f"{' '.join(self.save_formats) or 'nothing'}: a training resumes from transformers' files."
+            )
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ValueError(
                 "train_sampling_strategy must be 'random' or 'sequential', because a contrastive batch must not be "

@@ -16,6 +16,8 @@ from ..options.combinations import WITHOUT_WARM_UP
 def training_settings(trainer: Any) -> dict[str, str]:
     """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
     rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    if "open_clip" in trainer.args.save_formats:
+        rows["saved formats"] = "transformers and OpenCLIP"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)

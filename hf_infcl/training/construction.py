@@ -14,6 +14,7 @@ from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed
 from ..options.arguments import InfCLTrainingArguments
+from .formats import check_formats
 
 _OF_OPTIMIZER = ("logit_scale_learning_rate", "learning_rate_batch_size", "optimizer")
 
@@ -47,6 +48,7 @@ def check_construction(model: nn.Module | None, args: Any, data_collator: Any, o
             "passed. Set its learning rates directly and leave these options out."
         )
     _check_data(args, data_collator, others)
+    check_formats(model, args, others.get("processing_class"))
     if args.should_save:
         check_writable(str(args.output_dir))
 

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..data.urls import without_secrets
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
+from .formats import copy_other_formats
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
 
@@ -64,6 +65,7 @@ class Pushes:
         name = names.get(HubStrategy(self._args.hub_strategy))
         before = set(jobs())
         try:
+            copy_other_formats(checkpoint, str(self._args.output_dir))
             push()
         except OSError as error:  # a file could not be copied; an upload fails in the background
             logger.error(f"The push of step {step} could not start: {cause(error)}.")

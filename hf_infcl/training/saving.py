@@ -15,6 +15,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from .adapters import add_beside_adapters
+from .formats import save_other_formats
 
 
 def save_weights(
@@ -23,8 +24,12 @@ def save_weights(
     output_dir: str | None,
     state_dict: dict[str, Tensor] | None,
     save: Callable[[str | None, dict[str, Tensor] | None], None],
+    processor: Any,
+    repository: str | None,
 ) -> None:
-    """Saves weights in the shapes of transformers, on each machine if asked for, with what trains beside adapters.
+    """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
+
+    That is what trains beside adapters, and the other formats of ``save_formats``.
 
     Args:
         encoder: the model.
@@ -32,6 +37,8 @@ def save_weights(
         output_dir: the folder; None for that of ``args``.
         state_dict: the weights; None for those of the model.
         save: Trainer's own method.
+        processor: the processor that it saves as well, or None.
+        repository: the repository of the Hub that the model is pushed to, or None.
     """
     model = encoder.model
     if state_dict is not None:
@@ -40,12 +47,13 @@ def save_weights(
         # transformers' own method lets only process 0 write, but each machine needs a copy.
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
-        save(output_dir, state_dict)
+        save(output_dir, None if state_dict is None else dict(state_dict))  # transformers empties it
     finally:
         vars(model).pop("should_save_on_this_rank", None)
     if args.should_save:
-        folder = args.output_dir if output_dir is None else output_dir
-        add_beside_adapters(str(folder), model, model.state_dict() if state_dict is None else state_dict)
+        folder = str(args.output_dir if output_dir is None else output_dir)
+        add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
+        save_other_formats(folder, encoder, args, processor, state_dict, repository)
 
 
 @contextmanager

@@ -665,7 +665,8 @@ class InfCLTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save)
+        others = self.processing_class, self.hub_model_id if self.args.push_to_hub else None
+        save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *others)
 
     # ---- The Hub ----
 
@@ -697,8 +698,7 @@ class InfCLTrainer(Trainer):
             self.push_in_progress.jobs.extend(repeated)  # type: ignore[attr-defined]
 
     def _push_jobs(self) -> list[Any]:
-        in_progress = getattr(self, "push_in_progress", None)
-        return [] if in_progress is None else list(in_progress.jobs)
+        return list(getattr(getattr(self, "push_in_progress", None), "jobs", []))
 
     def _push_what_is_missing(self) -> None:
         """Waits for the pushes under way, and then pushes the checkpoints that the Hub lacks."""

@@ -1,0 +1,166 @@
+"""Models in OpenCLIP's format are trained and evaluated like others, and trained models are saved in both formats."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.demo import infcl
+from helpers.hub import hub_for_this_process
+from helpers.open_clip_models import config, know_the_small_tower, recorded, weights
+from helpers.pictures import picture
+from helpers.processors import clip_processor, tokenizer
+from helpers.trainers import arguments
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.cli.models import load, load_config
+from hf_infcl.conversion import files, load_open_clip
+
+WORDS = (
+    "--use_cpu",
+    "--report_to",
+    "none",
+    "--per_device_train_batch_size",
+    4,
+    "--save_steps",
+    1,
+    "--logging_steps",
+    1,
+)
+
+
+@pytest.fixture(autouse=True)
+def small_tower(monkeypatch):
+    know_the_small_tower(monkeypatch)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    folder = tmp_path / "pairs"
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        rows = []
+        for row in range(8):
+            picture(row, (16, 16)).save(folder / split / f"{row}.png")
+            rows.append(json.dumps({"file_name": f"{row}.png", "caption": f"{chr(97 + row)} picture"}))
+        (folder / split / "metadata.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def theirs(case: str, folder: Path) -> Path:
+    files.write(folder, weights(recorded()[case]["shapes"]), config(case), tokenizer())
+    return folder
+
+
+def same(a, b) -> bool:
+    ours, others = a.state_dict(), b.state_dict()
+    return ours.keys() == others.keys() and all(torch.equal(ours[name], others[name]) for name in ours)
+
+
+def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(pairs, tmp_path, monkeypatch, capsys):
+    source, out = theirs("SigLIP", tmp_path / "theirs"), tmp_path / "out"
+    words = ["--dataset", pairs, "--output_dir", out, *WORDS, "--max_steps", 2]
+    pushes = ["--push_to_hub", "--hub_model_id", "me/mine", "--hub_always_push"]
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        hub.commits["me/theirs", "main"] = [{path.name: path.read_bytes() for path in source.iterdir()}]
+        infcl("train", "--model", "me/theirs", *words, *pushes, "--save_formats", "transformers", "open_clip")
+        assert not load("me/mine").conversion, "transformers' files come first"
+        trees = hub.commits["me/mine", "main"]
+    start, processor = load_open_clip(source)
+    assert len(trees) > 2
+    pushed = [
+        unpacked(tree, tmp_path / f"commit-{number}") for number, tree in enumerate(trees) if files.WEIGHTS in tree
+    ]
+    assert len(pushed) >= 2, "also while it trains"
+    for folder in (*pushed, out / "checkpoint-1", out / "checkpoint-2", out):
+        model = transformers.AutoModel.from_pretrained(folder)
+        assert same(model, load_open_clip(folder)[0])
+        assert not same(model, start)
+        text = json.loads((folder / files.CONFIG).read_text())["model_cfg"]["text_cfg"]
+        assert text["hf_tokenizer_name"] == "me/mine", "where OpenCLIP looks for it"
+        assert (
+            transformers.AutoProcessor.from_pretrained(folder).tokenizer("A, b")["input_ids"]
+            == (processor.tokenizer("a b")["input_ids"])
+        )
+    card, printed = (out / "README.md").read_text(), capsys.readouterr().out
+    (compared,) = re.findall(r"saved formats \| transformers and OpenCLIP. (The embeddings .*) \|", card)
+    assert compared in printed
+    assert "| converted | from OpenCLIP's format. The embeddings" in card
+    assert "base_model: me/theirs" in card
+
+
+def unpacked(tree: dict[str, bytes], folder: Path) -> Path:
+    for name, content in tree.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
+    source = theirs("CLIP", tmp_path / "theirs")
+    saved = {f"module.{name}": tensor for name, tensor in weights(recorded()["CLIP"]["shapes"]).items()}
+    torch.save({"epoch": 2, "state_dict": saved}, tmp_path / "epoch_2.pt")
+    (source / files.WEIGHTS).unlink()
+    torch.save(saved, source / "open_clip_pytorch_model.bin")
+    infcl("convert", source, tmp_path / "ours")
+    results = {}
+    # A file has no tokenizer; its config names the one of the folder.
+    named = config("CLIP")
+    named["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = str(source)
+    (tmp_path / "named.json").write_text(json.dumps(named))
+    for name, model in {
+        "folder": [source],
+        "converted": [tmp_path / "ours"],
+        "file": [tmp_path / "epoch_2.pt", "--open_clip_model", tmp_path / "named.json"],
+    }.items():
+        words = ["--eval_dataset", pairs, "--output_dir", tmp_path / name, "--use_cpu", "--report_to", "none"]
+        infcl("evaluate", "--model", *model, *words)
+        measured = json.loads((tmp_path / name / "eval_results.json").read_text())
+        results[name] = {key: value for key, value in measured.items() if "recall" in key or key.endswith("loss")}
+    assert results["folder"] == results["converted"] == results["file"]
+    assert len(results["file"]) > 4
+
+
+def test_a_plan_reads_the_config_alone(tmp_path, capsys):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / files.CONFIG).write_text(json.dumps(config("CLIP")))
+    transformers.CLIPModel(load_config(str(tmp_path / "theirs"))).save_pretrained(tmp_path / "ours")
+    plans = []
+    for folder in ("theirs", "ours"):
+        infcl("plan", "--model", tmp_path / folder, "--global_batch", 64)
+        plans.append(capsys.readouterr().out.replace(str(tmp_path / folder), ""))
+    assert plans[0] == plans[1]
+
+
+def test_formats_that_could_not_be_saved_are_refused_before_the_training(tmp_path):
+    chosen = arguments(tmp_path, save_formats=["transformers", "open_clip"])
+    for wrong in (["open_clip"], ["transformers", "onnx"], []):
+        with pytest.raises(ValueError, match="save_formats must be transformers, or"):
+            arguments(tmp_path, save_formats=wrong)
+    model, _ = load_open_clip(theirs("CLIP", tmp_path / "theirs"))
+    with pytest.raises(ValueError, match="needs the processor"):
+        InfCLTrainer(model, chosen, data_collator=lambda items: items)
+    with pytest.raises(ValueError, match="needs the model, not model_init"):
+        InfCLTrainer(None, chosen, model_init=lambda: model, processing_class=clip_processor())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="OpenCLIP loads no adapters"):
+        InfCLTrainer(adapted, chosen, processing_class=clip_processor())
+    other = models.BUILD["clipseg"]()
+    with pytest.raises(ValueError, match="it is of the type clipseg"):
+        InfCLTrainer(other, chosen, processing_class=clip_processor())
+
+
+def test_adapters_of_a_model_in_the_other_format_are_merged_or_refused(pairs, tmp_path, capsys):
+    source = theirs("CLIP", tmp_path / "theirs")
+    words = ["train", "--model", source, "--dataset", pairs, *WORDS, "--max_steps", 1, "--lora_rank", 2]
+    with pytest.raises(SystemExit):
+        infcl(*words, "--output_dir", tmp_path / "adapter")
+    assert "Write it in the other format first with `infcl convert`, or pass --lora_merge" in capsys.readouterr().err
+    infcl(*words, "--output_dir", tmp_path / "merged", "--lora_merge")
+    assert isinstance(transformers.AutoModel.from_pretrained(tmp_path / "merged"), transformers.CLIPModel)
