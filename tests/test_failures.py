@@ -137,7 +137,7 @@ def rank_decides(rank: int, world_size: int, folder: str, use_cpu: bool) -> int:
 
 
 def test_callbacks_that_decide_alike_everywhere_cost_no_exchange(tmp_path):
-    with mock.patch("hf_infcl.training.trainer.share_decisions", side_effect=AssertionError):
+    with mock.patch("hf_infcl.training.loop_events._share", side_effect=AssertionError):
         trainer_for(str(tmp_path), max_steps=1, use_cpu=True).train()
         with pytest.raises(AssertionError):
             trainer_for(str(tmp_path), max_steps=1, use_cpu=True, callbacks=[Decide()]).train()

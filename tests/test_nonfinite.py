@@ -37,7 +37,7 @@ def rank_refused(rank: int, world_size: int, folder: str, row: int, where: str) 
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         # This is the gradient of the first micro-batch in the second window.
-        first = trainer.state.global_step == 1 and trainer.window.next_micro_batch == 1
+        first = trainer.state.global_step == 1 and trainer.training_data.window.next_micro_batch == 1
         return gradient * math.nan if rank == 1 and first else gradient
 
     if where == "gradient":

@@ -104,7 +104,7 @@ def rank_gradients(rank: int, world_size: int, folder: str, cells: list[tuple]) 
             **options,
         )
         trainer.train()
-        loss, cosine, expected = truth(objective, most, trainer.equal_ids, with_ids)
+        loss, cosine, expected = truth(objective, most, trainer.setup.equal_ids, with_ids)
         entry = trainer.state.log_history[0]
         assert entry["loss"] == pytest.approx(loss, rel=TOLERANCE), where
         if world_size == steps == 1:
@@ -190,7 +190,7 @@ def test_cached_features_of_a_frozen_tower_train_on_the_same_captions(tmp_path):
     cached.train()
     plain.train()
     assert torch.equal(parameters(cached), parameters(plain))
-    assert cached.equal_ids == "positive"
+    assert cached.setup.equal_ids == "positive"
     assert cached.state.log_history[0]["texts_per_image"] > 2
 
 
@@ -305,7 +305,7 @@ class Ids(TrainerCallback):
         self.trainer, self.seen = trainer, seen
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        for batch in self.trainer.window.batches:
+        for batch in self.trainer.training_data.window.batches:
             self.seen += batch["pair_ids"].tolist()
 
 

@@ -18,6 +18,7 @@ from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.processes.phases import Phases
 from hf_infcl.training.preparation import prepare_model
+from hf_infcl.windows.setup import Setup
 from hf_infcl.windows.step import WindowStep
 from hf_infcl.windows.window import Window
 
@@ -26,14 +27,9 @@ def step_of(folder: Any, model: nn.Module, **options: Any) -> WindowStep:
     args = arguments(folder, **options)
     accelerator = Accelerator(cpu=True)
     prepare_model(model, args, accelerator)
-    encoder = DualEncoder(model)
     return WindowStep(
-        encoder,
+        Setup(DualEncoder(model), accelerator, args, "exclude"),
         model,
-        accelerator,
-        args,
-        objective=encoder.objective,
-        equal_ids="exclude",
         prepare_inputs=lambda batch: batch,
         rows_of_dataset=lambda places: [10 + row for _, row in places],
         roll_back=lambda reason: None,
@@ -163,12 +159,12 @@ def test_windows_are_skipped_and_counted(tmp_path):
     loss = run(step, model, window_of(models.Pairs(8), 2))
     with torch.no_grad():
         model.logit_scale.fill_(math.log(3000))
-    step.end(torch.optim.SGD(model.parameters()), 100.0)
+    step.after_optimizer_step(torch.optim.SGD(model.parameters()))
     assert model.logit_scale.exp().item() == pytest.approx(100)
     before = {name: gradient.clone() for name, gradient in gradients(model).items()}
     assert run(step, model, window_of(bad, 2)) == loss
     assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(model).items())
-    step.end(torch.optim.SGD(model.parameters()), 100.0)
+    step.after_optimizer_step(torch.optim.SGD(model.parameters()))
     assert (step.windows, step.skipped.count, list(step.skipped.losses)) == (1, 1, [loss.item()])
     with pytest.raises(ValueError, match="Steps skipped just before it: 1"):
         run(step, model, window_of(bad, 2))

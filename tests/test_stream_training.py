@@ -34,7 +34,7 @@ class Windows(TrainerCallback):
         self._file = open(file, "a", encoding="utf-8")  # noqa: SIM115
 
     def on_step_end(self, args, state, control, **kwargs):
-        tokens = [batch["input_ids"] for batch in self.trainer.window.batches]
+        tokens = [batch["input_ids"] for batch in self.trainer.training_data.window.batches]
         rows = [int((PAIRS.tokens == row).all(1).nonzero()[0]) for row in torch.cat(tokens)]
         print(json.dumps([state.global_step, rows]), file=self._file, flush=True)
 
@@ -371,9 +371,8 @@ def test_data_wait_is_the_share_of_training_and_leaves_the_rest_out(monkeypatch)
         with wait_for.waiting():
             now[0] += wait
         now[0] += work
-        wait_for.stop()
-        now[0] += 1000  # an evaluation
-        wait_for.start()
+        with wait_for.stopped():
+            now[0] += 1000  # an evaluation
 
     wait = DataWait()
     window(500, 500, wait)  # workers start

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -18,6 +18,7 @@ from hf_infcl.checkpoints.record import Run, RunRecord
 from hf_infcl.loading.sampling import WindowSampler
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.processes.collectives import Processes
+from hf_infcl.processes.interruptions import Interruptions
 from hf_infcl.windows.window import Window
 
 # ---- Data sets ----
@@ -266,14 +267,25 @@ def test_ready_made_pair_ids_are_kept_among_unused_columns(tmp_path, make):
 # ---- `TrainingData` alone ----
 
 
+class Counting(Interruptions):
+    """Notes what is agreed."""
+
+    def __init__(self, agreed: list[Any]) -> None:
+        super().__init__()
+        self.agreed = agreed
+
+    def agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
+        self.agreed.append(numbers)
+        return super().agree(numbers)
+
+
 def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
     return data.fetch(
         lambda source: list(itertools.islice(source, 2)),
         batches,
         equal_ids="exclude",
-        agree=lambda numbers: agreed.append(numbers) or [list(numbers)],
         step=step,
-        is_ending=lambda: False,
+        interruptions=Counting(agreed),
     )
 
 
@@ -291,7 +303,7 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
         for step in range(1, 6):
             lengths.append(len(window := fetch(data, batches, step, agreed)))
             if len(window):
-                data.end_window(window)
+                data.end_window()
         assert lengths == [2, 2, 0, 0, 0]
         assert len(agreed) == 3 * (epoch + 1)
         assert data.position() == {"epoch": epoch, "windows": 2, "skipped_samples": 8 * (epoch + 1), "stream": None}

@@ -30,6 +30,7 @@ class Checkpoints:
 
     Attributes:
         saved_step: the step of the last checkpoint that this training wrote, or -1.
+        partial_dir: the folder of the checkpoint that is being written now, if any.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Checkpoints:
         self._completes, self._flushes, self._ends_on_failure = completes, flushes, ends_on_failure
         self._limit, self._last = limit, last
         self.saved_step = -1
+        self.partial_dir: str | None = None
 
     def save(
         self, output_dir: str, step: int, record: RunRecord, write: Callable[[Checkpoint], None]
@@ -63,6 +65,18 @@ class Checkpoints:
             The complete checkpoint, or None if it could not be written.
         """
         checkpoint = Checkpoint(output_dir, step)
+        self.partial_dir = str(checkpoint.partial_dir)
+        try:
+            complete = self._write(checkpoint, record, write)
+        finally:
+            self.partial_dir = None
+        if not complete:
+            return None
+        self.saved_step, self._last = step, str(checkpoint.folder)
+        return checkpoint
+
+    def _write(self, checkpoint: Checkpoint, record: RunRecord, write: Callable[[Checkpoint], None]) -> bool:
+        """Whether all processes could write."""
         for acts, work in (
             (self._completes, partial(checkpoint.begin, record)),
             (True, partial(write, checkpoint)),
@@ -80,13 +94,12 @@ class Checkpoints:
             if failures := [text for text in Processes().gather_text(failure) if text]:
                 logger.error(
                     f"{checkpoint.folder} could not be written, and the training continues without it"
-                    f"{_free_space(output_dir)}. {' '.join(failures)}"
+                    f"{_free_space(checkpoint.folder.parent)}. {' '.join(failures)}"
                 )
                 if self._completes:
                     checkpoint.abandon()
-                return None
-        self.saved_step, self._last = step, str(checkpoint.folder)
-        return checkpoint
+                return False
+        return True
 
     def rotate(self, newest: Checkpoint, keep: Sequence[Path]) -> None:
         """Removes old checkpoints, except the ``newest`` and those to ``keep``."""
@@ -112,7 +125,7 @@ class Checkpoints:
         return last
 
 
-def _free_space(folder: str) -> str:
+def _free_space(folder: Path) -> str:
     """The free space of a folder in parentheses; empty if unknown, for example on a rank without that folder."""
     try:
         return f" ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free there)"

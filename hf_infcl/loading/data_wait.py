@@ -14,25 +14,25 @@ class DataWait:
     """Measures how long a process trains, and how much of that time it waits for data.
 
     The first window does not count, because the workers start in it. Evaluations and checkpoints do not count either:
-    the clock stands still from `stop` to `start`.
+    the clock stands still while it is `stopped`.
     """
 
     def __init__(self) -> None:
         self.windows = -1
         self._trained = self._waited = 0.0
         self._logged = 0.0, 0.0
-        self.start()
-
-    def start(self) -> None:
         self._started = time.perf_counter()
 
-    def stop(self) -> None:
-        """Stops the clock; called after each window."""
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The context of what follows each window, in which the clock stands still."""
         self.windows += 1
         if self.windows == 0:
             self._trained = self._waited = 0.0
         else:
             self._trained += time.perf_counter() - self._started
+        yield
+        self._started = time.perf_counter()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.utils import DistributedType, slice_tensors
 from torch import Tensor
@@ -16,10 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..data import ContrastiveCollator, ImageTextStream
-from ..data.wrapped import has_epochs, set_epoch
-from ..encoders.dual_encoder import DualEncoder, images_of
+from ..data.wrapped import check_has_end, has_epochs, set_epoch
+from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
+from ..processes.interruptions import Interruptions
+from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
 from .feature_cache import CachedImages, cache_images, check_cacheable
 from .sampling import RowsOfEpoch, WindowSampler
@@ -120,6 +121,19 @@ def windows_of_stream(args: InfCLTrainingArguments, loader: Any, values: tuple[A
     return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
 
 
+def sampler_of(dataset: Any, args: InfCLTrainingArguments) -> WindowSampler | None:
+    """The order of the rows of a training set that has a length."""
+    if dataset is None or not has_length(dataset):
+        return None
+    shuffle = args.train_sampling_strategy == "random"
+    return WindowSampler(dataset, args.global_batch_size, shuffle=shuffle, seed=args.seed_of_data)
+
+
+def with_epochs(dataset: Any) -> Any:
+    """A dataset with a length, as one whose rows change with the epoch if it has a method ``set_epoch``."""
+    return RowsOfEpoch(dataset) if has_epochs(dataset) and not isinstance(dataset, RowsOfEpoch) else dataset
+
+
 def normalised(inputs: dict[str, Any], collator: Any, prepare: Callable[[Tensor], Any]) -> dict[str, Any]:
     """A batch on the device whose uint8 images are normalised there by the collator.
 
@@ -148,11 +162,19 @@ def loader_of_stream(
     *,
     is_training: bool,
 ) -> DataLoader:
-    """A loader of a dataset without a length: full batches only in training, and one worker at most in evaluations."""
+    """A loader of a dataset without a length: full batches only in training, every row once in an evaluation.
+
+    Those of a training are for `Accelerator.prepare`.
+
+    Raises:
+        ValueError: the dataset of an evaluation has no end.
+    """
+    if not is_training:
+        check_has_end(dataset)
     workers = args.dataloader_num_workers if is_training else min(args.dataloader_num_workers, 1)
     # This option is not in transformers before 5.15.
     context = getattr(args, "dataloader_multiprocessing_context", None)
-    return DataLoader(
+    loader = DataLoader(
         dataset,
         batch_size=batch_size,
         collate_fn=collate,
@@ -164,6 +186,7 @@ def loader_of_stream(
         prefetch_factor=args.dataloader_prefetch_factor,
         drop_last=is_training,
     )
+    return loader if is_training else stream_for_evaluation(loader, args.device)
 
 
 def adapt_training_loader(dataloader: Any, vocabulary: int | None, *, offload_inputs: bool) -> None:
@@ -241,26 +264,24 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
 
 def with_cached_images(
     pairs: Any,
-    args: InfCLTrainingArguments,
-    encoder: DualEncoder,
+    setup: Setup,
     collator: Any,
-    accelerator: Accelerator,
-    *,
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
-    agree: Callable[[], Any],
-    note_progress: Callable[[], None],
+    interruptions: Interruptions,
 ) -> CachedImages:
     """The training set with features instead of images; computes those that ``args.cache_features`` lacks; collective.
 
     Raises:
         ValueError: the features of the images are not the same at every step, or cannot be used.
     """
+    encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
+    interruptions.phases.enter("computing image features")
     tower: Any = encoder.frozen_towers().get("image")
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     check_cacheable(pairs, tower, collator, sharded=sharded, compiled=args.torch_compile)
 
     def encode(batch: dict[str, Any]) -> Tensor:
-        note_progress()
+        interruptions.phases.note_progress()
         with torch.no_grad(), accelerator.autocast():
             return encoder.image_features(prepare_inputs(batch))
 
@@ -272,7 +293,7 @@ def with_cached_images(
             encode,
             collator,
             dtype=accelerator.mixed_precision,
-            agree=agree,
+            agree=interruptions.agree,
             batch_size=args.per_device_train_batch_size,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,

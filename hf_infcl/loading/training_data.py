@@ -13,12 +13,11 @@ from ..checkpoints.record import RunRecord
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
+from ..processes.interruptions import Interruptions
 from ..windows.window import Window
 from .batch_checks import check_window
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import LoaderParts
-
-Agree = Callable[[Sequence[float]], list[list[float]]]
 
 logger = logging.get_logger(__name__)
 
@@ -41,12 +40,13 @@ class TrainingData:
         resumed: the record of the checkpoint that the training resumes from, if any.
 
     Attributes:
+        window: the micro-batches that are trained now.
         source: the parts of the loader.
         wait: how long this process waits for data.
     """
 
     def __init__(self, loader: Any, args: InfCLTrainingArguments, resumed: RunRecord | None = None) -> None:
-        self.source, self.wait = LoaderParts(loader), DataWait()
+        self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
         self._args, self._processes = args, Processes()
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
@@ -66,11 +66,10 @@ class TrainingData:
         epoch_iterator: Any,
         *,
         equal_ids: str,
-        agree: Agree,
         step: int,
-        is_ending: Callable[[], bool],
+        interruptions: Interruptions,
     ) -> Window:
-        """The next window, or an empty one if the remaining rows of a stream do not fill it; collective.
+        """Fetches the next window, or an empty one if the remaining rows of a stream do not fill it; collective.
 
         All processes agree here that they have a window, so an error in the data of one process stops all of them.
 
@@ -78,17 +77,19 @@ class TrainingData:
             read: takes the batches of a window from an iterator.
             epoch_iterator: that of Trainer's loop. A stream's loader has one that lasts for the whole training.
             equal_ids: ``"exclude"`` or ``"positive"``.
-            agree: `Processes.agree`, which may also end the training.
             step: the number of trained optimizer steps.
-            is_ending: whether a signal has asked this process to end, which may also have ended its workers.
+            interruptions: of the training.
 
         Raises:
             ValueError: the collator returns batches that cannot be trained on; the stream is shorter than a global
                 batch.
+            AskedToEndError: any process has received a signal to end.
         """
+        interruptions.phases.enter("loading data", step)
+        self.window = Window([])  # the batches of the last one take memory
         source, batches, rows = self.source, [], 0
         if self._epoch.exhausted:
-            return Window([])
+            return self.window
         try:
             with self.wait.waiting():
                 batches = read(epoch_iterator if source.stream_loader is None else source.stream_loader.lasting())
@@ -96,7 +97,7 @@ class TrainingData:
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
             if source.dispatcher is None:
-                if not is_ending():
+                if not interruptions.is_ending:
                     announce_failure(error)
                     raise
             else:
@@ -105,10 +106,11 @@ class TrainingData:
                     # Every process gets here: accelerate sends nothing without a full micro-batch for each of them.
                     raise self._too_short([0] * self._processes.world_size) from error
                 raise
-        agreed = agree([rows, len(batches)])
+        agreed = interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
-            return Window(batches)
+            self.window = Window(batches)
+            return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         gives_full_batches = source.sampler is not None or source.stream_loader is not None
         if gives_full_batches and any(count == self._args.gradient_accumulation_steps for _, count in agreed):
@@ -121,7 +123,7 @@ class TrainingData:
         if step == 0:
             raise self._too_short(seen)
         self._epoch.exhausted = True
-        return Window([])
+        return self.window
 
     @property
     def _images(self) -> int:
@@ -134,10 +136,10 @@ class TrainingData:
             f"processes got {seen} of {self._images} each in full micro-batches. Lower the batch, or use more data."
         )
 
-    def end_window(self, window: Window) -> None:
+    def end_window(self) -> None:
         """Records that the window is trained."""
         self._epoch.windows += 1
-        if skipped := [int(batch["skipped"].sum()) for batch in window.batches if "skipped" in batch]:
+        if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
         if self.source.stream_loader is not None:
             self.source.stream_loader.consume()
@@ -171,7 +173,7 @@ class TrainingData:
             return None
         return int(sum(count for (count,) in self._processes.agree([self._skipped])))
 
-    def logs(self, window: Window) -> dict[str, float]:
+    def logs(self) -> dict[str, float]:
         """Metrics of the data, and a warning if the training waits for it; collective.
 
         These are skipped_samples since the training began, if the data reports them, and data_wait, the share of the
@@ -185,8 +187,8 @@ class TrainingData:
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
             logs["skipped_samples"] = skipped
-        texts = sum(window.sizes[1])
-        if texts != self._images and len(window):
+        texts = sum(self.window.sizes[1])
+        if texts != self._images and len(self.window):
             logs["texts_per_image"] = round(texts / self._images, 3)
         wait, loader = self.wait, self.source.stream_loader
         progress = None if loader is None else loader.progress()
@@ -209,6 +211,7 @@ class TrainingData:
         return logs
 
     def close(self) -> None:
-        """Ends the workers of a stream."""
+        """Lets go of the last window, and ends the workers of a stream."""
+        self.window = Window([])
         if self.source.stream_loader is not None:
             self.source.stream_loader.close()

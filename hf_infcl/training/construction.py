@@ -29,7 +29,10 @@ def check_construction(model: nn.Module | None, args: Any, data_collator: Any, o
         others: the other arguments of Trainer's constructor.
 
     Raises:
-        ValueError: see `InfCLTrainer`.
+        ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
+            launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is given; a dataset of
+            images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
+            several captions per image; ``output_dir`` is not writable.
     """
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")

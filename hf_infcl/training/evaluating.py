@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator, ZeroShotDataset
-from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, DualEncoder
+from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
     caption_ids,
@@ -27,9 +27,9 @@ from ..evaluation import (
 )
 from ..evaluation.metrics import CEILING
 from ..loss import local_contrastive_loss
-from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, failures_announced
+from ..windows.setup import Setup
 
 logger = logging.get_logger(__name__)
 
@@ -109,10 +109,7 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        encoder: the model.
-        accelerator: of the training.
-        args: the arguments of the training.
-        objective, equal_ids: of the loss.
+        setup: the model, its arguments and its loss.
         collator: the data collator, which tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         prepare_inputs: moves a batch to the device.
@@ -120,22 +117,32 @@ class Evaluator:
 
     def __init__(
         self,
-        encoder: DualEncoder,
-        accelerator: Accelerator,
-        args: InfCLTrainingArguments,
-        *,
-        objective: str,
-        equal_ids: str,
+        setup: Setup,
         collator: Any,
         processing_class: Any,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._encoder, self._accelerator, self._args = encoder, accelerator, args
-        self._objective, self._equal_ids = objective, equal_ids
+        self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
+        self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class, self._prepare_inputs = collator, processing_class, prepare_inputs
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
-        """The predictions and labels of one batch for `compute_metrics`, without the rows that accelerate repeated."""
+        """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
+
+        Rows that accelerate repeated are left out.
+
+        Returns:
+            For pairs, ``(image_embeds [n, D], text_embeds [m, D])``, with the captions in the order of their images,
+            and ``(counts [n], caption_ids [m])``: the number of captions of each image, and an int64 that is equal for
+            captions with equal tokens. If the batch has ``pair_ids``, these [n] are the third label. For labelled
+            images, ``image_embeds`` and the labels [n].
+        """
+        if self._accelerator.distributed_type == DistributedType.FSDP:
+            Processes().agree([])  # before the forward, in which a process would wait for one that has failed
+        with failures_announced_unless_sharded(self._accelerator):
+            return self._embed(inputs)
+
+    def _embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
         batch = self._prepare_inputs(inputs)
         classified = "labels" in batch
         if "pixel_values" not in batch or not (classified or "input_ids" in batch):
@@ -171,6 +178,11 @@ class Evaluator:
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: Any, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
+
+        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
+        all captions; for a `ZeroShotDataset`, they are accuracies. The loss uses the first caption of each image, or
+        all of them with ``equal_ids="positive"``. No metric uses negative captions. Every process gets the numbers of
+        rank 0. A training goes on as if it had not been evaluated: the random state of dropout stays the same.
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.

@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl
 
+from ..loading.training_data import TrainingData
 from ..processes.collectives import Processes
+from ..windows.step import WindowStep
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
 class LoopEvents(TrainerCallback):
-    """Calls functions at points of Trainer's loop.
+    """Calls the parts of a training at points of Trainer's loop.
 
     Args:
         callbacks: those of the trainer. While it trains, a `CompleteWindows` is the last of them.
-        begin_training, end_training: called at the begin and the end of a training.
-        before_optimizer_step, after_optimizer_step: called around the step of the optimizer.
-        end_window: called after both.
+        begin_training: called at the begin of a training; returns its parts.
+        end_training: called at its end.
     """
 
     def __init__(
         self,
         callbacks: list[TrainerCallback],
-        *,
-        begin_training: Callable[[], None],
+        begin_training: Callable[[], tuple[WindowStep, TrainingData]],
         end_training: Callable[[], None],
-        before_optimizer_step: Callable[[], None],
-        after_optimizer_step: Callable[[], None],
-        end_window: Callable[[], None],
     ) -> None:
         self._callbacks, self._begin_training, self._end_training = callbacks, begin_training, end_training
-        self._before, self._after, self._end_window = before_optimizer_step, after_optimizer_step, end_window
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
-        self._begin_training()
+        self._step, self._data = self._begin_training()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_training()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._before()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._step.before_optimizer_step(optimizer, state.global_step)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._after()
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self._step.after_optimizer_step(optimizer)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_window()
+        self._data.end_window()
 
 
 class CompleteWindows(TrainerCallback):
@@ -80,23 +77,33 @@ class CompleteWindows(TrainerCallback):
         self._epoch_stop = self._training_stop = False
 
 
-def share_decisions(control: TrainerControl) -> bool:
-    """Makes all processes log, evaluate, save or end the training if a callback on any process asks for it; collective.
+class Decisions:
+    """Makes all processes log, evaluate, save or end the training if a callback on any process asks for it.
 
     For example, a callback may read the clock, which differs between processes. Callbacks of transformers and of this
-    package decide alike on all processes; among them nothing needs to be exchanged.
+    package decide alike on all processes; among them nothing is exchanged.
 
-    Returns:
-        Whether anything was asked for.
+    Args:
+        callbacks: those of this process, which learns here of those of the others; collective.
     """
+
+    def __init__(self, callbacks: Iterable[TrainerCallback]) -> None:
+        packages = {type(callback).__module__.split(".")[0] for callback in callbacks}
+        others = not packages <= {"transformers", "hf_infcl"}
+        self._differ = any(has for (has,) in Processes().agree([others]))
+
+    @contextmanager
+    def shared(self, control: TrainerControl) -> Iterator[None]:
+        """The context in which Trainer does what was asked for; collective."""
+        asked = self._differ and _share(control)
+        yield
+        if asked:  # a callback may ask for the end after an evaluation
+            _share(control)
+
+
+def _share(control: TrainerControl) -> bool:
+    """Whether anything was asked for."""
     asked = Processes().agree([getattr(control, name) for name in DECISIONS])
     for name, votes in zip(DECISIONS, zip(*asked, strict=True), strict=True):
         setattr(control, name, any(votes))
     return any(map(any, asked))
-
-
-def has_callbacks_of_others(callbacks: Iterable[TrainerCallback]) -> bool:
-    """Whether a callback on any process belongs neither to transformers nor to this package; collective."""
-    packages = {type(callback).__module__.split(".")[0] for callback in callbacks}
-    others = not packages <= {"transformers", "hf_infcl"}
-    return any(has for (has,) in Processes().agree([others]))

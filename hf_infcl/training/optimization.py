@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -88,6 +88,12 @@ def check_optimizer_options(
             "transformers would ignore this. Remove it; Adam's options are the arguments adam_beta1, adam_beta2, "
             "adam_epsilon and weight_decay."
         )
+
+
+def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
+    """Puts the weights to train, or those to evaluate and save, into the model; schedule-free optimizers have both."""
+    if callable(switch := getattr(optimizer, mode, None)):
+        switch()
 
 
 def set_learning_rates(

@@ -28,9 +28,13 @@ class Progress:
         self._began = now - next(earlier, 0.0)
         self._last_log = now, step
 
+    def steps(self, step: int) -> int:
+        """The optimizer steps of this training up to a step."""
+        return step - self._first_step
+
     def samples(self, step: int) -> int:
         """The pairs trained up to a step."""
-        return self._samples + (step - self._first_step) * self._batch
+        return self._samples + self.steps(step) * self._batch
 
     def logs(self, step: int, device: torch.device) -> dict[str, float]:
         """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory."""

@@ -46,8 +46,8 @@ class Pushes:
         step: int,
         repository: str,
         push: Callable[[], None],
-        jobs: Callable[[], list[Future[Any]]],
-    ) -> list[Future[Any]]:
+        in_progress: Callable[[], Any],
+    ) -> None:
         """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints.
 
         Args:
@@ -55,11 +55,13 @@ class Pushes:
             step: its step.
             repository: the id of the repository.
             push: Trainer's own push, which starts up to two uploads.
-            jobs: the uploads that run in the background or have run there lately.
-
-        Returns:
-            The uploads of earlier checkpoints that were started as well.
+            in_progress: returns Trainer's ``push_in_progress``, in which the uploads of earlier checkpoints are noted
+                that are started as well.
         """
+
+        def jobs() -> list[Future[Any]]:
+            return [] if (current := in_progress()) is None else list(current.jobs)
+
         missing = self._not_on_hub()
         names = {HubStrategy.CHECKPOINT: LAST_CHECKPOINT, HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         name = names.get(HubStrategy(self._args.hub_strategy))
@@ -75,13 +77,12 @@ class Pushes:
         if name is not None:
             missing.pop(name, None)
             self._note(name, checkpoint, started[1] if len(started) == 2 else None)
-        repeated: list[Future[Any]] = []
         for name, folder in missing.items() if started else ():
             if folder.is_dir():
-                repeated.append(HfApi().upload_folder(**self._upload(repository, name, folder), run_as_future=True))
-                _report_failure(repeated[-1], step, repository)
-                self._note(name, folder, repeated[-1])
-        return repeated
+                repeated = HfApi().upload_folder(**self._upload(repository, name, folder), run_as_future=True)
+                _report_failure(repeated, step, repository)
+                self._note(name, folder, repeated)
+                in_progress().jobs.append(repeated)
 
     def _note(self, name: str, checkpoint: Path, job: Future[Any] | None) -> None:
         self._pushed[name] = checkpoint, job

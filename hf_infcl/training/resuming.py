@@ -19,6 +19,7 @@ from ..data.wrapped import content_fingerprint, most_captions, negative_caption_
 from ..options.arguments import InfCLTrainingArguments
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
+from ..windows.setup import Setup
 
 # Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
 # the processes exchange something.
@@ -31,26 +32,15 @@ _OF_ONE_MACHINE = (
 logger = logging.get_logger(__name__)
 
 
-def run_of(
-    args: InfCLTrainingArguments,
-    model: Any,
-    data: Any,
-    collator: Any,
-    *,
-    objective: str,
-    equal_ids: str,
-    mixed_precision: str,
-) -> Run:
+def run_of(setup: Setup, data: Any, collator: Any) -> Run:
     """The properties of a training that a checkpoint must share to be resumed.
 
     Args:
-        args: its arguments.
-        model: the unwrapped model.
+        setup: its model, arguments and loss.
         data: the training set.
         collator: the data collator.
-        objective, equal_ids: of the loss.
-        mixed_precision: of the accelerator.
     """
+    args, model = setup.args, setup.encoder.model
     rows = f", {len(data)} rows" if has_length(data) else ""
     captions = f", {most} captions per image" if (most := most_captions(data)) > 1 else ""
     if columns := negative_caption_columns(data):
@@ -63,14 +53,14 @@ def run_of(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Run(
         global_batch_size=args.global_batch_size,
-        objective=objective,
+        objective=setup.objective,
         model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
         data=type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order),
         content=content_fingerprint(data),
-        equal_ids=equal_ids,
+        equal_ids=setup.equal_ids,
         optimizer=f"{optimizer} of {trained:,} parameters",
         options={
-            **options_of_arguments(args, mixed_precision),
+            **options_of_arguments(args, setup.accelerator.mixed_precision),
             **options_of_data(list(parts_of(data)), collator),
             **options_of_model(model),
         },
@@ -172,13 +162,19 @@ class Resumption:
         self._allow(changes)
         return bool(changes)
 
-    def differs(self, run: Run) -> bool:
-        """Whether the run of the checkpoint has other properties than ``run``."""
-        return self.record is not None and any(True for _ in differences(self.record.run, run))
-
     @contextmanager
-    def errors_of_optimizer(self) -> Iterator[None]:
-        """Within the context, a state of the optimizer that does not fit becomes a ValueError that says what to do."""
+    def optimizer_loaded(self, run: Run, options: OptimizerOptions, optimizer: Any, schedule: Any) -> Iterator[None]:
+        """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
+
+        Args:
+            run: this run.
+            options: of this run.
+            optimizer, schedule: those that are loaded.
+
+        Raises:
+            ValueError: as `check_optimizer`, or a state does not fit.
+        """
+        changed = self.check_optimizer(options)
         try:
             yield
         except (KeyError, ValueError) as error:
@@ -187,6 +183,13 @@ class Resumption:
                 "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
                 "them, or start a new run from its model."
             ) from error
+        if self.record is not None and (changed or any(True for _ in differences(self.record.run, run))):
+            options.apply(self.record.optimizer, optimizer, schedule)
+
+    @property
+    def stream_positions(self) -> list[dict[str, Any]]:
+        """The position of each process in an `ImageTextStream`; empty for a new run."""
+        return (self.record and self.record.stream) or []
 
     def warn_of_nothing_left(self, step: int, max_steps: int) -> None:
         """Says that the run was complete when it was resumed."""
@@ -195,10 +198,16 @@ class Resumption:
             "steps."
         )
 
-    def position(self, args: InfCLTrainingArguments, steps_per_epoch: int) -> tuple[int, int] | None:
-        """The completed epochs, and the trained micro-batches of the next one; None for Trainer's own count."""
+    def position(self, args: InfCLTrainingArguments, steps_per_epoch: int, counted: tuple[int, int]) -> tuple[int, int]:
+        """The completed epochs, and the trained micro-batches of the next one.
+
+        Args:
+            args: the arguments of the training.
+            steps_per_epoch: the windows of a pass over the data.
+            counted: Trainer's own numbers, for checkpoints without a record.
+        """
         if self.record is None or args.ignore_data_skip:
-            return None
+            return counted
         # Trainer divides the steps by those of an epoch, which a stream does not know.
         rows = self.record.windows * self.record.run.global_batch_size
         windows = math.ceil(rows / args.global_batch_size)

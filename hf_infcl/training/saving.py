@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..checkpoints.files import Checkpoint
+from ..checkpoints.record import RunRecord
+from ..checkpoints.saving import Checkpoints
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
@@ -54,6 +58,47 @@ def save_weights(
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
+
+
+def checkpoints_of(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:
+    """The checkpoints that a training writes; ``last`` is the one that it resumes from, if any."""
+    return Checkpoints(
+        completes=args.should_save,
+        flushes=args.local_process_index == 0,
+        ends_on_failure=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+        limit=args.save_total_limit,
+        last=last,
+    )
+
+
+def save_checkpoint(
+    checkpoints: Checkpoints,
+    output_dir: str,
+    record: RunRecord,
+    state: Any,
+    args: InfCLTrainingArguments,
+    save: Callable[[], None],
+) -> Checkpoint | None:
+    """Writes Trainer's checkpoint completely or not at all; collective. See `Checkpoints.save`.
+
+    Args:
+        checkpoints: those of the training.
+        output_dir: their folder.
+        record: the run and its progress.
+        state: Trainer's, which names the best checkpoint.
+        args: the arguments of the training.
+        save: Trainer's own method.
+    """
+
+    def write(checkpoint: Checkpoint) -> None:
+        with best_checkpoint_kept(state, args, checkpoint):
+            save()
+
+    best_before = state.best_model_checkpoint
+    saved = checkpoints.save(output_dir, state.global_step, record, write)
+    if saved is None:
+        state.best_model_checkpoint = best_before
+    return saved
 
 
 @contextmanager

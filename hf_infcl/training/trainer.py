@@ -7,51 +7,53 @@ checkpoints in `checkpoints/` and `resuming.py`, pushes in `pushes.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy, SaveStrategy, TrainOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, SaveStrategy, TrainOutput
 from transformers.utils import logging
 
-from ..checkpoints.files import Checkpoint, choose
+from ..checkpoints.files import choose
 from ..checkpoints.lock import locked
-from ..checkpoints.record import Run, RunRecord
-from ..checkpoints.saving import Checkpoints
+from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.notices import CaptionNotices
-from ..data.wrapped import check_has_end, has_epochs, most_captions, parts_of
+from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.sharding import failures_announced_unless_sharded
 from ..loading import loaders
-from ..loading.sampling import RowsOfEpoch, WindowSampler
 from ..loading.training_data import TrainingData
-from ..loss import OBJECTIVES
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.run_options import OptimizerOptions
-from ..processes.collectives import Processes, failures_announced
-from ..processes.phases import Phases
-from ..processes.preemption import AskedToEndError, Preempted, Preemption, describe_end
+from ..processes.collectives import failures_announced
+from ..processes.interruptions import Interruptions
+from ..processes.preemption import AskedToEndError, Preempted, describe_end
 from ..windows.number_checks import check_supported
+from ..windows.setup import Setup
 from ..windows.step import WindowStep
-from ..windows.window import Window
 from . import pushes
 from .construction import check_construction, check_overrides, with_processor
 from .evaluating import Evaluator, gather_rows
-from .loop_events import LoopEvents, has_callbacks_of_others, share_decisions
+from .loop_events import Decisions, LoopEvents
 from .muon import create_muon
-from .optimization import check_optimizer_options, check_trains, errors_of_options, set_learning_rates
+from .optimization import (
+    check_optimizer_options,
+    check_trains,
+    errors_of_options,
+    set_learning_rates,
+    switch_weights,
+)
 from .preparation import prepare_model
 from .progress import Progress
 from .resuming import Resumption, check_same_on_all_ranks, run_of
-from .saving import best_checkpoint_kept, save_weights, saves_shards
+from .saving import checkpoints_of, save_checkpoint, save_weights, saves_shards
 
 logger = logging.get_logger(__name__)
 
@@ -61,11 +63,8 @@ class InfCLTrainer(Trainer):
 
     The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
     the gradient of every parameter, including logit_scale and logit_bias, equals the gradient of one process that holds
-    the whole batch. `hf_infcl.contrastive_loss` describes the loss. `hf_infcl.passes.grad_cache` describes the two
-    passes that train a window of micro-batches in the activation memory of a single one.
-
-    This class holds the methods of Trainer that are overridden, and its parts do the work. Subclasses override and
-    extend methods as those of Trainer.
+    the whole batch. `hf_infcl.contrastive_loss` describes the loss, `hf_infcl.passes.grad_cache` the two passes that
+    train a window of micro-batches in the activation memory of a single one.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
@@ -77,27 +76,20 @@ class InfCLTrainer(Trainer):
         data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
             `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 is the index of each text's
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
-        **kwargs: the other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction whose
-            predictions are ``(image_embeds [N, D], text_embeds [M, D])``, with the captions in the order of their
-            images, and whose label_ids are ``(counts [N], caption_ids [M])``: the number of captions of each image, and
-            an int64 that is equal for captions with equal tokens. If the batches have ``pair_ids``, these [N] are the
-            third label. For a `ZeroShotDataset`, the predictions are ``image_embeds`` and the label_ids the labels [N].
+        **kwargs: the other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction with the
+            predictions and labels of the whole set that `Evaluator.embed` describes for a batch.
 
     Attributes:
-        window: the micro-batches that are trained now.
-        window_step, training_data, progress: the parts of the last training; see their classes.
+        setup, window_step, training_data, progress: the parts of the last training; see their classes.
         checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
+        interruptions: signals and lost processes.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
         creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
             passed, or come from DeepSpeed's config.
 
     Raises:
-        ValueError: the model is not a dual encoder, or was split while it was loaded; ``args`` has another class;
-            several GPUs are visible without a launcher; ``args.world_size`` is not the number of processes; FSDP1, or
-            DeepSpeed's ZeRO with a stage other than 1 and 2, is used; only the temperature trains under FSDP; the
-            objective is sigmoid for a model without logit_bias; ``compute_loss_func`` is given, or a subclass overrides
-            ``compute_loss``; a dataset of images has neither a processor nor a collator; ``equal_ids="exclude"`` is
-            set for a training set that draws several captions per image.
+        ValueError: see `check_construction` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
+            DeepSpeed's ZeRO with a stage other than 1 and 2 is used, or a subclass overrides ``compute_loss``.
     """
 
     args: InfCLTrainingArguments
@@ -115,17 +107,11 @@ class InfCLTrainer(Trainer):
         check_construction(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer, Trainer)
         # ---- Parts that Trainer's constructor needs ----
-        self.window = Window([])
         self.resumption = Resumption()
-        self.training_data = TrainingData(None, args)
+        self.interruptions = Interruptions()
         self.caption_notices = CaptionNotices()
         self._pushes = pushes.Pushes(args)
-        self._preemption, self._phases = Preemption(), Phases()
         self._optimizer_options = OptimizerOptions(None)
-        self._partial_dir: str | None = None  # in place of output_dir while a checkpoint is written
-        self._is_between_steps = False  # in an evaluation
-        self._first_step = 0  # the first step of the last `train`; transformers before 5.18 does not keep it
-        self._shares_decisions = False
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         if data_collator is None and (processor := kwargs.get("processing_class")) is not None:
@@ -134,19 +120,10 @@ class InfCLTrainer(Trainer):
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             prepare_model(self.model, args, self.accelerator)
+        callbacks = self.callback_handler.callbacks
         # This callback comes first, so that the user's callbacks see the clamped logit_scale.
-        self.callback_handler.callbacks.insert(
-            0,
-            LoopEvents(
-                self.callback_handler.callbacks,
-                begin_training=self._begin_training,
-                end_training=self._end_training,
-                before_optimizer_step=self._before_optimizer_step,
-                after_optimizer_step=self._after_optimizer_step,
-                end_window=lambda: self.training_data.end_window(self.window),
-            ),
-        )
-        self.checkpoints = self._new_checkpoints()
+        callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
+        self.checkpoints = checkpoints_of(args, self.accelerator)
         self._begin_training()
 
     # ---- The life of a training ----
@@ -173,28 +150,29 @@ class InfCLTrainer(Trainer):
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
         # ---- Before the training: what it may look up, and who else trains here ----
-        self._trial = trial
         if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         output_dir, saves = str(self.args.output_dir), self.args.should_save
         shared = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
-        lock = locked(output_dir, locks=saves, shared=shared)
-        watch = Phases(float(self.args.ddp_timeout))
-        with lock, Preemption() as self._preemption, watch as self._phases:
+        watched = self.interruptions.watched(float(self.args.ddp_timeout))
+        with locked(output_dir, locks=saves, shared=shared), watched:
             # ---- The checkpoint to resume from ----
             resumes = pushes.checkpoint_of_hub_if_named(resume_from_checkpoint, self.args, self.hub_model_id)
-            run = self._run()
+            run = run_of(self.setup, self.train_dataset, self.data_collator)
             check_same_on_all_ranks(self.args, run, resumes)
-            self._shares_decisions = has_callbacks_of_others(self.callback_handler.callbacks)
+            self._decisions = Decisions(self.callback_handler.callbacks)
             checkpoint = choose(output_dir, resumes, looks=saves)
             self.resumption = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
             self.resumption.check(run, self.train_dataset, self.args.world_size)
-            self.checkpoints = self._new_checkpoints(last=checkpoint)
+            self.checkpoints = checkpoints_of(self.args, self.accelerator, last=checkpoint)
             # ---- Trainer's loop ----
-            with self._phases.errors_of_lost():
-                return super().train(checkpoint, trial, ignore_keys_for_eval)
+            with self.interruptions.phases.errors_of_lost():
+                try:
+                    return super().train(checkpoint, trial, ignore_keys_for_eval)
+                except AskedToEndError as asked:  # between two steps, on all processes alike
+                    raise self._saved_early(asked.number, trial) from None
 
-    def _begin_training(self) -> None:
+    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
         args, record = self.args, self.resumption.record
         vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
@@ -206,29 +184,24 @@ class InfCLTrainer(Trainer):
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             data = loader.dataset if source.stream is None else self.train_dataset
             self.callback_handler.train_dataloader = self._training_loader(data)
-        self.window = Window([])
         step, samples = self.state.global_step, 0 if record is None else record.samples_seen
         self.progress = Progress(step, samples, args.global_batch_size, self.state.log_history)
         self.window_step = WindowStep(
-            self.dual_encoder,
+            self.setup,
             self.model_wrapped,
-            self.accelerator,
-            args,
             record,
-            objective=self.contrastive_objective,
-            equal_ids=self.equal_ids,
             prepare_inputs=lambda batch: self._prepare_inputs(batch),
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
-            phases=self._phases,
+            phases=self.interruptions.phases,
         )
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
+        return self.window_step, self.training_data
 
     def _end_training(self) -> None:
-        self._to_evaluation_point()
-        self.window = Window([])
+        switch_weights(self.optimizer, "eval")
         self.training_data.close()
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
@@ -236,29 +209,22 @@ class InfCLTrainer(Trainer):
         trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
         self.training_data.begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
         super()._run_epoch(model, epoch, *args, **kwargs)
-        self._agree()  # a signal may have come in the last step
+        self.interruptions.agree()  # a signal may have come in the last step
 
-    def _agree(self, numbers: Sequence[float] = ()) -> list[list[float]]:
-        """`Processes.agree` between two steps; also ends the training if any process has received a signal to end."""
-        agreed = Processes().agree([self._preemption.signal, *numbers])
-        if signals := {int(number) for number, *_ in agreed if number}:
-            self._end_early(max(signals))
-        return [values for _, *values in agreed]
-
-    def _end_early(self, number: int) -> NoReturn:
-        """Saves a checkpoint between two steps and ends the training, on all processes alike."""
+    def _saved_early(self, number: int, trial: Any) -> Preempted:
+        """The end of a training by this signal, for which a checkpoint is saved."""
         step, trained = self.state.global_step, self.steps_trained > 0
         if trained and self.checkpoints.saved_step != step:
-            self._save_checkpoint(self.model_wrapped, self._trial)
+            self._save_checkpoint(self.model_wrapped, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         if self.is_world_process_zero():
             logger.warning(describe_end(number, step, trained=trained, saved=self.checkpoints.saved_step == step))
-        raise Preempted(128 + number)
+        return Preempted(128 + number)
 
     @property
     def steps_trained(self) -> int:
         """Optimizer steps of the last call of `train`: 0 for a run that was complete when it was resumed."""
-        return self.state.global_step - self._first_step
+        return self.progress.steps(self.state.global_step)
 
     @property
     def samples_seen(self) -> int:
@@ -273,14 +239,10 @@ class InfCLTrainer(Trainer):
         return DualEncoder(self.accelerator.unwrap_model(self.model))
 
     @property
-    def contrastive_objective(self) -> str:
-        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
-        return self.args.objective or self.dual_encoder.objective
-
-    @property
-    def equal_ids(self) -> str:
-        """``"exclude"`` or ``"positive"``: the argument, or else what the training set needs."""
-        return self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
+    def setup(self) -> Setup:
+        """What the parts have in common. ``equal_ids`` is the argument, or else what the training set needs."""
+        equal_ids = self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
+        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -323,23 +285,11 @@ class InfCLTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
-        if checkpoint is None:
-            return
-        from_checkpoint = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
-        changed = from_checkpoint.check_optimizer(self._optimizer_options)
-        with from_checkpoint.errors_of_optimizer():
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if changed or from_checkpoint.differs(self._run()):
-            assert from_checkpoint.record is not None
-            self._optimizer_options.apply(from_checkpoint.record.optimizer, self.optimizer, self.lr_scheduler)
-
-    def _to_evaluation_point(self) -> None:
-        """Puts the weights to evaluate into the model; schedule-free optimizers keep them apart from those they train.
-
-        The next training step returns to the others.
-        """
-        if callable(evaluate := getattr(self.optimizer, "eval", None)):
-            evaluate()
+        if checkpoint is not None:
+            source = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
+            run = run_of(self.setup, self.train_dataset, self.data_collator)
+            with source.optimizer_loaded(run, self._optimizer_options, self.optimizer, self.lr_scheduler):
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
 
@@ -351,21 +301,13 @@ class InfCLTrainer(Trainer):
         training began.
         """
         pairs: Any = self.train_dataset
-        if pairs is not None and self.args.cache_features is not None:
-            self._phases.enter("computing image features", self.state.global_step)
-            pairs = loaders.with_cached_images(
-                pairs,
-                self.args,
-                self.dual_encoder,
-                self.data_collator,
-                self.accelerator,
-                prepare_inputs=self._prepare_inputs,
-                agree=self._agree,
-                note_progress=self._phases.note_progress,
-            )
         if isinstance(pairs, ImageTextStream):
-            states = (self.resumption.record and self.resumption.record.stream) or []
-            return loaders.stream_loader(pairs, self.data_collator, self.dual_encoder.vocabulary, self.args, states)
+            states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
+            return loaders.stream_loader(pairs, self.data_collator, vocabulary, self.args, states)
+        if pairs is not None and self.args.cache_features is not None:
+            pairs = loaders.with_cached_images(
+                pairs, self.setup, self.data_collator, self._prepare_inputs, self.interruptions
+            )
         return self._training_loader(pairs)
 
     def _training_loader(self, pairs: Any) -> DataLoader:
@@ -379,11 +321,7 @@ class InfCLTrainer(Trainer):
         return dataloader
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        if dataset is None or not has_length(dataset):
-            return None
-        shuffle = self.args.train_sampling_strategy == "random"
-        return WindowSampler(dataset, self.args.global_batch_size, shuffle=shuffle, seed=self.args.seed_of_data)
+        return loaders.sampler_of(self.train_dataset if train_dataset is None else train_dataset, self.args)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Trainer's columns that ``remove_unused_columns`` keeps, and those that the collator and the loss use."""
@@ -392,26 +330,14 @@ class InfCLTrainer(Trainer):
         columns += [name for name in loaders.used_columns(self.data_collator) if name not in columns]
 
     def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
+        self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
-        """Trainer's loader. A stream yields only full batches in training, and every row once in evaluation."""
         if not isinstance(dataset, IterableDataset):
-            if has_epochs(dataset) and not isinstance(dataset, RowsOfEpoch):
-                dataset = RowsOfEpoch(dataset)
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        if not is_training:
-            check_has_end(dataset)
+            of_rows: Any = partial(super()._get_dataloader, loaders.with_epochs(dataset), description, batch_size)
+            return of_rows(*args, is_training=is_training, **kwargs)
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
         loader = loaders.loader_of_stream(dataset, collate, self.args, batch_size, is_training=is_training)
-        if is_training:
-            return self.accelerator.prepare(loader)
-        return loaders.stream_for_evaluation(loader, self.args.device)
+        return self.accelerator.prepare(loader) if is_training else loader
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         """Trainer's values, computed from full windows and trained samples only."""
@@ -421,43 +347,34 @@ class InfCLTrainer(Trainer):
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
     ) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
-        epochs, micro_batches = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, *args
-        )
-        self._first_step = step = self.state.global_step
-        if step >= max_steps:
+        counted = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
+        if self.state.global_step >= max_steps:
             # Trainer looks at the number of steps only after it has trained one.
-            self.resumption.warn_of_nothing_left(step, max_steps)
+            self.resumption.warn_of_nothing_left(self.state.global_step, max_steps)
             return num_train_epochs, 0
-        return self.resumption.position(self.args, num_update_steps_per_epoch) or (epochs, micro_batches)
+        return self.resumption.position(self.args, num_update_steps_per_epoch, counted)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """Fetches a window, or nothing if the remaining rows of a stream do not fill one.
+        """Fetches a window; see `TrainingData.fetch`.
 
-        All processes agree here that they have a window, so an error in the data of one process stops all of them, and
-        a signal to one ends the training on all. No forward may run here, because on resume Trainer restores the random
-        state after this call.
+        No forward may run here, because on resume Trainer restores the random state after this call.
         """
-        self._phases.enter("loading data", self.state.global_step)
-        self.window = Window([])
         read = super().get_batch_samples
-        self.window = self.training_data.fetch(
+        window = self.training_data.fetch(
             lambda batches: read(batches, num_batches, device)[0],
             epoch_iterator,
-            equal_ids=self.equal_ids,
-            agree=self._agree,
+            equal_ids=self.setup.equal_ids,
             step=self.state.global_step,
-            is_ending=lambda: bool(self._preemption.signal),
+            interruptions=self.interruptions,
         )
-        return self.window.batches, None
+        return window.batches, None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
-        inputs = super()._prepare_inputs(inputs)
         # Trainer's preparation runs once more, because under DeepSpeed it casts to the dtype of the model.
-        return loaders.normalised(inputs, self.data_collator, self._prepare_input)
+        return loaders.normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
 
     # ---- The step ----
 
@@ -468,33 +385,14 @@ class InfCLTrainer(Trainer):
 
         Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order.
         ``inputs`` is ignored: the data comes from that window.
-
-        Returns:
-            The global loss for the last micro-batch of a window and 0 for the others, because Trainer adds up these
-            values. If the window is skipped, the loss of the last trained window.
         """
-        if callable(prepare := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
-            prepare()
-        return self.window_step.run(model, self.window, self.state.global_step)
-
-    def _before_optimizer_step(self) -> None:
-        self._phases.enter("the optimizer's step", self.state.global_step)
-        self.window_step.checks.before_optimizer_step(self.optimizer)
-
-    def _after_optimizer_step(self) -> None:
-        largest = self.args.max_logit_scale
-        if largest is None:
-            largest = OBJECTIVES[self.contrastive_objective].largest_scale
-        self.window_step.end(self.optimizer, largest)
+        switch_weights(self.optimizer, "train")
+        return self.window_step.run(model, self.training_data.window, self.state.global_step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.training_data.wait.stop()
         # Among callbacks of others, the exchange has to wait for the reduction of the gradients.
-        asked = self._shares_decisions and share_decisions(self.control)
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if asked:  # a callback may ask for the end after an evaluation
-            share_decisions(self.control)
-        self.training_data.wait.start()
+        with self.training_data.wait.stopped(), self._decisions.shared(self.control):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics of contrastive training to the training logs; collective.
@@ -504,36 +402,21 @@ class InfCLTrainer(Trainer):
         if "loss" in logs:
             logs |= self.window_step.logs(logs)
             logs |= self.progress.logs(self.state.global_step, self.args.device)
-            logs |= self.training_data.logs(self.window)
+            logs |= self.training_data.logs()
         super().log(logs, start_time)
 
     # ---- Evaluations ----
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(
-            self.dual_encoder,
-            self.accelerator,
-            self.args,
-            objective=self.contrastive_objective,
-            equal_ids=self.equal_ids,
-            collator=self.data_collator,
-            processing_class=self.processing_class,
-            prepare_inputs=self._prepare_inputs,
-        )
+        return Evaluator(self.setup, self.data_collator, self.processing_class, self._prepare_inputs)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Any, Any]:
-        """The embeddings and labels of this rank's rows, which are image-text pairs or labelled images."""
-        if self.is_fsdp_enabled:
-            Processes().agree([])  # before the forward, in which a process would wait for one that has failed
-        with failures_announced_unless_sharded(self.accelerator):
-            predictions, labels = self._evaluator.embed(inputs)
-        self._phases.note_progress()
-        number = max(int(number) for (number,) in Processes().agree([self._preemption.signal]))
-        if number and self._is_between_steps:
-            raise AskedToEndError(number)  # an evaluation within the training ends after a batch
+        """The embeddings and labels of this process's rows; see `Evaluator.embed`."""
+        predictions, labels = self._evaluator.embed(inputs)
+        self.interruptions.end_batch()
         return None, predictions, labels
 
     def evaluation_loop(
@@ -544,13 +427,7 @@ class InfCLTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Runs Trainer's loop over embeddings, then computes the same exact metrics of the whole set on every process.
-
-        For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
-        all captions; for a `ZeroShotDataset`, they are accuracies. The loss uses the first caption of each image, or
-        all of them with ``equal_ids="positive"``. No metric uses negative captions. Every process gets the numbers of
-        rank 0. A training goes on as if it had not been evaluated: the random state of dropout stays the same.
-        """
+        """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
         self.gather_function = gather_rows
         if self.is_world_process_zero():
             name = f"evaluation set of {metric_key_prefix}_*"
@@ -567,33 +444,16 @@ class InfCLTrainer(Trainer):
             self.compute_metrics = compute
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Trainer's evaluation between two steps, which a signal to any process ends together with the training."""
-        self._phases.enter("evaluating", self.state.global_step)
-        self._is_between_steps = True
-        try:
+        with self.interruptions.evaluation(self.state.global_step):
             return super()._evaluate(*args, **kwargs)
-        except AskedToEndError as asked:
-            self._end_early(asked.number)  # here the random state is that of the training again
-        finally:
-            self._is_between_steps = False
 
     # ---- Checkpoints ----
 
-    def _run(self) -> Run:
-        return run_of(
-            self.args,
-            self.dual_encoder.model,
-            self.train_dataset,
-            self.data_collator,
-            objective=self.contrastive_objective,
-            equal_ids=self.equal_ids,
-            mixed_precision=self.accelerator.mixed_precision,
-        )
-
-    def _record(self) -> RunRecord:
-        """The record for a checkpoint of the current state; collective."""
-        return RunRecord(
-            self._run(),
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes Trainer's checkpoint completely or not at all; see `save_checkpoint`."""
+        self.interruptions.phases.enter("saving", self.state.global_step)
+        record = RunRecord(
+            run_of(self.setup, self.train_dataset, self.data_collator),
             **self.training_data.position(),
             **self.window_step.skipped.record(),
             processes=self.args.world_size,
@@ -601,28 +461,9 @@ class InfCLTrainer(Trainer):
             optimizer=self._optimizer_options.record,
             samples_seen=self.samples_seen,
         )
-
-    def _new_checkpoints(self, last: str | None = None) -> Checkpoints:
-        return Checkpoints(
-            completes=self.args.should_save,
-            flushes=self.args.local_process_index == 0,
-            ends_on_failure=self.is_fsdp_enabled or self.is_deepspeed_enabled,
-            limit=self.args.save_total_limit,
-            last=last,
-        )
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes Trainer's checkpoint completely or not at all; see `Checkpoints.save`."""
-        self._phases.enter("saving", self.state.global_step)
-        best_before = self.state.best_model_checkpoint
-        saved = self.checkpoints.save(
-            super()._get_output_dir(trial),
-            self.state.global_step,
-            self._record(),
-            lambda checkpoint: self._write_checkpoint(checkpoint, model, trial),
-        )
+        write, output_dir = partial(super()._save_checkpoint, model, trial), super()._get_output_dir(trial)
+        saved = save_checkpoint(self.checkpoints, output_dir, record, self.state, self.args, write)
         if saved is None:
-            self.state.best_model_checkpoint = best_before
             return
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(saved.folder))
@@ -630,19 +471,11 @@ class InfCLTrainer(Trainer):
         # A checkpoint that is being uploaded stays until it has arrived.
         self.checkpoints.rotate(saved, [*self._pushes.uploading(), *([] if best is None else [Path(best)])])
 
-    def _write_checkpoint(self, checkpoint: Checkpoint, model: Any, trial: Any) -> None:
-        self._partial_dir = str(checkpoint.partial_dir)
-        try:
-            with best_checkpoint_kept(self.state, self.args, checkpoint):
-                super()._save_checkpoint(model, trial)
-        finally:
-            self._partial_dir = None
-
     def _get_output_dir(self, trial: Any) -> str:
-        return self._partial_dir or super()._get_output_dir(trial)
+        return self.checkpoints.partial_dir or super()._get_output_dir(trial)
 
     def _load_best_model(self) -> None:
-        self._to_evaluation_point()  # before the weights change
+        switch_weights(self.optimizer, "eval")  # before the weights change
         super()._load_best_model()
 
     def _roll_back(self, reason: str) -> None:
@@ -657,8 +490,8 @@ class InfCLTrainer(Trainer):
 
         With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
         """
-        self._to_evaluation_point()
-        if self._partial_dir is None and saves_shards(self.accelerator):
+        switch_weights(self.optimizer, "eval")
+        if self.checkpoints.partial_dir is None and saves_shards(self.accelerator):
             state = self.accelerator.get_state_dict(self.model)
             if self.args.should_save:
                 self._save(output_dir, state_dict=state)
@@ -685,20 +518,16 @@ class InfCLTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
-        if self._partial_dir is not None:
+        if self.checkpoints.partial_dir is not None or self.args.hub_strategy == HubStrategy.END:
             return  # it is pushed once it is complete
-        if saves_shards(self.accelerator) and self.args.hub_strategy != HubStrategy.END:
+        if saves_shards(self.accelerator):
             self.save_model(_internal_call=True)  # the checkpoint has no whole model that could be pushed
-        if not self.is_world_process_zero() or self.args.hub_strategy == HubStrategy.END:
-            return
-        push = partial(super()._push_from_checkpoint, checkpoint_folder)
-        step, repository = self.state.global_step, str(self.hub_model_id)
-        repeated = self._pushes.push_checkpoint(Path(checkpoint_folder), step, repository, push, self._push_jobs)
-        if repeated:
-            self.push_in_progress.jobs.extend(repeated)  # type: ignore[attr-defined]
-
-    def _push_jobs(self) -> list[Any]:
-        return list(getattr(getattr(self, "push_in_progress", None), "jobs", []))
+        if self.is_world_process_zero():
+            push = partial(super()._push_from_checkpoint, checkpoint_folder)
+            step, repository = self.state.global_step, str(self.hub_model_id)
+            self._pushes.push_checkpoint(
+                Path(checkpoint_folder), step, repository, push, lambda: getattr(self, "push_in_progress", None)
+            )
 
     def _push_what_is_missing(self) -> None:
         """Waits for the pushes under way, and then pushes the checkpoints that the Hub lacks."""

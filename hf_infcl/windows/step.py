@@ -8,17 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.profiler import record_function
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
-from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
-from ..options.arguments import InfCLTrainingArguments
+from ..loss import OBJECTIVES
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.graph_budget import GraphBudget
 from ..passes.offload import Fetcher
@@ -27,6 +25,7 @@ from ..processes.collectives import Processes
 from ..processes.phases import Phases
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
+from .setup import Setup
 from .skipping import SkippedWindows
 from .window import MicroBatch, Window, positive_cosine, window_loss
 
@@ -37,12 +36,9 @@ class WindowStep:
     """Computes the gradient of one window after the other, for as long as a training lasts.
 
     Args:
-        encoder: the model, unwrapped.
-        model: the same as the training loop calls it, wrapped and compiled.
-        accelerator: of the training.
-        args: its arguments.
+        setup: of the training.
+        model: its model as the training loop calls it, wrapped and compiled.
         record: that of the checkpoint that the training resumes from, if any.
-        objective, equal_ids: of the loss.
         prepare_inputs: moves a batch to the device.
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
@@ -57,30 +53,27 @@ class WindowStep:
 
     def __init__(
         self,
-        encoder: DualEncoder,
+        setup: Setup,
         model: nn.Module,
-        accelerator: Accelerator,
-        args: InfCLTrainingArguments,
         record: RunRecord | None = None,
         *,
-        objective: str,
-        equal_ids: str,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
     ) -> None:
+        encoder, args = setup.encoder, setup.args
         self.skipped = SkippedWindows(args.skip_nonfinite, args.divergence_factor, record)
         self.checks = NumberChecks(
             self.skipped,
             encoder,
-            accelerator,
+            setup.accelerator,
             rolls_back=args.on_divergence == "roll_back",
             rows_of_dataset=rows_of_dataset,
         )
         self.windows = 0
-        self._encoder, self._accelerator, self._args = encoder, accelerator, args
-        self._objective, self._equal_ids = objective, equal_ids
+        self._encoder, self._accelerator, self._args = encoder, setup.accelerator, args
+        self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._prepare_inputs, self._roll_back = prepare_inputs, roll_back
         self._phases = phases
         self._compiled = is_compiled(model)
@@ -209,10 +202,18 @@ class WindowStep:
         if self._compiled and self.windows == 0:
             gc.collect()
 
-    def end(self, optimizer: Any, largest_scale: float | None) -> None:
-        """Counts the window after the optimizer's step, and keeps logit_scale between 1 and ``largest_scale``."""
+    def before_optimizer_step(self, optimizer: Any, step: int) -> None:
+        """Lets the optimizer update nothing if the window is skipped."""
+        self._phases.enter("the optimizer's step", step)
+        self.checks.before_optimizer_step(optimizer)
+
+    def after_optimizer_step(self, optimizer: Any) -> None:
+        """Counts the window after the optimizer's step, and keeps logit_scale between 1 and its largest value."""
         self.checks.after_optimizer_step(optimizer)
         scale = self._encoder.temperature_parameters[0]
+        largest_scale = self._args.max_logit_scale
+        if largest_scale is None:
+            largest_scale = OBJECTIVES[self._objective].largest_scale
         if largest_scale is not None and scale.requires_grad:
             self._wrapper.change(scale, partial(self._encoder.clamp_temperature, maximum=largest_scale))
 

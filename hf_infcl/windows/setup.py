@@ -1,0 +1,32 @@
+"""What the parts of a training have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelerate import Accelerator
+
+from ..encoders.dual_encoder import DualEncoder
+from ..options.arguments import InfCLTrainingArguments
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The model of a training or of an evaluation, its arguments, where it computes, and its loss.
+
+    Args:
+        encoder: the model, unwrapped.
+        accelerator: the accelerator.
+        args: the arguments.
+        equal_ids: ``"exclude"`` or ``"positive"``; see `InfCLTrainingArguments`.
+    """
+
+    encoder: DualEncoder
+    accelerator: Accelerator
+    args: InfCLTrainingArguments
+    equal_ids: str
+
+    @property
+    def objective(self) -> str:
+        """``"softmax"`` or ``"sigmoid"``: the argument, or else the objective that the model was designed for."""
+        return self.args.objective or self.encoder.objective
