@@ -231,6 +231,10 @@ def test_the_command_converts_there_and_back_and_both_formats_share_a_folder(cas
     model = transformers.AutoModel.from_pretrained(tmp_path / "ours")
     expected, _ = from_open_clip(tensors(case), config(case))
     assert same_weights(model, expected)
+    module = json.loads((tmp_path / "ours/sentence_bert_config.json").read_text())
+    length = config(case)["model_cfg"]["text_cfg"]["context_length"]
+    assert module["processing_kwargs"]["text"]["max_length"] == length
+    assert module["processing_kwargs"]["text"]["padding"] == ("max_length" if case == "SigLIP" else True)
     printed = capsys.readouterr().out
     assert f"{type(model).__name__} and its processor were written to {tmp_path / 'ours'}." in printed
     cli.main("convert", [str(tmp_path / "ours"), str(tmp_path / "ours"), "--to", "open_clip", "--repository", "me/it"])

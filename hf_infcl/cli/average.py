@@ -24,6 +24,8 @@ from ..averaging import (
     running_statistics,
     score,
 )
+from ..conversion.sentence_transformers import write_sentence_files
+from ..data import ContrastiveCollator
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import FRONT_FILE, plot_front, source_name
 from ..training.trainer import InfCLTrainer
@@ -140,6 +142,8 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         folder = Path(args.output_dir)
         moving.model.save_pretrained(folder)
         moving.processor.save_pretrained(folder)
+        collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
+        write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
         if measured:
             write_results(folder, namespace, options, alpha, measured)
         tell(folder, options, alpha, measured, moving.batch_norms)

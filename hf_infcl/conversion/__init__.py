@@ -1,4 +1,4 @@
-"""Models of OpenCLIP as models of transformers, and back."""
+"""Models of OpenCLIP as models of transformers, and back; models of transformers for sentence-transformers."""
 
 from .converting import compare_formats, config_of_open_clip, convert, load_open_clip, save_open_clip
 from .files import is_of_open_clip

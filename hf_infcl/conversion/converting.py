@@ -16,6 +16,7 @@ from .files import CONFIG, read, read_config, write
 from .images import image_processor
 from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
+from .sentence_transformers import write_sentence_files
 
 logger = logging.get_logger(__name__)
 
@@ -113,6 +114,9 @@ def _to_transformers(source: str | Path, target: str | Path, open_clip_model: st
     yield from sentences
     model.save_pretrained(target)
     processor.save_pretrained(target)
+    padding = "max_length" if model.config.model_type == "siglip" else "longest"
+    length = processor.tokenizer.model_max_length
+    write_sentence_files(target, model.config.model_type, processor, max_length=length, padding=padding)
     yield f"{type(model).__name__} and its processor were written to {target}."
 
 

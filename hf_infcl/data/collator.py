@@ -98,13 +98,17 @@ class ContrastiveCollator:
         return cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
 
     @property
+    def text_options(self) -> dict[str, Any]:
+        """``max_length`` and ``padding``, which is ``"max_length"`` or ``"longest"``, of the tokenizer's call."""
+        return {"max_length": self.max_length, "padding": self._padding}
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the batches, for the record of a training."""
         images = self.processor.image_processor.to_dict()
         unrelated = ("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device")
         return {
-            "max_length": self.max_length,
-            "padding": self._padding,
+            **self.text_options,
             "vocabulary": len(self.processor.tokenizer),
             **{name: value for name, value in images.items() if not name.startswith(unrelated)},
         }

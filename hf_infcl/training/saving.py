@@ -15,6 +15,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.record import RunRecord
 from ..checkpoints.saving import Checkpoints
+from ..conversion.sentence_transformers import write_sentence_files
+from ..data import ContrastiveCollator
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
@@ -30,10 +32,12 @@ def save_weights(
     save: Callable[[str | None, dict[str, Tensor] | None], None],
     processor: Any,
     repository: str | None,
+    collator: Any,
 ) -> None:
     """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
 
-    That is what trains beside adapters, and the other formats of ``save_formats``.
+    That is what trains beside adapters, the other formats of ``save_formats`` and, for a `ContrastiveCollator`, which
+    knows how captions are padded, the files by which sentence-transformers loads the folder.
 
     Args:
         encoder: the model.
@@ -43,6 +47,7 @@ def save_weights(
         save: Trainer's own method.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
+        collator: of the training.
     """
     model = encoder.model
     if state_dict is not None:
@@ -58,6 +63,8 @@ def save_weights(
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
+        if isinstance(collator, ContrastiveCollator):
+            write_sentence_files(folder, model.config.model_type, collator.processor, **collator.text_options)
 
 
 def checkpoints_of(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:

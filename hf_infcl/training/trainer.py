@@ -498,7 +498,7 @@ class InfCLTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        others = self.processing_class, self.hub_model_id if self.args.push_to_hub else None
+        others = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
         save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *others)
 
     # ---- The Hub ----
