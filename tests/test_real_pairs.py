@@ -242,29 +242,47 @@ def test_plans_that_share_a_run_share_its_score(module, tmp_path):
     assert order == [("muon", 2e-3, 0), ("muon", 2e-3, 1), ("muon", 1e-3, 0), ("muon", 4e-3, 0), ("adamw", 2e-3, 0)]
 
 
-def test_a_fine_tuning_that_ended_is_not_run_again(module, tmp_path):
+def test_fine_tunings_follow_their_base_and_are_not_run_again(module, tmp_path):
+    """A base is trained once for all its fine-tunings, and again in a later session only if one of them is missing."""
     training, experiments = module("training"), module("experiments")
-    run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 0.0)
-    base = dataclasses.replace(run, samples=128, learning_rate=1e-3)
-    plans = [experiments.Plan(run, (0.0,), (0, 1), ways=(training.Way("full", (1e-4, 3e-4)),), base=base)]
-    worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
+    base = training.Run("toy", "InfCLTrainer", 8, 8, 128, 1e-3, way="base")
+    full = dataclasses.replace(base, samples=64, learning_rate=1e-4, way="full")
+    keeping = dataclasses.replace(full, options='{"weight_decay": 0.0}')
+    of_base = [experiments.Plan(run, (1e-4,), (0, 1), base=base) for run in (full, keeping)]
+    plans, table = [experiments.Plan(base, (1e-3,), (0, 1)), *of_base], tmp_path / "results.csv"
+    workers = [experiments.Worker(None, None, 0) for _ in range(4)]
+
+    def begun(queue: Any) -> list[Any]:
+        for worker in workers:
+            if worker.plan is None and (task := queue.next_for(worker, workers)) is not None:
+                worker.plan, worker.run = task
+        return [worker.run and (worker.run.way, worker.run.options, worker.run.seed) for worker in workers]
+
+    def end(queue: Any, worker: Any) -> None:
+        measured = {"finished": True, "seconds": 1.0, "validation_image_recall@1": 0.5}
+        queue.finished(worker, [{**vars(worker.run), **measured}], "")
+
     queue = experiments.Queue(plans, table, math.inf, {})
-    worker.plan, worker.run = queue.next_for(worker, [worker])
-    tuned = [dataclasses.replace(run, learning_rate=rate) for rate in (1e-4, 3e-4)]
-    rows = [{**vars(one), "way": way} for one, way in zip([base, *tuned], ["base", "full", "full"], strict=True)]
-    measured = {"finished": True, "seconds": 1.0, "validation_image_recall@1": 0.5}
-    queue.finished(worker, [{**row, **measured} for row in rows], "")
+    assert begun(queue) == [("base", "", 0), ("base", "", 1), None, None]
+    end(queue, workers[1])
+    assert begun(queue) == [("base", "", 0), ("full", "", 1), ("full", keeping.options, 1), None]
+    for worker in workers[1:3]:
+        end(queue, worker)
+    workers[0].plan = workers[0].run = None  # the session ended
     again = experiments.Queue(plans, table, math.inf, {})
-    assert again.next_for(worker, [worker])[1] == dataclasses.replace(run, seed=1)
-    assert again.next_for(worker, [worker]) is None
+    assert begun(again) == [("base", "", 0), None, None, None], "seed 1 is complete"
+    end(again, workers[0])
+    assert begun(again) == [("full", "", 0), ("full", keeping.options, 0), None, None]
+    for worker in workers[:2]:
+        end(again, worker)
+    assert begun(experiments.Queue(plans, table, math.inf, {})) == [None] * 4
+    assert len(table.read_text().splitlines()) == 1 + 6, "no row twice"
 
 
 def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(module, tmp_path):
     training, experiments = module("training"), module("experiments")
     run = training.Run("toy", "InfCLTrainer", 8, 8, 64, 1e-3)
     plan, more = experiments.Plan(run, (1e-3,), (0, 1)), experiments.Plan(dataclasses.replace(run, samples=32), (1e-3,))
-    ways = (training.Way("full", (1e-4,)), training.Way("LoRA", (1e-4,)))
-    tuning = experiments.Plan(dataclasses.replace(run, samples=8), ways=ways, base=run)
     worker, table = experiments.Worker(None, None, 0), tmp_path / "results.csv"
     machine = {"device": "this", "torch_compile": True}
     queue = experiments.Queue([plan], table, math.inf, machine)
@@ -280,7 +298,6 @@ def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(m
 
     assert [begun(plan, 700), begun(plan, 720)] == [False, True], "the second seed, with a tenth for the measuring"
     assert [begun(more, 340), begun(more, 360)] == [False, True], "half of the samples"
-    assert [begun(tuning, 870), begun(tuning, 890)] == [False, True], "the base and both ways"
     costly = dataclasses.replace(run, experiment="cost", evaluations=0)
     queue = experiments.Queue([experiments.Plan(costly, (1e-3,), (0,))], table, math.inf, machine)
     worker.plan, worker.run = queue.next_for(worker, [worker])

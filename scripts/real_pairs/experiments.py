@@ -18,6 +18,7 @@ import argparse
 import csv
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -38,7 +39,7 @@ from benchmarks.common import environment
 
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.swaps import KINDS
-from real_pairs.training import SETS, Row, Run, Way, fine_tune, score, train, versions
+from real_pairs.training import SETS, Row, Run, fine_tune, score, train, versions
 
 LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
 METRICS = tuple(f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10))
@@ -46,7 +47,7 @@ METRICS += tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", 
 METRICS += tuple(f"{name}_{kind}_swaps" for name in SETS[1:3] for kind in KINDS)
 COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
-    *("way", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
+    *("steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
     *("alone", "processes_per_gpu", "torch_compile"),
     *METRICS,
     *("concepts_examples", "vendor_examples"),
@@ -62,21 +63,14 @@ class Plan:
         run: its run with the first learning rate and the first seed.
         rates, seeds: what is tried; the rate that is thought to be the best stands first.
         alone: whether nothing else runs on the same GPU.
-        ways, base: of a fine-tuning.
+        base: the training that must have ended before, for a fine-tuning.
     """
 
     run: Run
     rates: tuple[float, ...] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     alone: bool = False
-    ways: tuple[Way, ...] = ()
     base: Run | None = None
-
-    @property
-    def samples(self) -> int:
-        """The samples of one run; those of a fine-tuning include its base and all its ways at all their rates."""
-        tunings = sum(len(way.learning_rates) for way in self.ways)
-        return self.run.samples * max(1, tunings) + (self.base.samples if self.base else 0)
 
     def wanted(self, scores: dict[tuple[float, int], float]) -> list[Run]:
         """The runs that are needed next, given the scores of those that ended by learning rate and seed.
@@ -88,8 +82,6 @@ class Plan:
             pairs = itertools.product(rates, seeds)
             return [dataclasses.replace(self.run, learning_rate=rate, seed=seed) for rate, seed in pairs]
 
-        if self.ways:
-            return runs([self.run.learning_rate], self.seeds)
         first = self.seeds[0]
         only = self.rates if len(self.rates) == 1 else {rate for rate, _ in scores}
         tried = {rate: value for (rate, seed), value in scores.items() if seed == first and rate in only}
@@ -116,10 +108,7 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
         configurations = settings.pop("configurations")
         alone = settings.pop("alone", False)
-        ways = tuple(
-            Way(way["way"], tuple(way["learning_rates"]), way.get("optimizer", "adamw"))
-            for way in settings.pop("ways", [])
-        )
+        ways = settings.pop("ways", [])
         steps = settings.pop("steps", None)
         base = settings.pop("base", None)
         tried = {"learning_rates": [0.0], "seeds": [0, 1, 2]}
@@ -139,8 +128,16 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
             of_this = {name: configuration.pop(name, values) for name, values in tried.items()}
             rates, seeds = tuple(of_this["learning_rates"]), tuple(of_this["seeds"])
             common = {**settings, "learning_rate": rates[0], "seed": seeds[0], **configuration}
-            based = None if base is None else run({**settings, **base})
-            plans.append(Plan(run(common), rates, seeds, alone, ways, based))
+            if base is None:
+                plans.append(Plan(run(common), rates, seeds, alone))
+                continue
+            based = run({**settings, **base, "way": "base"})
+            plans.append(Plan(based, (based.learning_rate,), seeds))
+            for way in ways:
+                options = json.dumps(way["options"]) if "options" in way else ""
+                of_way = {"way": way["way"], "optimizer": way.get("optimizer", "adamw"), "options": options}
+                tuned = [run({**common, **of_way, "learning_rate": rate}) for rate in way["learning_rates"]]
+                plans += [Plan(one, (one.learning_rate,), seeds, base=based) for one in tuned]
     return plans
 
 
@@ -177,10 +174,10 @@ def work(channel: Any, tensors: Path, processes_per_gpu: int, toy: bool, compile
         rows: list[Row] = []
         error = ""
         try:
-            if plan.ways:
-                base = dataclasses.replace(plan.base, seed=run.seed)
-                for found in fine_tune(run, data, origin, plan.ways, base, toy=toy, compiled=compiled):
-                    rows += found
+            if run.way:
+                base = run if plan.base is None else dataclasses.replace(plan.base, seed=run.seed)
+                weights = tensors.with_name(f"{base.experiment} {base.seed}.pt")
+                rows = fine_tune(run, data, origin, weights, toy=toy, compiled=compiled)
             else:
                 rows, _ = train(run, data, origin, toy=toy, compiled=compiled)
         except Exception:
@@ -206,6 +203,8 @@ class Queue:
         self._scores: list[dict[tuple[float, int], float]] = [{} for _ in plans]
         self._issued: set[Run] = set()
         self._seconds: dict[tuple, float] = {}  # per sample, of the runs that ended, by what decides about the speed
+        self._written: set[Run] = set()  # the runs whose rows were in the table before
+        self._bases: set[Run] = set()  # that were trained
         self.skipped: set[Run] = set()
         self.failures: list[str] = []
         if table.exists():
@@ -216,27 +215,26 @@ class Queue:
             self._remember(rows)
 
     def _remember(self, rows: Sequence[dict[str, str]]) -> None:
-        """Counts the runs that ended earlier. A fine-tuning writes its rows together, so that one stands for all."""
+        """Counts the runs that ended earlier."""
         for row in rows:
             if row["finished"] != "True":
                 continue
             run = _run_of(row)
+            self._written.add(run)
             same_machine = all(row.get(name) == value for name, value in self._machine.items())
-            if same_machine and run.evaluations and row["way"] in ("", "base"):
+            if same_machine and run.evaluations and run.way in ("", "base"):
                 self._seconds[_kind(run)] = float(row["seconds"]) / run.samples
             metrics = {name: float(row[name]) for name in METRICS if row.get(name)}
-            self._count(run, score(metrics) if metrics else 0.0, tuning=bool(row["way"]))
+            if run.way != "base":  # its weights are gone
+                self._count(run, score(metrics) if metrics else 0.0)
 
-    def _count(self, run: Run, value: float, *, tuning: bool) -> None:
+    def _count(self, run: Run, value: float) -> None:
         """Counts a run that ended for all plans that it is part of."""
         for plan, scores in zip(self._plans, self._scores, strict=True):
-            if tuning != bool(plan.ways):
-                continue
-            rate = plan.run.learning_rate if plan.ways else run.learning_rate
-            same = dataclasses.replace(run, learning_rate=rate, **plan.run.indifferent)
+            same = dataclasses.replace(run, **plan.run.indifferent)
             if dataclasses.replace(same, learning_rate=plan.run.learning_rate, seed=plan.run.seed) == plan.run:
                 self._issued.add(same)
-                scores[rate, run.seed] = value
+                scores[run.learning_rate, run.seed] = value
 
     def next_for(self, worker: Worker, workers: Sequence[Worker]) -> tuple[Plan, Run] | None:
         """The first run that may begin on this worker's GPU now and is likely to end in time."""
@@ -247,7 +245,7 @@ class Queue:
             if plan.alone and (beside or worker.gpu != workers[0].gpu):
                 continue
             for run in plan.wanted(scores):
-                if run in self._issued:
+                if run in self._issued or not self._has_its_turn(plan, run):
                     continue
                 if self._estimate(plan) > self.seconds_left():
                     self.skipped.add(run)
@@ -256,12 +254,19 @@ class Queue:
                 return plan, run
         return None
 
+    def _has_its_turn(self, plan: Plan, run: Run) -> bool:
+        """A fine-tuning follows its base, and a base is trained if one of its fine-tunings is missing."""
+        if run.way != "base":
+            return plan.base is None or dataclasses.replace(plan.base, seed=run.seed) in self._bases
+        others = ((p, p.wanted(scores)) for p, scores in zip(self._plans, self._scores, strict=True))
+        return any(r.seed == run.seed and r not in self._issued for p, rs in others if p.base == plan.run for r in rs)
+
     def seconds_left(self) -> float:
         return self._end - time.monotonic()
 
     def _estimate(self, plan: Plan) -> float:
         """Seconds that a run of the plan will take, by earlier ones of the same kind or else by the slowest one."""
-        return 1.1 * plan.samples * self._seconds.get(_kind(plan.run), max(self._seconds.values(), default=0.0))
+        return 1.1 * plan.run.samples * self._seconds.get(_kind(plan.run), max(self._seconds.values(), default=0.0))
 
     def finished(self, worker: Worker, rows: list[Row], error: str) -> None:
         """Writes what a worker measured, and prints the error that ended its run, if one did."""
@@ -269,20 +274,33 @@ class Queue:
         assert plan is not None
         assert run is not None
         worker.plan = worker.run = None
-        self._write(rows)
+        if run not in self._written:
+            self._write(rows)
         if error:
             self.failures.append(error)
             print(f"{run} failed:\n{error}", flush=True)
             return
         took = time.monotonic() - worker.began
-        if run.evaluations:  # a run for its cost mostly compiles
-            self._seconds[_kind(run)] = took / plan.samples
+        if run.way == "base":
+            self._bases.add(run)
+        if run.evaluations and run.way in ("", "base"):  # a run for its cost mostly compiles
+            self._seconds[_kind(run)] = took / run.samples
         last = rows[-1]
         value = score(last) if any(name.startswith("validation") for name in last) else 0.0
-        self._count(run, value, tuning=bool(plan.ways))
+        self._count(run, value)
         seen = " ".join(f"{k}={last[k]}" for k in ("vendor_image_recall@1", "concepts_image_recall@5") if k in last)
         usual = {field.name: field.default for field in dataclasses.fields(Run)}
-        special = ("optimizer", "samples", "objective", "pair_ids", "captions", "equal_ids", "negatives")
+        special = (
+            "way",
+            "options",
+            "optimizer",
+            "samples",
+            "objective",
+            "pair_ids",
+            "captions",
+            "equal_ids",
+            "negatives",
+        )
         settings = "".join(f" {n}={getattr(run, n)}" for n in special if getattr(run, n) != usual[n])
         print(
             f"{run.experiment} {run.method} batch={run.batch}{settings} rate={run.learning_rate:g} seed={run.seed}: "

@@ -56,6 +56,7 @@ class Setting(NamedTuple):
     equal_ids: str = "exclude"
     negatives: bool = False
     optimizer: str = "adamw"
+    options: str = ""
 
     @classmethod
     def of(cls, row: Row) -> Setting:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import benchmarks.training
 import torch
@@ -32,6 +32,7 @@ VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7,
 TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
 TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
+CLIP_ART = ("openclipart", "tuxpaint")
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Run:
         equal_ids: "exclude" or "positive", as in `InfCLTrainingArguments`.
         negatives: a hard negative caption is drawn for each image that has any.
         optimizer: "adamw" or "muon"; the learning rate is that of Muon's matrices then (see `adamw_rate`).
+        way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
+        options: further options of `InfCLTrainingArguments`, in JSON.
     """
 
     experiment: str
@@ -69,6 +72,8 @@ class Run:
     equal_ids: str = "exclude"
     negatives: bool = False
     optimizer: str = "adamw"
+    way: str = ""
+    options: str = ""
 
     @property
     def adamw_rate(self) -> float:
@@ -276,6 +281,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     ours = {"objective": run.objective, "equal_ids": run.equal_ids}
     if run.optimizer == "muon":
         ours |= {"optimizer": "muon", "muon_learning_rate": run.learning_rate}
+    ours |= json.loads(run.options or "{}")
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     return kind(
         output_dir=folder,
@@ -371,59 +377,37 @@ def train(
 # ---- Fine-tuning ----
 
 
-class Way(NamedTuple):
-    """One way of fine-tuning: "full", "LoRA" or "locked image tower", with an optimizer at several learning rates."""
-
-    name: str
-    learning_rates: tuple[float, ...]
-    optimizer: str = "adamw"
-
-
 def fine_tune(
-    run: Run,
-    data: dict,
-    origin: Row,
-    ways: Sequence[Way],
-    base: Run,
-    *,
-    toy: bool = False,
-    compiled: bool = False,
-) -> Iterator[list[Row]]:
-    """Trains a base on the emoji's vendors and fine-tunes it on clip art, in each of several ways at each of its rates.
+    run: Run, data: dict, origin: Row, weights: Path, *, toy: bool = False, compiled: bool = False
+) -> list[Row]:
+    """Trains a base on the emoji's vendors, or fine-tunes it on clip art in the run's way; returns what was measured.
 
-    Yields what was measured at the end of each training.
+    What is gained is measured on clip art, what is kept on emoji.
 
     Args:
-        run: the fine-tuning; its optimizer and learning rate are replaced.
-        ways: how it is fine-tuned.
-        base: the training of the base.
-        toy, compiled: as for `train`; only the base is compiled.
+        weights: the file of the base's weights, which its training writes and its fine-tunings read.
+        run, data, origin, toy, compiled: as for `train`; only the base is compiled.
     """
     data = {**data, "sets": _by_source(data["sets"])}
-    rows, model = train(base, data, origin, sources=EMOJI, toy=toy, compiled=compiled)
-    yield [{**row, "way": "base"} for row in rows if row["finished"]]
-    for way in ways:
-        for rate in way.learning_rates:
-            tuned = copy.deepcopy(model)
-            if way.name == "LoRA":
-                import peft
+    if run.way == "base":
+        rows, model = train(run, data, origin, sources=EMOJI, toy=toy, compiled=compiled)
+        torch.save(model.state_dict(), weights)
+        return [row for row in rows if row["finished"]]
+    model = new_model(data, run.seed, run.objective, toy=toy)
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    tuned: Any = model
+    if run.way == "LoRA":
+        import peft
 
-                rank = 16
-                config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-                tuned = peft.get_peft_model(tuned, config)
-                tuned.base_model.model.logit_scale.requires_grad_(True)
-            elif way.name == "locked image tower":
-                tuned.vision_model.requires_grad_(False)
-                tuned.visual_projection.requires_grad_(False)
-            rows, _ = train(
-                replace(run, learning_rate=rate, optimizer=way.optimizer),
-                data,
-                origin,
-                model=tuned,
-                sources=("openclipart", "tuxpaint"),
-                toy=toy,
-            )
-            yield [{**row, "way": way.name} for row in rows if row["finished"]]
+        rank = 16
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+        tuned = peft.get_peft_model(model, config)
+        tuned.base_model.model.logit_scale.requires_grad_(True)
+    elif run.way == "locked image tower":
+        tuned.vision_model.requires_grad_(False)
+        tuned.visual_projection.requires_grad_(False)
+    rows, _ = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
+    return [row for row in rows if row["finished"]]
 
 
 def _by_source(sets: dict) -> dict:
