@@ -88,6 +88,7 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *rooms("data", "passes", "checkpoints", "optimizers"),
     ),
+    "hf_infcl.options.combinations": ("torch", "transformers", "hf_infcl"),
     "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),

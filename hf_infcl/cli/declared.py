@@ -114,6 +114,8 @@ class _Reader:
                 return tuple(self.value(item) for item in items)
             case ast.Dict(keys=keys, values=values):
                 return {ast.literal_eval(key): self.value(v) for key, v in zip(keys, values, strict=True) if key}
+            case ast.Lambda(body=body):  # a default that each instance has for itself
+                return lambda: self.value(body)
             case ast.Call(func=function, args=[], keywords=options):
                 given: dict[str, Any] = {}
                 for option in options:
