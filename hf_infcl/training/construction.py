@@ -90,20 +90,23 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
         check_has_end(dataset)
 
 
-def check_overrides(kind: type, base: type, trainer: type) -> None:
-    """Raises a ValueError if a subclass overrides ``compute_loss``, which would never be called.
-
-    Args:
-        kind: the subclass.
-        base: `InfCLTrainer`.
-        trainer: transformers' Trainer.
-    """
+def check_overrides(kind: type, base: type) -> None:
+    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides ``compute_loss``, which is never called."""
     overrides = {name: getattr(kind, name) is not getattr(base, name) for name in ("training_step", "compute_loss")}
     if overrides["compute_loss"] and not overrides["training_step"]:
         raise ValueError(
             f"InfCLTrainer computes the loss of a window itself and would never call {kind.__name__}.compute_loss. "
             "Override training_step to change the training, or use transformers.Trainer."
         )
+
+
+def collator_of(model: nn.Module | None, processor: Any) -> ContrastiveCollator | None:
+    """The data collator over a processor; None without one."""
+    return (
+        None
+        if processor is None
+        else ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+    )
 
 
 def with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..checkpoints.files import choose
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, differences
 from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
@@ -90,6 +91,24 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
                 f"The ranks would train different runs: {', '.join(found)}. Give every machine the same model, data "
                 "and options; a copy may be out of date."
             )
+
+
+def resumption_of(run: Run, args: InfCLTrainingArguments, data: Any, resumes: str | bool | None) -> Resumption:
+    """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
+
+    Args:
+        run: the run.
+        args: its arguments.
+        data: its training set.
+        resumes: as for `InfCLTrainer.train`.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or `Resumption.check` refuses it.
+    """
+    checkpoint = choose(str(args.output_dir), resumes, looks=args.should_save)
+    resumption = Resumption(checkpoint, allows_changes=args.resume_with_changes)
+    resumption.check(run, data, args.world_size)
+    return resumption
 
 
 class Resumption:

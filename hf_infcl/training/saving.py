@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..checkpoints.files import Checkpoint
+from ..checkpoints.lock import locked
 from ..checkpoints.record import RunRecord
 from ..checkpoints.saving import Checkpoints
 from ..conversion.sentence_transformers import write_sentence_files
@@ -65,6 +66,12 @@ def save_weights(
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
         if isinstance(collator, ContrastiveCollator):
             write_sentence_files(folder, model.config.model_type, collator.processor, **collator.text_options)
+
+
+def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
+    """The context in which no other run trains in ``output_dir``; see `locked`."""
+    shared = args.save_strategy != SaveStrategy.NO and not args.save_only_model
+    return locked(str(args.output_dir), locks=args.should_save, shared=shared)
 
 
 def checkpoints_of(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:

@@ -17,13 +17,11 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy, SaveStrategy, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput
 from transformers.utils import logging
 
-from ..checkpoints.files import choose
-from ..checkpoints.lock import locked
 from ..checkpoints.record import RunRecord
-from ..data import ContrastiveCollator, ImageTextStream
+from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
@@ -39,7 +37,7 @@ from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from . import pushes
-from .construction import check_construction, check_overrides, with_processor
+from .construction import check_construction, check_overrides, collator_of, with_processor
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
 from .muon import create_muon
@@ -52,8 +50,8 @@ from .optimization import (
 )
 from .preparation import prepare_model
 from .progress import Progress
-from .resuming import Resumption, check_same_on_all_ranks, run_of
-from .saving import checkpoints_of, save_checkpoint, save_weights, saves_shards
+from .resuming import Resumption, check_same_on_all_ranks, resumption_of, run_of
+from .saving import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
 
 logger = logging.get_logger(__name__)
 
@@ -105,7 +103,7 @@ class InfCLTrainer(Trainer):
         args = InfCLTrainingArguments() if args is None else args
         kwargs = with_processor(data_collator, kwargs)
         check_construction(model, args, data_collator, kwargs)
-        check_overrides(type(self), InfCLTrainer, Trainer)
+        check_overrides(type(self), InfCLTrainer)
         # ---- Parts that Trainer's constructor needs ----
         self.resumption = Resumption()
         self.interruptions = Interruptions()
@@ -114,9 +112,7 @@ class InfCLTrainer(Trainer):
         self._optimizer_options = OptimizerOptions(None)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
-        if data_collator is None and (processor := kwargs.get("processing_class")) is not None:
-            config = getattr(self.model, "config", None)
-            self.data_collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+        self.data_collator = data_collator or collator_of(self.model, self.processing_class) or self.data_collator
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             prepare_model(self.model, args, self.accelerator)
@@ -152,23 +148,18 @@ class InfCLTrainer(Trainer):
         # ---- Before the training: what it may look up, and who else trains here ----
         if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
-        output_dir, saves = str(self.args.output_dir), self.args.should_save
-        shared = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
-        watched = self.interruptions.watched(float(self.args.ddp_timeout))
-        with locked(output_dir, locks=saves, shared=shared), watched:
+        with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
             # ---- The checkpoint to resume from ----
             resumes = pushes.checkpoint_of_hub_if_named(resume_from_checkpoint, self.args, self.hub_model_id)
             run = run_of(self.setup, self.train_dataset, self.data_collator)
             check_same_on_all_ranks(self.args, run, resumes)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            checkpoint = choose(output_dir, resumes, looks=saves)
-            self.resumption = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
-            self.resumption.check(run, self.train_dataset, self.args.world_size)
-            self.checkpoints = checkpoints_of(self.args, self.accelerator, last=checkpoint)
+            self.resumption = resumption_of(run, self.args, self.train_dataset, resumes)
+            self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             # ---- Trainer's loop ----
             with self.interruptions.phases.errors_of_lost():
                 try:
-                    return super().train(checkpoint, trial, ignore_keys_for_eval)
+                    return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
                 except AskedToEndError as asked:  # between two steps, on all processes alike
                     raise self._saved_early(asked.number, trial) from None
 
@@ -523,11 +514,9 @@ class InfCLTrainer(Trainer):
         if saves_shards(self.accelerator):
             self.save_model(_internal_call=True)  # the checkpoint has no whole model that could be pushed
         if self.is_world_process_zero():
-            push = partial(super()._push_from_checkpoint, checkpoint_folder)
-            step, repository = self.state.global_step, str(self.hub_model_id)
-            self._pushes.push_checkpoint(
-                Path(checkpoint_folder), step, repository, push, lambda: getattr(self, "push_in_progress", None)
-            )
+            push, step = partial(super()._push_from_checkpoint, checkpoint_folder), self.state.global_step
+            in_progress = partial(getattr, self, "push_in_progress", None)
+            self._pushes.push_checkpoint(Path(checkpoint_folder), step, str(self.hub_model_id), push, in_progress)
 
     def _push_what_is_missing(self) -> None:
         """Waits for the pushes under way, and then pushes the checkpoints that the Hub lacks."""
