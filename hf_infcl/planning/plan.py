@@ -53,8 +53,8 @@ GPUS = {
     "h200": GPU("H200", 140.4, 480e12, 2.95e12, 21e-6, 686e12, 1.22e-12),
 }
 # Bytes that Muon reads and writes per value of its matrices, without those of its products: in the steps that all
-# processes make, and in the orthogonalisation, which they share. Counted, not fitted: on one H200 the steps of four models
-# (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
+# processes make, and in the orthogonalisation, which they share. Counted, not fitted: on one H200 the steps of four
+# models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
