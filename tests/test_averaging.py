@@ -29,7 +29,7 @@ from hf_infcl.averaging import (
     score,
 )
 from hf_infcl.averaging.weights import scales_by_depth
-from hf_infcl.cli.average import Average
+from hf_infcl.cli.average import BetweenCheckpoints
 from hf_infcl.publishing import plot_front
 
 State = dict[str, Tensor]
@@ -155,7 +155,7 @@ def test_scaled_adapters_are_the_average_of_the_merged_weights(tmp_path):
     model.save_pretrained(tmp_path / "start")
     with_lora(model).save_pretrained(tmp_path / "end")
     add_processor(tmp_path / "start")
-    moving = Average(str(tmp_path / "start"), str(tmp_path / "end"), "line")
+    moving = BetweenCheckpoints(str(tmp_path / "start"), str(tmp_path / "end"), "line")
     states = {}
     for alpha in (0.0, 0.4, 1.0):
         moving.move(alpha)
@@ -204,10 +204,10 @@ def test_a_choice_needs_the_start_and_a_fraction():
 
 def test_scores_are_the_recall_of_both_directions_or_the_accuracy():
     metrics = {"eval_a_image_retrieval_recall@1": 0.2, "eval_a_text_retrieval_recall@1": 0.4, "eval_b_acc1": 0.7}
-    assert score(metrics, "eval_a") == pytest.approx(0.3)
-    assert score(metrics, "eval_b") == 0.7
-    with pytest.raises(ValueError, match="Neither recall@1 nor acc1 was measured with the prefix eval_c_"):
-        score(metrics, "eval_c")
+    assert score(metrics, "eval_a_") == pytest.approx(0.3)
+    assert score(metrics, "eval_b_") == 0.7
+    with pytest.raises(ValueError, match="Neither recall@1 nor acc1 was measured with the prefix 'eval_c_'"):
+        score(metrics, "eval_c_")
 
 
 def test_the_halves_of_a_guard_are_random_disjoint_and_always_the_same():
@@ -307,8 +307,69 @@ def test_an_average_measures_what_evaluate_measures_of_it(tuned, auto, tmp_path)
     infcl("evaluate", "--model", out, *sets, "--use_cpu", "--output_dir", tmp_path, "--report_to", "none")
     metrics = json.loads((tmp_path / "eval_results.json").read_text())
     (gained,) = [one["gained"] for one in results["measured"] if one["alpha"] == results["alpha"]]
-    both = score(metrics, "eval_pairs"), score(metrics, "eval_zero_shot")
+    both = score(metrics, "eval_pairs_"), score(metrics, "eval_zero_shot_")
     assert gained == pytest.approx(sum(both) / 2, abs=1e-9)
+
+
+def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, tmp_path, capsys):
+    """Also after a kill before the results were written; and card and output tell what was gained and what it cost."""
+    out, again = tmp_path / "out", tmp_path / "again"
+    options = [*with_sets(tuned), "--use_cpu", "--report_to", "none", "--per_device_eval_batch_size", 60]
+    options += ["--guard_tolerance", 0.05]
+    words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", out, "--max_steps", 6]
+    words += ["--per_device_train_batch_size", 100, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
+    infcl(*words)
+    printed = capsys.readouterr().out
+    results = json.loads((out / "average_results.json").read_text())
+    infcl("average", tuned / "start", out / "checkpoint-6", "--alpha", "auto", "--output_dir", again, *options)
+    expected = json.loads((again / "average_results.json").read_text())
+    assert results == expected
+    assert 0 < results["alpha"] < 1, "the test has something to average"
+    saved, end = (bits(transformers.CLIPModel.from_pretrained(f).state_dict()) for f in (out, out / "checkpoint-6"))
+    assert saved == bits(transformers.CLIPModel.from_pretrained(again).state_dict()) != end
+    (chosen_one,) = [one for one in results["measured"] if one["alpha"] == results["alpha"]]
+    before, after = results["measured"][0]["rest"]["guard1_old_classes"], chosen_one["rest"]["guard1_old_classes"]
+    row = f"{100 * before:7.2f}%  {100 * after:6.2f}%  {100 * (after - before):+7.2f}  guard"
+    assert row in printed
+    card = (out / "README.md").read_text()
+    assert f"| `old_classes`, test | guard | {before:.4f} | {after:.4f} | {after - before:+.4f} |" in card
+    assert f"at α = {results['alpha']:g}" in card
+    assert "](average.png)" in card
+    measured = json.loads((out / "eval_results.json").read_text())
+    assert sum(score(measured, f"eval_{name}_") for name in ("pairs", "zero_shot")) / 2 == pytest.approx(
+        chosen_one["gained"]
+    )
+    card_of_facts = tmp_path / "copied"
+    shutil.copytree(out, card_of_facts, ignore=shutil.ignore_patterns("checkpoint-*"))
+    infcl("card", card_of_facts)
+    assert (card_of_facts / "README.md").read_text() == card
+    for name in ("trainer_state.json", "eval_results.json", "average_results.json", "model.safetensors"):
+        (out / name).unlink()
+    infcl(*words, "--resume_from_checkpoint", "auto")
+    assert json.loads((out / "average_results.json").read_text()) == expected
+    assert bits(transformers.CLIPModel.from_pretrained(out).state_dict()) == saved
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--average_with_start most", "--average_with_start must be 'auto' or a number from 0"),
+        ("--average_with_start 1.5", "--average_with_start must be 'auto' or a number from 0"),
+        ("--average_with_start auto --eval_dataset d", "--guard_dataset for the other, or a number"),
+        ("--average_with_start auto --guard_dataset d", "--average_with_start auto weighs what was gained"),
+        ("--average_with_start 0.5 --save_strategy no", "which only a checkpoint then keeps"),
+        ("--average_with_start 0.5 --guard_tolerance 2", "guard_tolerance is a fraction from 0 to 1"),
+        ("--average_path depth", "no effect without --average_with_start"),
+    ],
+)
+def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tmp_path, capsys, words, complaint):
+    place = ["train", "--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path / "out"]
+    with pytest.raises(SystemExit) as end:
+        infcl(*place, "--use_cpu", *words.split())
+    assert end.value.code == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("infcl")]
+    assert complaint in line
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_sets_the_average_is_only_saved(tuned, tmp_path):
@@ -344,10 +405,10 @@ def test_batch_norms_are_told(tmp_path, capsys):
     [
         ("average DEMO/no-start DEMO/clip-init", "There is no folder"),
         ("average DEMO/clip-init OTHER", "Start and end are not the same model"),
-        ("average DEMO/clip-init DEMO/clip-init --alpha 1.5", "--alpha must be 'auto' or a number from 0 (START)"),
+        ("average DEMO/clip-init DEMO/clip-init --alpha 1.5", "--alpha must be 'auto' or a number from 0 (the start)"),
         (
             "average DEMO/clip-init DEMO/clip-init --alpha most",
-            "--alpha must be 'auto' or a number from 0 (START) to 1",
+            "--alpha must be 'auto' or a number from 0 (the start) to 1",
         ),
         ("average DEMO/clip-init DEMO/clip-init --alpha auto", "--guard_dataset for the other, or a number as --alpha"),
         ("average DEMO/clip-init DEMO/clip-init --guard_tolerance 3", "guard_tolerance is a fraction from 0 to 1"),

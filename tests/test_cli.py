@@ -43,7 +43,7 @@ from hf_infcl.cli import commands, declared, defaults, description, earlier, pla
 from hf_infcl.cli import datasets as opening
 from hf_infcl.cli.commands import train_parser
 from hf_infcl.cli.datasets import training_set
-from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions
+from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.cli.parser import ELSEWHERE
 from hf_infcl.encoders.dual_encoder import TOWERS
 from hf_infcl.evaluation.metrics import metrics_of_kind
@@ -622,7 +622,7 @@ accelerator_config: {{dispatch_batches: false, gradient_accumulation_kwargs: nul
     words = [str(tmp_path / f"c.{kind}"), "--max_steps", "9", "--split", "s"]
     reader = train_parser()
     namespace, given = reader.read(words)
-    model, _, data, columns, evaluation, args = reader.build(namespace)
+    model, _, data, columns, evaluation, _, args = reader.build(namespace)
     assert (model.model, data.dataset, data.split, columns.pair_id_column) == ("m", ["d"], "s", None)
     assert evaluation.templates == ["a {}", "-b: {}"]
     assert evaluation.class_names == ["no", "1", "1e5", "on"]
@@ -763,9 +763,9 @@ def options_of(text: str) -> list[str]:
     return re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
 
-def test_the_help_of_a_training_is_of_two_pages_and_the_whole_one_begins_with_what_is_our_own(capsys, monkeypatch):
+def test_the_help_of_a_training_is_of_three_pages_and_the_whole_one_begins_with_what_is_our_own(capsys, monkeypatch):
     short, whole = (help_of(capsys, monkeypatch, "train", "--help", *more) for more in ([], ["all"]))
-    assert len(short.splitlines()) <= 2 * 66
+    assert len(short.splitlines()) <= 3 * 66
     for text in (short, whole):
         assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
         assert "window" not in text, "it is a step to someone at a command line"
@@ -1043,12 +1043,12 @@ def test_paths_in_parquet_are_relative_to_the_file_for_every_option_that_names_a
         (tmp_path / "table" / split / "7.png").write_bytes(png(7))
     folder = str(tmp_path / "table")
     columns = ColumnOptions(image_column="picture")
-    data = DataOptions(dataset=[folder], guard_dataset=[folder])
+    data, guards = DataOptions(dataset=[folder]), GuardOptions(guard_dataset=[folder])
     evaluation = EvaluationOptions(eval_dataset=folder, zero_shot_dataset=folder, class_names=["a"])
     args = InfCLTrainingArguments(str(tmp_path), use_cpu=True)
     opened = [
         training_set(data, columns, args),
-        *opening.guard_datasets(columns, data, evaluation).values(),
+        *opening.guard_datasets(columns, guards, evaluation, data).values(),
         *opening.evaluation_datasets(columns, evaluation).values(),
     ]
     assert [number_of(dataset[0]) for dataset in opened] == [7] * 4

@@ -30,21 +30,28 @@ class Measured:
     rest: Mapping[str, float]
 
 
-def score(metrics: Mapping[str, float], prefix: str) -> float:
+def score(metrics: Mapping[str, float], prefix: str = "") -> float:
     """The score of one set: the mean of both directions' recall@1 for pairs, the top-1 accuracy for classes.
 
     Args:
         metrics: of an evaluation.
-        prefix: of the metrics of the set, without the last underscore.
+        prefix: of the names of the metrics of the set, such as "eval_pairs_".
 
     Raises:
         ValueError: neither was measured on the set.
     """
+    if (found := score_if_measured(metrics, prefix)) is None:
+        raise ValueError(f"Neither recall@1 nor acc1 was measured with the prefix {prefix!r}, but {sorted(metrics)}.")
+    return found
+
+
+def score_if_measured(metrics: Mapping[str, float], prefix: str = "") -> float | None:
+    """The `score`, or None if neither was measured."""
     for names in _SCORES:
-        keys = [f"{prefix}_{name}" for name in names]
+        keys = [prefix + name for name in names]
         if all(key in metrics for key in keys):
             return sum(metrics[key] for key in keys) / len(keys)
-    raise ValueError(f"Neither recall@1 nor acc1 was measured with the prefix {prefix}_, but {sorted(metrics)}.")
+    return None
 
 
 def check_tolerance(tolerance: float) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 Path = Literal["line", "depth"]
 PATHS: tuple[str, ...] = get_args(Path)
+_FACTORS_A, _FACTORS_B = {"lora_A", "lora_embedding_A"}, {"lora_B", "lora_embedding_B"}  # peft's names of B·A
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
 
 
@@ -144,16 +145,32 @@ def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         ValueError: something else was trained with the adapters, of which the adapter does not hold the start.
     """
-    factors = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-    if others := [name for name in end if not set(factors) & set(name.split("."))]:
+    if others := [name for name in end if not (_FACTORS_A | _FACTORS_B) & set(name.split("."))]:
         raise ValueError(
             f"Only LoRA's factors A and B can be scaled, but the adapter also holds {', '.join(others[:3])}. Merge it "
             "into the weights (infcl train --lora_merge) and average the whole models."
         )
     return {
-        name: torch.zeros_like(tensor) if {"lora_B", "lora_embedding_B"} & set(name.split(".")) else tensor
-        for name, tensor in end.items()
+        name: torch.zeros_like(tensor) if _FACTORS_B & set(name.split(".")) else tensor for name, tensor in end.items()
     }
+
+
+def with_factors_of_end(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The start of a LoRA training, with the factors A of its end where B is 0, so that they change nothing.
+
+    On the line from there to the end, an adapter changes a weight by α times B·A of the end.
+
+    Args:
+        start, end: the tensors of the model, or those of a model without adapters, which stay as they are.
+    """
+    found = dict(start)
+    for name in start:
+        parts = name.split(".")
+        if _FACTORS_A & set(parts):
+            other = ".".join(part.replace("_A", "_B") if part in _FACTORS_A else part for part in parts)
+            if not start[other].any():
+                found[name] = end[name]
+    return found
 
 
 def running_statistics(state: Mapping[str, Tensor]) -> list[str]:

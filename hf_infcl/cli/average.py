@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +11,29 @@ from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
 from ..averaging import (
-    ALPHAS,
     Measured,
     adapters_of_zero,
-    check_alpha,
-    check_tolerance,
-    chosen,
+    described,
+    find_average,
     interpolated,
+    measured_at,
     running_statistics,
-    score,
+    with_halves,
 )
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
 from ..options.arguments import InfCLTrainingArguments
-from ..publishing import FRONT_FILE, plot_front, source_name
+from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
+from .averages import alpha_of
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .models import load
-from .options import AverageOptions, EvaluationOptions
+from .options import EvaluationOptions
 from .parser import Parser
 
-RESULTS_FILE = "average_results.json"
-VALIDATION, REST = "validation", "rest"  # end the names of the two halves of a guard
-SPLIT = (
-    "A random half of the rows of each guard (validation, always the same) may choose alpha; the other half (rest) "
-    "reports what was kept. The gain is measured on the same rows that choose."
-)
 
-
-class Average:
+class BetweenCheckpoints:
     """A model whose weights move between the start and the end of a fine-tuning.
 
     Args:
@@ -118,56 +108,47 @@ def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Writes the averaged model, and if there are sets to measure it on, the results and a picture of all averages."""
-    options, columns, evaluation, args = parser.build(namespace)
+    options, columns, evaluation, guards, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        check_options(options, args, evaluation)
+        alpha = alpha_of("alpha", options.alpha, guards, evaluation)
+        check_options(args, evaluation)
         check_place(args.output_dir, namespace.start, namespace.end)
         gains = evaluation_datasets(columns, evaluation)
-        halves = [guard_datasets(columns, options, evaluation, half) for half in (0, 1)]
-        moving = Average(namespace.start, namespace.end, options.path)
+        halves = [guard_datasets(columns, guards, evaluation, half=half) for half in (0, 1)]
+        moving = BetweenCheckpoints(namespace.start, namespace.end, options.path)
         trainer = None
         if sets := gains | with_halves(*halves):
             check_columns(columns, sets)
             trainer = InfCLTrainer(moving.model, args, eval_dataset=sets, processing_class=moving.processor)
-    measured: list[Measured] = []
+
+    def measure(alpha: float) -> Measured:
+        assert trainer is not None
+        return measured_at(alpha, trainer.evaluate(), list(gains), list(halves[0]))
+
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        if trainer is not None:
-            for alpha in ALPHAS if options.alpha == "auto" else sorted({0.0, float(options.alpha), 1.0}):
-                moving.move(alpha)
-                measured.append(measured_at(alpha, trainer.evaluate(), list(gains), list(halves[0])))
-        alpha = chosen(measured, options.guard_tolerance).alpha if options.alpha == "auto" else float(options.alpha)
-        moving.move(alpha)
+        found = find_average(
+            moving.move,
+            measure if sets else None,
+            alpha=alpha,
+            path=options.path,
+            tolerance=guards.guard_tolerance,
+            batch_norms=moving.batch_norms,
+        )
     if args.process_index == 0:
         folder = Path(args.output_dir)
         moving.model.save_pretrained(folder)
         moving.processor.save_pretrained(folder)
         collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
         write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
-        if measured:
-            write_results(folder, namespace, options, alpha, measured)
-        tell(folder, options, alpha, measured, moving.batch_norms)
+        write_averages(folder, found, namespace.start, namespace.end)
+        print(*described(found), f"The average at alpha {found.alpha:g} is in {folder}.", sep="\n")
     if trainer is not None:
         leave(trainer)
 
 
-def check_options(options: AverageOptions, args: InfCLTrainingArguments, evaluation: EvaluationOptions) -> None:
-    """Raises a ValueError if an option has no meaning, or another one is missing for it."""
-    if options.alpha == "auto":
-        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset
-        if not (gains and options.guard_dataset):
-            raise ValueError(
-                "--alpha auto weighs what was gained against what is kept. Pass --eval_dataset or --zero_shot_dataset "
-                "for the one and --guard_dataset for the other, or a number as --alpha."
-            )
-    else:
-        try:
-            check_alpha(float(options.alpha))
-        except ValueError:
-            raise ValueError(
-                f"--alpha must be 'auto' or a number from 0 (START) to 1 (END), got {options.alpha!r}."
-            ) from None
-    check_tolerance(options.guard_tolerance)
+def check_options(args: InfCLTrainingArguments, evaluation: EvaluationOptions) -> None:
+    """Raises a ValueError for options that have no meaning for an average."""
     if evaluation.eval_pictures:
         raise ValueError("--eval_pictures draws those of one model. Omit it, and draw them with `infcl evaluate`.")
     if args.fsdp or args.deepspeed:
@@ -184,64 +165,3 @@ def check_place(output_dir: Any, start: str, end: str) -> None:
         (place / name).exists() for name in ("config.json", "adapter_config.json")
     ):
         raise ValueError(f"--output_dir {output_dir} already holds a model. Choose another --output_dir.")
-
-
-def with_halves(validation: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Both halves of each guard, by names that end with `VALIDATION` and `REST`."""
-    parts = ((VALIDATION, validation), (REST, rest))
-    return {f"{name}_{part}": half for part, sets in parts for name, half in sets.items()}
-
-
-def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str], guards: Sequence[str]) -> Measured:
-    """The scores of one evaluation.
-
-    Args:
-        alpha: at which it took place.
-        metrics: all of them, with the prefix ``eval``.
-        gains: the names of the sets that the training was for.
-        guards: the names of the guard sets, without their halves.
-    """
-    gained = [score(metrics, f"eval_{name}") for name in gains]
-    validation, rest = ({g: score(metrics, f"eval_{g}_{part}") for g in guards} for part in (VALIDATION, REST))
-    return Measured(alpha, sum(gained) / len(gained) if gained else None, validation, rest)
-
-
-def write_results(
-    folder: Path, namespace: argparse.Namespace, options: AverageOptions, alpha: float, measured: Sequence[Measured]
-) -> None:
-    """Writes all that was measured, and draws it where both gain and guards were measured."""
-    results = {
-        "start": source_name(namespace.start)[0],
-        "end": source_name(namespace.end)[0],
-        "path": options.path,
-        "alpha": alpha,
-        "chosen": options.alpha == "auto",
-        "guard_tolerance": options.guard_tolerance,
-        "scores": "recall@1 (mean of both directions) of pairs, top-1 accuracy of classes",
-        "split": SPLIT,
-        "measured": [asdict(one) for one in measured],
-    }
-    (folder / RESULTS_FILE).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if measured[0].gained is not None and measured[0].rest and importlib.util.find_spec("matplotlib") is not None:
-        plot_front(measured, alpha, folder / FRONT_FILE)
-
-
-def tell(folder: Path, options: AverageOptions, alpha: float, measured: Sequence[Measured], batch_norms: int) -> None:
-    """Prints the table of what was measured, and what the average is."""
-    if measured:
-        guards = list(measured[0].rest)
-        if guards:
-            print(SPLIT)
-        print("  ".join(["alpha", "  gained", *(f"{name} ({VALIDATION}, {REST})" for name in guards)]))
-        for one in measured:
-            gained = "       -" if one.gained is None else f"{100 * one.gained:7.2f}%"
-            kept = (f"{100 * one.validation[g]:.2f}%, {100 * one.rest[g]:.2f}%".rjust(len(g) + 20) for g in guards)
-            print("  ".join([f"{one.alpha:5.2g}", gained, *kept]) + ("  <" if one.alpha == alpha else ""))
-    if batch_norms:
-        print(
-            f"The running statistics of {batch_norms} batch norms were averaged like the weights. They are not those "
-            "that the averaged weights would have on data, so measure the model before you use it."
-        )
-    if options.alpha == "auto" and alpha == 0:
-        print("Every average costs a guard more than --guard_tolerance or gains nothing, so the start was saved.")
-    print(f"The average at alpha {alpha:g} is in {folder}.")

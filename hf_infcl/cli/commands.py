@@ -11,9 +11,11 @@ from .options import (
     ColumnOptions,
     DataOptions,
     EvaluationOptions,
+    GuardOptions,
     LoraOptions,
     ModelOptions,
     PlanOptions,
+    StartOptions,
 )
 from .parser import Parser, PlainParser
 
@@ -57,7 +59,7 @@ def train_parser() -> Parser:
     return Parser(
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
-        *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions),
+        *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_TRAINING,
     )
 
@@ -78,7 +80,7 @@ def average_parser() -> Parser:
         "average",
         "Average the weights before and after a fine-tuning, which returns most of what was forgotten for a part of "
         "what was gained.",
-        *(AverageOptions, ColumnOptions, EvaluationOptions),
+        *(AverageOptions, ColumnOptions, EvaluationOptions, GuardOptions),
         shown=OF_EVALUATION,
         places={
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
@@ -93,7 +95,7 @@ def plan_parser() -> Parser:
         "plan",
         "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
         "config is read. Options of the training that are given are kept, and its whole command may be given.",
-        *(PlanOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions),
+        *(PlanOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_PLAN,
         optional={"dataset"},
     )

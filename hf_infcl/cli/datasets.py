@@ -14,7 +14,7 @@ from ..data.columns import find_caption_column, find_image_column, find_label_co
 from ..data.tables import find_split
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import source_name
-from .options import AverageOptions, ColumnOptions, DataOptions, EvaluationOptions
+from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
 
 def training_set(
@@ -68,32 +68,33 @@ def guard_names(datasets: Sequence[str] | None) -> list[str]:
 
 def guard_datasets(
     columns: ColumnOptions,
-    data: DataOptions | AverageOptions,
+    guards: GuardOptions,
     evaluation: EvaluationOptions,
+    data: DataOptions | None = None,
     half: int | None = None,
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
     """The guard sets by their names: image-text pairs, or labelled images if they have classes but no captions.
 
     Args:
         columns: the columns of the training set.
-        data: names the sets.
+        guards: name the sets.
         evaluation: names the labels and the templates.
+        data: the training data, which must not be taken for a guard; None without a training.
         half: 0 or 1 for one of the `hf_infcl.averaging.halves` of each set; None for all rows.
     """
-    trained = data if isinstance(data, DataOptions) else None
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
-    for name, source in zip(guard_names(data.guard_dataset), data.guard_dataset or [], strict=True):
+    for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
         with _named("guard_dataset", source) as shown:
-            rows = _rows(source, data.guard_split, data.guard_image_column or columns.image_column, trained)
+            rows = _rows(source, guards.guard_split, guards.guard_image_column or columns.image_column, data)
             rows = rows if half is None else halves(rows)[half]
-            captions = find_caption_column(rows.features, data.guard_caption_column or columns.caption_column)
+            captions = find_caption_column(rows.features, guards.guard_caption_column or columns.caption_column)
             if (
                 captions not in rows.column_names
                 and find_label_column(rows.features, evaluation.label_column) in rows.column_names
             ):
-                found[name] = _labelled(rows, "guard", data.guard_image_column, columns, evaluation, None)
+                found[name] = _labelled(rows, "guard", guards.guard_image_column, columns, evaluation, None)
             else:
-                found[name] = _pairs(rows, "guard", data.guard_image_column, data.guard_caption_column, columns)
+                found[name] = _pairs(rows, "guard", guards.guard_image_column, guards.guard_caption_column, columns)
             _with_name(found[name], shown)
     return found
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
 from ..training.trainer import InfCLTrainer
-from .options import ColumnOptions, DataOptions, EvaluationOptions, LoraOptions, ModelOptions
+from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
 
 logger = logging.get_logger(__name__)
 
@@ -25,6 +25,7 @@ def describe_run(
     data: DataOptions,
     columns: ColumnOptions,
     evaluation: EvaluationOptions,
+    guards: GuardOptions,
     conversion: Sequence[str] = (),
 ) -> functools.partial[TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
@@ -41,7 +42,7 @@ def describe_run(
         pair_id_column=columns.pair_id_column,
         captions_per_image=data.captions_per_image,
         negative_caption_column=data.negative_caption_column,
-        evaluations=_evaluations(evaluation, data, eval_datasets),
+        evaluations=_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings={
             **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
@@ -75,13 +76,13 @@ def _licence(dataset: str) -> str | None:
     return ", ".join(stated) if isinstance(stated, list) else stated
 
 
-def _evaluations(options: EvaluationOptions, data: DataOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+def _evaluations(options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
     """The evaluation data for the card; the metrics come from the logs."""
-    guards = iter(data.guard_dataset or [])
+    sources = iter(guards.guard_dataset or [])
     found = []
     for key, dataset in datasets.items():
         if is_guard := key.startswith("guard"):
-            source, split = next(guards), data.guard_split
+            source, split = next(sources), guards.guard_split
         elif key == "pairs":
             source, split = str(options.eval_dataset), options.eval_split
         else:

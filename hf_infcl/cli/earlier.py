@@ -14,11 +14,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoints.lock import locked
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
-from ..publishing import CURVES_FILE, FACTS_FILE, PICTURES_FILE
+from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
 from ..training.trainer import InfCLTrainer
-from .options import DataOptions, EvaluationOptions, ModelOptions
+from .options import DataOptions, EvaluationOptions, GuardOptions, ModelOptions
 
-RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, PICTURES_FILE)
+RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run
 
 
@@ -64,12 +64,14 @@ def has_results(trainer: InfCLTrainer) -> bool:
     return bool(Processes().agree([written])[0][0])
 
 
-def check_output_folder(output_dir: Any, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions) -> None:
+def check_output_folder(
+    output_dir: Any, model: ModelOptions, data: DataOptions, evaluation: EvaluationOptions, guards: GuardOptions
+) -> None:
     """Raises a ValueError if the results would overwrite the model, or be written among the files of a dataset."""
     place = Path(output_dir).resolve()
     datasets = [
         *(("dataset", name) for name in data.dataset),
-        *(("guard_dataset", name) for name in data.guard_dataset or []),
+        *(("guard_dataset", name) for name in guards.guard_dataset or []),
         *(("eval_dataset", evaluation.eval_dataset), ("zero_shot_dataset", evaluation.zero_shot_dataset)),
     ]
     for option, source in (("model", model.model), *datasets):

@@ -112,23 +112,6 @@ class DataOptions:
             "divides it. Defaults to that product at the start."
         },
     )
-    guard_dataset: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without "
-            "captions are classified with --templates. The card shows the figures before and after the training."
-        },
-    )
-    guard_split: str | None = field(
-        default=None, metadata={"help": "The split of each --guard_dataset. By default as for --eval_split."}
-    )
-    guard_image_column: str | None = field(
-        default=None, metadata={"help": "Column of images in each --guard_dataset, if it differs from --image_column."}
-    )
-    guard_caption_column: str | None = field(
-        default=None,
-        metadata={"help": "Column of captions in each --guard_dataset, if it differs from --caption_column."},
-    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},
@@ -221,29 +204,14 @@ class EvaluationOptions:
 
 
 @dataclass
-class AverageOptions:
-    _argument_group_name: ClassVar[str] = "Average"
+class GuardOptions:
+    _argument_group_name: ClassVar[str] = "What the model should keep"
 
-    alpha: str = field(
-        default="0.5",
-        metadata={
-            "help": "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
-            "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
-            "--guard_tolerance."
-        },
-    )
-    path: Literal["line", "depth"] = field(
-        default="line",
-        metadata={
-            "help": "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
-        },
-    )
     guard_dataset: list[str] | None = field(
         default=None,
         metadata={
             "help": "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without "
-            "captions are classified with --templates. One half of the rows of each chooses alpha, the other half "
-            "reports what was kept."
+            "captions are classified with --templates. A training measures them before and after."
         },
     )
     guard_split: str | None = field(
@@ -259,8 +227,50 @@ class AverageOptions:
     guard_tolerance: float = field(
         default=0.01,
         metadata={
-            "help": "What each guard may lose, as a fraction: 0.01 is one point of recall@1 (the mean of both "
-            "directions) or of top-1 accuracy."
+            "help": "What each guard may lose in an average that is chosen, as a fraction. 0.01 is one point of "
+            "recall@1 (the mean of both directions) or of top-1 accuracy. One half of the rows of each guard chooses, "
+            "the other half reports what was kept."
+        },
+    )
+
+
+@dataclass
+class StartOptions(GuardOptions):
+    _argument_group_name: ClassVar[str] = "What the model should keep"
+
+    average_with_start: str | None = field(
+        default=None,
+        metadata={
+            "help": "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This "
+            "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
+            "every --guard_dataset stays within --guard_tolerance. The weights of the end stay in the last checkpoint."
+        },
+    )
+    average_path: Literal["line", "depth"] = field(
+        default="line",
+        metadata={
+            "help": "With --average_with_start, as --path of `infcl average`. 'line' scales every change alike "
+            "(WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
+        },
+    )
+
+
+@dataclass
+class AverageOptions:
+    _argument_group_name: ClassVar[str] = "Average"
+
+    alpha: str = field(
+        default="0.5",
+        metadata={
+            "help": "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
+            "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
+            "--guard_tolerance."
+        },
+    )
+    path: Literal["line", "depth"] = field(
+        default="line",
+        metadata={
+            "help": "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
         },
     )
 

@@ -12,9 +12,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..conversion import compare_formats
 from ..processes.preemption import Preempted
-from ..publishing import CardCallback, PicturesCallback
+from ..publishing import CardCallback, PicturesCallback, lines_of_changes
 from ..training.trainer import InfCLTrainer
+from ..training.with_start import AverageWithStart
 from .adapters import ADAPTER_FILES, merge_adapters, with_adapters
+from .averages import check_average
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
@@ -36,7 +38,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         check_best_metric(namespace)
     except ValueError as error:
         parser.error(str(error))
-    model_options, lora, data, columns, evaluation, args = parser.build(namespace)
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if lora.lora_merge and lora.lora_rank is None:
@@ -46,12 +48,14 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
                 f"{args.resume_from_checkpoint} continues one. Omit one of them."
             )
-        check_output_folder(args.output_dir, model_options, data, evaluation)
+        alpha = check_average(keep, evaluation, args)
+        check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
             raise holds_earlier_run(args.output_dir, earlier)
         train_dataset = training_set(data, columns, args)
-        eval_datasets = evaluation_datasets(columns, evaluation, data) | guard_datasets(columns, data, evaluation)
+        gains = evaluation_datasets(columns, evaluation, data)
+        eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
         check_best_metric(namespace, eval_datasets)
         model, processor, conversion = load(model_options.model, model_options.open_clip_model)
         if conversion and lora.lora_rank is not None and not lora.lora_merge:
@@ -69,11 +73,21 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         trainer = InfCLTrainer(
             model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
         )
+        average = None
+        if keep.average_with_start is not None:
+            halves = [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)]
+            average = AverageWithStart(
+                trainer,
+                gains,
+                {name: [half[name] for half in halves] for name in halves[0]},
+                alpha=alpha,
+                path=keep.average_path,
+                tolerance=keep.guard_tolerance,
+            )
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, conversion)
-    card = CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None))
-    trainer.add_callback(card)
+    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, keep, conversion)
+    trainer.add_callback(CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None)))
     if args.optimizer == "muon":
         trainer.add_callback(GroupsTold())
     if trainer.is_world_process_zero():
@@ -100,19 +114,18 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         return
     merge = lora.lora_merge and lora.lora_rank is not None
     with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
-        save_results(trainer, trained.metrics, eval_datasets)
+        averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
-            row = f"transformers and OpenCLIP. {compared}"
-            describe.keywords["settings"]["saved formats"] = row  # `card` has the same settings
+            describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
+        facts = describe(adapter=lora.lora_rank is not None and not merge, average=averaged)
         if merge and trainer.is_world_process_zero():
             merge_adapters(Path(args.output_dir), model_options)
-            CardCallback(describe).write(args, trainer.state)
-        else:
-            card.write(args, trainer.state)  # once more: with adapters save_model puts peft's card in its place
+        CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
+        print(*lines_of_changes(facts), sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
     leave(trainer)

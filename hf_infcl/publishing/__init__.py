@@ -2,9 +2,10 @@
 
 from .callback import CURVES_FILE, CardCallback, write_publication
 from .card import model_card
+from .changes import Change, changes, lines_of_changes
 from .curves import plot_curves
 from .facts import FACTS_FILE, Evaluation, Source, TrainingFacts, source_name, training_facts
-from .front import FRONT_FILE, plot_front
+from .front import FRONT_FILE, plot_front, write_averages
 from .pictures import PICTURES_FILE, PicturesCallback
 
 __all__ = [
@@ -13,14 +14,18 @@ __all__ = [
     "FRONT_FILE",
     "PICTURES_FILE",
     "CardCallback",
+    "Change",
     "Evaluation",
     "PicturesCallback",
     "Source",
     "TrainingFacts",
+    "changes",
+    "lines_of_changes",
     "model_card",
     "plot_curves",
     "plot_front",
     "source_name",
     "training_facts",
+    "write_averages",
     "write_publication",
 ]

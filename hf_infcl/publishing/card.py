@@ -11,8 +11,10 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from ..averaging import Averaged
 from ..evaluation.metrics import CEILING, METRICS
 from ..loss.objectives import OBJECTIVES
+from .changes import SCORES, changes
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 
 # The picture of the example that a model's page on the Hub offers to run.
@@ -20,12 +22,15 @@ _PICTURE = "https://huggingface.co/datasets/mishig/sample_images/resolve/main/ca
 _SHOWN = 10  # classes of the example, and prompts that the results name
 
 
-def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str | None = None) -> ModelCard:
+def model_card(
+    facts: TrainingFacts, *, curves: str | None = None, front: str | None = None, pictures: str | None = None
+) -> ModelCard:
     """The card of a trained model: its data, its method, its results and what is unknown.
 
     Args:
         facts: what the card states.
         curves: the file name of the curves beside the card, if they were drawn.
+        front: the file name of the picture of averages with the start, if it was drawn.
         pictures: the file name of evaluation images with their best captions, if they were drawn.
 
     Returns:
@@ -55,6 +60,8 @@ def model_card(facts: TrainingFacts, *, curves: str | None = None, pictures: str
         adapter=facts.adapter,
         sources=_joined([_code(source.dataset) for source in facts.sources]),
         training=_table(("", ""), _training_rows(facts)),
+        changes=_changes(facts),
+        front=front,
         results=_results(facts),
         usage=_usage(facts),
         curves=curves,
@@ -120,6 +127,9 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     yield from _positives_and_negatives(facts)
     if facts.caption_limit is not None:
         yield "captions", _captions(facts.caption_limit, facts.cut_captions)
+    if facts.average is not None:
+        path = "" if facts.average.path == "line" else ", less for early layers than for late ones"
+        yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
     yield "length", f"{facts.steps:,} optimizer steps, {seen:,} pairs seen{epochs}"
     yield from facts.settings.items()
     yield "time", f"{_duration(facts.seconds)} with {processes} on {facts.device}"
@@ -194,12 +204,59 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
     return results
 
 
+def _changes(facts: TrainingFacts) -> str:
+    """What was gained and what it cost, and all averages with the start; empty if neither was measured."""
+    parts = []
+    if found := changes(facts):
+        rows = [
+            (
+                _where(change.evaluation),
+                "guard" if change.evaluation.guard else "trained for",
+                *(f"{value:.4f}" for value in (change.before, change.after)),
+                f"{change.after - change.before:+.4f}",
+            )
+            for change in found
+        ]
+        parts += [_table(("set", "", "before the training", "this model", "change"), rows), SCORES]
+    if (average := facts.average) is not None:
+        parts.append(" ".join(_how_averaged(average)))
+    if average is not None and average.measured:
+        names = {evaluation.key: _where(evaluation) for evaluation in facts.evaluations}
+        head = ["α", "trained for", *(f"kept: {names.get(key, key)}" for key in average.measured[0].rest)]
+        values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
+        rows = [(f"{alpha:g}", *("" if v is None else f"{v:.4f}" for v in others)) for alpha, *others in values]
+        parts.append(_table(head, rows))
+    return "\n\n".join(parts)
+
+
+def _how_averaged(average: Averaged) -> Iterator[str]:
+    """Sentences about the average whose weights the model has, above the table of all that were measured."""
+    yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
+    if average.tolerance is not None:
+        yield (
+            "Of the averages below it is the one with the greatest gain at which no guard loses more than "
+            f"{average.tolerance:g}. A random half of the rows of each guard decided that, and the figures are of the "
+            "other half. The gain was measured on the rows that decided."
+        )
+    elif average.measured and average.measured[0].rest:
+        yield "The figures of guards are of a random half of their rows."
+    if average.batch_norms:
+        yield (
+            f"The running statistics of {average.batch_norms} batch norms were averaged as well; they are not those "
+            "that the averaged weights would have on data."
+        )
+
+
+def _where(evaluation: Evaluation) -> str:
+    return f"{_code(evaluation.dataset)}, {evaluation.split}"
+
+
 def _results(facts: TrainingFacts) -> str:
     if not facts.evaluations:
         return "None: the model was not evaluated."
     rows, notes, repeating = [], [], []
     for evaluation in facts.evaluations:
-        where = f"{_code(evaluation.dataset)}, {evaluation.split}"
+        where = _where(evaluation)
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
             beside = [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
@@ -242,7 +299,9 @@ def _when(facts: TrainingFacts) -> Iterator[str]:
     if not facts.measured_during_training or len(steps) != 1:
         return
     (step,) = steps
-    if facts.best:
+    if facts.average is not None:
+        of = "the average, not of a step"
+    elif facts.best:
         of = f"the best of these evaluations, at step {step:,}, and so are the weights"
     elif step == facts.steps:
         of = "the last step, not of the best"

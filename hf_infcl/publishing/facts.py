@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import TrainerState
 
 from .. import __version__
+from ..averaging import Averaged, Measured
 from ..data.urls import Url, without_secrets
 from ..options.arguments import InfCLTrainingArguments
 from .settings import training_settings
@@ -125,6 +126,8 @@ class TrainingFacts:
         measured_during_training: whether the same sets were evaluated during the training.
         best: whether the weights are those of the best evaluation instead of the last step's. Trainer loads them at the
             end of a training with ``load_best_model_at_end``, not before.
+        average: the average of the weights before and after the training that the model holds; None if it holds those
+            after it.
     """
 
     name: str
@@ -159,6 +162,7 @@ class TrainingFacts:
     evaluations: Sequence[Evaluation] = ()
     measured_during_training: bool = False
     best: bool = False
+    average: Averaged | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -182,6 +186,9 @@ class TrainingFacts:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["sources"] = [Source(**source) for source in values["sources"]]
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
+            if (average := values.get("average")) is not None:
+                average["measured"] = [Measured(**one) for one in average["measured"]]
+                values["average"] = Averaged(**average)
             return cls(**values)
         except FileNotFoundError as error:
             above = Path(folder).absolute().parent
@@ -208,6 +215,7 @@ def training_facts(
     adapter: bool = False,
     evaluations: Sequence[Evaluation] = (),
     settings: Mapping[str, str] | None = None,
+    average: Averaged | None = None,
 ) -> TrainingFacts:
     """The facts of a run so far. `TrainingFacts` explains the other arguments.
 
@@ -266,6 +274,7 @@ def training_facts(
         evaluations=_without_guards_again(_measured(evaluations, state, best)),
         measured_during_training=args.eval_strategy != "no",
         best=best,
+        average=average,
     )
 
 

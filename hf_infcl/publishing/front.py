@@ -1,14 +1,46 @@
-"""Draws what averages between two checkpoints gain against what they keep."""
+"""Writes and draws what averages between two checkpoints gain and what they keep."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from ..averaging import Measured
+from ..averaging import SPLIT, Averaged, Measured
 from .curves import COLOURS
+from .facts import source_name
 
 FRONT_FILE = "average.png"
+AVERAGES_FILE = "average_results.json"
+
+
+def write_averages(folder: Path, average: Averaged, start: str, end: str) -> None:
+    """Writes all that was measured, and draws it where both gain and guards were measured.
+
+    Args:
+        folder: to write into.
+        average: the average that is saved.
+        start, end: Hub ids or folders of both ends.
+    """
+    measured = average.measured
+    if not measured:
+        return
+    results = {
+        "start": source_name(start)[0],
+        "end": source_name(end)[0],
+        "path": average.path,
+        "alpha": average.alpha,
+        "chosen": average.tolerance is not None,
+        "guard_tolerance": average.tolerance,
+        "scores": "recall@1 (mean of both directions) of pairs, top-1 accuracy of classes",
+        "split": SPLIT,
+        "measured": [asdict(one) for one in measured],
+    }
+    (folder / AVERAGES_FILE).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if measured[0].gained is not None and measured[0].rest and importlib.util.find_spec("matplotlib") is not None:
+        plot_front(measured, average.alpha, folder / FRONT_FILE)
 
 
 def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> None:

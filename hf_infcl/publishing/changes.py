@@ -1,0 +1,63 @@
+"""What a training has gained and what it has cost, in one score for each set that was measured before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..averaging import score_if_measured
+from .facts import Evaluation, TrainingFacts
+
+SCORES = "The score is the recall@1 of pairs, averaged over both directions, and the top-1 accuracy of classes."
+
+
+@dataclass(frozen=True)
+class Change:
+    """The score of one set before and after a training, as fractions.
+
+    Attributes:
+        evaluation: the set.
+        before, after: its scores.
+        half: whether they are of that half of the rows by which no average was chosen.
+    """
+
+    evaluation: Evaluation
+    before: float
+    after: float
+    half: bool = False
+
+
+def changes(facts: TrainingFacts) -> list[Change]:
+    """The sets that were measured before and after a training: first those that it was for, then the guards.
+
+    Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
+    """
+    return sorted(_changes(facts), key=lambda change: change.evaluation.guard)
+
+
+def _changes(facts: TrainingFacts) -> Iterator[Change]:
+    average = facts.average
+    for evaluation in facts.evaluations:
+        if average is not None and average.tolerance is not None and evaluation.guard:
+            before, after = (average.at(alpha).rest[evaluation.key] for alpha in (0, average.alpha))
+            yield Change(evaluation, before, after, half=True)
+            continue
+        scores = [score_if_measured(metrics) for metrics in (evaluation.before, evaluation.metrics)]
+        if scores[0] is not None and scores[1] is not None:
+            yield Change(evaluation, scores[0], scores[1])
+
+
+def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
+    """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
+    if not (found := changes(facts)):
+        return
+    names = [f"{change.evaluation.dataset}, {change.evaluation.split}" for change in found]
+    width = max(map(len, names))
+    yield f"{'':<{width}}   before    after   change"
+    for name, change in zip(names, found, strict=True):
+        numbers = (
+            f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%  {100 * (change.after - change.before):+7.2f}"
+        )
+        half = " (the half of its rows that did not choose the average)" if change.half else ""
+        yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
+    yield SCORES
