@@ -110,6 +110,10 @@ MUST_NOT_KNOW = {
     "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
     "hf_infcl.training.preparation": (*TRAINER[:2], *rooms("kernels", "loss", "data", "training.trainer")),
     "hf_infcl.planning": (*TRAINER, *DISTRIBUTED, *rooms("kernels", "data", "evaluation", "publishing", "cli")),
+    "hf_infcl.checking": (
+        *(*MODELS, *TRAINER, *DISTRIBUTED),
+        *rooms("processes", "kernels", "loss", "evaluation", *TRAINING, "planning", "publishing", "cli"),
+    ),
     "hf_infcl.cli.commands": WITHOUT_TORCH,
     "hf_infcl.cli.declared": WITHOUT_TORCH,
     "hf_infcl.cli.options": WITHOUT_TORCH,

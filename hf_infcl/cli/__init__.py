@@ -1,4 +1,4 @@
-"""The command `infcl`: `train`, `evaluate`, `average`, `plan`, `card` and `convert` parse options and call the rest."""
+"""The command `infcl`: `check`, `train`, `evaluate` and the other commands parse options and call the rest."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def _run(command: str | None, words: list[str]) -> None:
 
     if command == "train":
         from .train import train as run
+    elif command == "check":
+        from .check import check as run
     elif command == "evaluate":
         from .evaluate import evaluate as run
     elif command == "average":

@@ -8,6 +8,7 @@ from pathlib import Path
 from .declared import of_infcl, of_transformers
 from .options import (
     AverageOptions,
+    CheckOptions,
     ColumnOptions,
     DataOptions,
     EvaluationOptions,
@@ -20,6 +21,7 @@ from .options import (
 from .parser import Parser, PlainParser
 
 COMMANDS = {
+    "check": "read the data as a training would, and tell what would spoil it",
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
     "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
@@ -46,10 +48,12 @@ OF_EVALUATION = {
     *("objective", "strategy", "backend", "equal_ids"),
     *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
 }
+# The options of a training that decide about its check.
+OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
 # The options of a training that decide about its plan.
 OF_PLAN = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
-    *("freeze_layers", "torch_compile", "num_train_epochs", "max_steps"),
+    *("torch_compile", "num_train_epochs", "max_steps"),
     *CHECKPOINTING,
 }
 
@@ -61,6 +65,18 @@ def train_parser() -> Parser:
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
         *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_TRAINING,
+    )
+
+
+def check_parser() -> Parser:
+    """The options of `infcl check`, which takes those of a training as they are."""
+    return Parser(
+        "check",
+        "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
+        "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
+        "does, and 2 if an option is wrong.",
+        *(CheckOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_CHECK,
     )
 
 
@@ -144,6 +160,7 @@ def convert_parser() -> PlainParser:
 
 
 PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
+    "check": check_parser,
     "train": train_parser,
     "evaluate": evaluate_parser,
     "average": average_parser,

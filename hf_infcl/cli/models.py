@@ -41,6 +41,15 @@ def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
         return Loaded(model, AutoProcessor.from_pretrained(checkpoint))
 
 
+def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
+    """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
+    if open_clip_model is not None or is_of_open_clip(checkpoint):
+        loaded = load(checkpoint, open_clip_model)
+        return loaded.model.config, loaded.processor
+    with _explained(checkpoint, needed="config.json"):
+        return AutoConfig.from_pretrained(checkpoint), AutoProcessor.from_pretrained(checkpoint)
+
+
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):

@@ -112,10 +112,21 @@ class DataOptions:
             "divides it. Defaults to that product at the start."
         },
     )
+    check_samples: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of pairs that are read before the training to tell what is wrong with them, 0 for none. "
+            "Defaults to 256, and to 10,000 of each set in `infcl check`."
+        },
+    )
     overwrite_output_dir: bool = field(
         default=False,
         metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},
     )
+
+    def __post_init__(self) -> None:
+        if self.check_samples is not None and self.check_samples < 0:
+            raise ValueError(f"check_samples must be at least 0, got {self.check_samples}.")
 
 
 @dataclass
@@ -273,6 +284,13 @@ class AverageOptions:
             "help": "'line' scales every change alike (WiSE-FT); 'depth' scales those of early layers more (LiNeS)."
         },
     )
+
+
+@dataclass
+class CheckOptions:
+    _argument_group_name: ClassVar[str] = "Check"
+
+    all: bool = field(default=False, metadata={"help": "Read all pairs instead of --check_samples."})
 
 
 @dataclass

@@ -17,6 +17,7 @@ from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart
 from .adapters import ADAPTER_FILES, merge_adapters, with_adapters
 from .averages import check_average
+from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
@@ -88,12 +89,15 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None)))
-    trainer.add_callback(GroupsTold(trainer))
+    if args.optimizer == "muon":
+        trainer.add_callback(GroupsTold())
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, data.samples_per_epoch or 0 if data.streaming else len(train_dataset))
         for line in describe_sets(eval_datasets):
             print(line)
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            print(*short_check(trainer, train_dataset, data), sep="\n", end="")
         if warning := doubtful_rate(args):
             print(warning)
     if data.overwrite_output_dir:

@@ -189,9 +189,13 @@ class ContrastiveCollator:
 
     def is_cut(self, text: str) -> bool:
         """Whether a text has more tokens than `max_length`, so that `tokenize` cuts it."""
+        return len(self.token_ids(text)) > self.max_length
+
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a text before it is cut, with the special ones; a very long text is shortened."""
         # One text at a time: a tokenizer that has used threads warns in each DataLoader worker that is forked later.
         tokens = self.processor.tokenizer(text[: _CHARACTERS_PER_TOKEN * self.max_length], verbose=False)
-        return len(tokens["input_ids"]) > self.max_length
+        return list(tokens["input_ids"])
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         """The tokenizer's tensors [n, L] for n texts: captions, or the prompts of a zero-shot classifier."""

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
 
 
 class BadSampleError(ValueError):
-    """A row whose image, caption or pair id cannot be used."""
+    """A row whose image, caption or pair id cannot be used.
+
+    Attributes:
+        cause: why, without the name of the row.
+    """
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -81,6 +89,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    def undecoded(self, row: int) -> dict[str, Any]:
+        """The values of a row by column: its image as a mapping with ``bytes`` or ``path``, or None."""
+        values: dict[str, Any] = self._rows[row]
+        return values
+
     def image(self, row: int) -> np.ndarray:
         """The image of a row, decoded."""
         return self._image(row, self._rows[row][self._image_column])
@@ -125,7 +138,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def _bad_sample(self, row: int, cause: str) -> BadSampleError:
         return BadSampleError(
             f"Row {row} of {self.name} is bad: {cause}. "
-            'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.'
+            'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
+            cause,
         )
 
 

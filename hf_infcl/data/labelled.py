@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUMBER = re.compile(r"[a-zA-Z]?\d+")  # "12", "n01440764"
+NUMBER = re.compile(r"[a-zA-Z]?\d+")  # "12", "n01440764"
 
 
 class ZeroShotDataset(ImageDataset):
@@ -72,7 +72,7 @@ class ZeroShotDataset(ImageDataset):
             )
         if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
             raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}.')
-        if not are_given and all(map(_NUMBER.fullmatch, class_names)):
+        if not are_given and all(map(NUMBER.fullmatch, class_names)):
             logger.warning(
                 "The names of the %d classes are numbers, so that the prompts say %r. Unless the images show numbers, "
                 "give the classes their names with class_names (--class_names, which also takes a file).",

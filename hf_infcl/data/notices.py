@@ -17,7 +17,7 @@ logger = logging.get_logger(__name__)
 
 _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
-_REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
+REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CaptionNotices:
         for part, sample in zip(parts, samples, strict=True):
             if batch_size is None or part.pair_id_column is not None:
                 continue
-            if (repeated := repeated_captions(sample)) > _REPEATED * len(sample):
+            if (repeated := repeated_captions(sample)) > REPEATED * len(sample):
                 logger.warning(
                     f"{repeated:,} of {len(sample):,} images of the {name} have a caption that another one also has. "
                     f"Equal captions in a global batch, which has {batch_size:,} pairs, are each other's negatives "

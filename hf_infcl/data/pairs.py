@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import random
@@ -132,6 +133,12 @@ class ImageTextDataset(ImageDataset):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
+
+    def plain(self) -> ImageTextDataset:
+        """The same rows without augmentation, where a bad one raises an error."""
+        changed = copy.copy(self)
+        changed._augmentation, changed._on_bad_sample = "none", "raise"
+        return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
         """The usable captions of up to ``count`` rows, drawn at random but always the same, without their images."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -201,6 +202,12 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     def pair_id_column(self) -> str | None:
         return self._columns.pair_id
 
+    def plain(self) -> ImageTextStream:
+        """The same samples without augmentation, where a bad one raises an error."""
+        changed = copy.copy(self)
+        changed._augmentation, changed.on_bad_sample = "none", "raise"
+        return changed
+
     def sample_captions(self, count: int) -> list[list[str]]:
         """The captions of up to 256 samples at the beginnings of eight shards, or fewer; bad samples are left out."""
         count = min(count, _SAMPLED)
@@ -229,7 +236,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """
         url, name, reader = self.shards[shard]
         if isinstance(sample, DamagedShardError):
-            raise BadSampleError(f"{sample} {_CURE}") from sample
+            raise BadSampleError(f"{sample} {_CURE}", str(sample)) from sample
         try:
             if _leaves_folder(key):
                 raise ValueError("its name points outside its folder")
@@ -238,7 +245,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise
         except Exception as error:  # decoders raise exceptions of any class
             cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-            raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}") from error
+            raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
 
     def _item(self, url: str, sample: str, passes: int, row: dict[str, Any]) -> dict[str, Any]:
         columns = self._columns

@@ -1,0 +1,78 @@
+"""The words of a check."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .facts import SetFacts
+from .findings import Finding
+
+MIB = 1 << 20
+
+
+def facts_lines(facts: SetFacts, *, workers: int, seconds: float) -> Iterator[str]:
+    """The facts of a set, for a person.
+
+    Args:
+        facts: of the set.
+        workers: processes that read it.
+        seconds: that they took together.
+    """
+    what = "pairs" if facts.has_captions else "labelled images"
+    read = "all read" if facts.is_whole else f"{facts.looks:,} read"
+    pairs = f"{facts.pairs:,} {what}, {read}" if facts.pairs is not None else f"{facts.looks:,} {what} read"
+    yield f"{facts.name}: {pairs} by {workers} worker{'s' if workers > 1 else ''} in {seconds:.1f} s."
+    if facts.sizes:
+        width, height = (int(statistics.median(sides)) for sides in zip(*facts.sizes, strict=True))
+        sides = [min(size) for size in facts.sizes], [max(size) for size in facts.sizes]
+        kilobytes = statistics.fmean(facts.nbytes) / 1000
+        yield (
+            f"  Images: {width} × {height} pixels (medians), sides from {min(sides[0]):,} to {max(sides[1]):,}; "
+            f"{kilobytes:.1f} kB each (mean)."
+        )
+    if facts.tokens:
+        captions = len(facts.tokens) / len(facts.caption_ids)
+        per_token = sum(facts.caption_bytes) / max(1, sum(facts.tokens))
+        yield (
+            f"  Captions: {captions:.1f} for an image; {statistics.median(facts.tokens):g} tokens (median) of at most "
+            f"{facts.limits.tokens} that the model reads; {per_token:.1f} bytes in a token."
+        )
+    if sizes := [shard.nbytes / MIB for shard in facts.shards.values() if shard.nbytes is not None]:
+        pairs_of = [shard.pairs for shard in facts.shards.values()]
+        counts = f"; {min(pairs_of):,} to {max(pairs_of):,} pairs in each" if facts.is_whole else ""
+        yield f"  Shards: {len(facts.shards):,} read, of {min(sizes):.1f} to {max(sizes):.1f} MiB{counts}."
+    if facts.rate:
+        milliseconds = 1000 / facts.rate
+        yield f"  Loading: {milliseconds:.1f} ms for a pair, so that a worker gives {facts.rate:,.0f} pairs per second."
+
+
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """The findings of a set, for a person."""
+    for finding in findings:
+        yield f"  {'SPOILS' if finding.spoils else 'note'}: {finding.text}"
+    if not findings:
+        yield "  Nothing is wrong with it."
+
+
+def options_to_add(options: Iterable[str]) -> str:
+    """The options of `infcl train` that remedy findings, each once."""
+    return " ".join(dict.fromkeys(option for option in options if option))
+
+
+def as_json(results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], options: str) -> dict[str, Any]:
+    """The findings of each set with all their rows, and the options to add, for a program."""
+    return {
+        "options": options,
+        "sets": {
+            name: {
+                "pairs": facts.pairs,
+                "read": facts.looks,
+                "pairs_per_second_of_a_worker": round(facts.rate, 1),
+                "findings": [asdict(finding) for finding in findings],
+            }
+            for name, (facts, findings) in results.items()
+        },
+    }

@@ -1,0 +1,211 @@
+"""`infcl check`: reads the data as a training would, and tells what would spoil it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from .. import planning
+from ..checking import (
+    Finding,
+    Limits,
+    Looker,
+    SetFacts,
+    as_json,
+    draw_sheet,
+    facts_lines,
+    finding_lines,
+    findings_of_overlap,
+    findings_of_set,
+    options_to_add,
+    read,
+)
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.images import simplejpeg
+from ..options.arguments import InfCLTrainingArguments
+from ..planning import GPUS
+from .datasets import evaluation_datasets, guard_datasets, training_set
+from .launched import mistakes_in_one_line
+from .models import load_readers
+from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from .parser import Parser
+from .plan import choice_of
+
+# In --output_dir. A push leaves out what begins with an underscore: the sheet shows training images.
+SHEET_FILE, FINDINGS_FILE = "_check.png", "_check.json"
+SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
+TOLD_BY_TRAINER = ("cut", "repeated_captions")
+TRAINED = "train"
+SIDE = 224  # of the images of a model whose config does not tell
+
+
+def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+    """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
+    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace)
+    if args.world_size > 1:
+        parser.error("The check reads with the workers of one process. Start it without a launcher.")
+    samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        parser.error("--check_samples must be at least 1, got 0.")
+    workers = args.dataloader_num_workers if "dataloader_num_workers" in given else cores()
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        config, processor = load_readers(model_options.model, model_options.open_clip_model)
+        collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+        looker = Looker(collator, getattr(config.text_config, "vocab_size", None))
+        sets = sets_to_check(data, columns, evaluation, keep, args)
+    results: dict[str, tuple[SetFacts, list[Finding]]] = {}
+    for key, dataset in sets.items():
+        began = time.perf_counter()
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            limits = limits_of(config, collator)
+            facts = facts_of(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
+        findings = findings_of(dataset, facts, data)
+        if key != TRAINED:
+            findings = findings_of_overlap(results[TRAINED][0], facts) + findings
+        results[key] = facts, findings
+        print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
+        print(*finding_lines(findings), sep="\n")
+    line, options_of_loading = loading_of(config, args, results[TRAINED][0])
+    print(line)
+    every = [finding for _, findings in results.values() for finding in findings]
+    length = length_of(sets[TRAINED], results[TRAINED][0], data)
+    write(Path(args.output_dir), results, options_to_add([*(f.options for f in every), *options_of_loading, *length]))
+    sys.exit(int(any(finding.spoils for finding in every)))
+
+
+def write(folder: Path, results: Mapping[str, tuple[SetFacts, list[Finding]]], to_add: str) -> None:
+    """Writes the contact sheet and all findings into the folder, and tells the options to add."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_sheet(list(results.values())).save(folder / SHEET_FILE)
+    (folder / FINDINGS_FILE).write_text(json.dumps(as_json(results, to_add), indent=1), encoding="utf-8")
+    print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
+    if to_add:
+        print(f"Add to `infcl train`: {to_add}")
+
+
+def sets_to_check(
+    data: DataOptions,
+    columns: ColumnOptions,
+    evaluation: EvaluationOptions,
+    guards: GuardOptions,
+    args: InfCLTrainingArguments,
+) -> dict[str, Any]:
+    """The training set, as `TRAINED`, and the evaluation and guard sets by their names."""
+    if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
+        args.max_steps = 1  # a training needs its length, a check does not
+    return {
+        TRAINED: training_set(data, columns, args).plain(),
+        **evaluation_datasets(columns, evaluation, data),
+        **guard_datasets(columns, guards, evaluation, data),
+    }
+
+
+def limits_of(config: Any, collator: ContrastiveCollator) -> Limits:
+    """What a model reads."""
+    side = getattr(config.vision_config, "image_size", SIDE)
+    return Limits(min(side) if isinstance(side, (list, tuple)) else side, collator.max_length)
+
+
+def facts_of(
+    key: str, dataset: Any, looker: Looker, limits: Limits, samples: int | None, workers: int, *, show: bool
+) -> SetFacts:
+    """Reads a set.
+
+    Args:
+        key: the name of the set; `TRAINED` for the training set.
+        dataset: raises an error for a bad row, see ``plain`` of the training sets.
+        looker, limits: of the model.
+        samples: the pairs to read; None for all.
+        workers: processes that read; 0 for this one.
+        show: whether to show a progress bar.
+    """
+    pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
+    name = "the training set" if key == TRAINED else dataset.name
+    has_captions = not isinstance(dataset, ZeroShotDataset)
+    facts = SetFacts(name, limits, is_trained=key == TRAINED, has_captions=has_captions, pairs=pairs)
+    for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
+        facts.add(part)
+    if samples is None:
+        facts.pairs = facts.looks
+    return facts
+
+
+def findings_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[Finding]:
+    """What is wrong with one set, in a training with these options."""
+    named = isinstance(dataset, (ImageTextDataset, ImageTextStream))
+    return findings_of_set(
+        facts,
+        pair_id_column=dataset.pair_id_column if named else None,
+        caption_column=dataset.caption_column if named else "",
+        skips_bad=data.on_bad_sample == "skip",
+    )
+
+
+def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
+    """A line about the workers that a GPU needs, and the options to add."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    gpu = GPUS["h200" if "h200" in name else "h100"]
+    try:
+        counts = planning.count(
+            config,
+            freeze=args.freeze,
+            checkpointing=bool(args.gradient_checkpointing),
+            autocast=args.bf16 or args.fp16,
+        )
+    except ValueError as error:
+        return f"The workers that a GPU needs were not predicted. {error}", []
+    choice = choice_of(args)
+    rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
+    if not facts.rate:
+        return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
+    needed, there = math.ceil(rate / facts.rate), cores()
+    line = (
+        f"Workers: an {gpu.name} trains about {rate:,.0f} images per second with these options, for which {needed:,} "
+        f"workers read like these (--dataloader_num_workers). This machine has {there} cores."
+    )
+    options = []
+    if needed > there:
+        if simplejpeg is None:
+            line += " `pip install simplejpeg` decodes JPEGs faster."
+        if facts.sizes and min(map(min, facts.sizes)) >= 4 * facts.limits.side:
+            options.append(f"--min_side {2 * facts.limits.side}")
+    if args.dataloader_num_workers < min(needed, there):
+        options.append(f"--dataloader_num_workers {min(needed, there)}")
+    return line, options
+
+
+def length_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[str]:
+    """The number of pairs of a stream that was read to its end, as an option."""
+    known = facts.is_whole and isinstance(dataset, ImageTextStream) and data.samples_per_epoch is None
+    return [f"--samples_per_epoch {facts.usable}"] if known else []
+
+
+def cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:
+    """Lines about some pairs of the training set, before the training; those that the trainer tells are left out."""
+    samples = SHORT_SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        return
+    plain = dataset.plain()
+    collator = trainer.data_collator
+    looker = Looker(collator, trainer.dual_encoder.vocabulary)
+    limits = limits_of(trainer.dual_encoder.model.config, collator)
+    facts = facts_of(TRAINED, plain, looker, limits, samples, 0, show=False)
+    found = [finding for finding in findings_of(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
+    yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
+    if found:
+        yield from finding_lines(found)

@@ -1,0 +1,335 @@
+"""`infcl check`: every planted fault is found by name, none is invented, however the data are stored."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+import transformers
+from helpers.demo import infcl
+from helpers.shards import write_parquet, write_tar
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
+from hf_infcl.checking import Looker, read
+from hf_infcl.checking.copies import Print, copies
+
+WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
+
+
+class Row(NamedTuple):
+    image: bytes
+    caption: str
+
+
+def scene(number: int, size: tuple[int, int] = (48, 40), kind: str = "png", **options: Any) -> bytes:
+    """An encoded picture of coloured clouds, which differ from number to number."""
+    rng = np.random.default_rng(number)
+    coarse = np.clip(rng.integers(0, 256, (6, 6, 1)) + rng.integers(-30, 30, (6, 6, 3)), 0, 255)
+    file = io.BytesIO()
+    Image.fromarray(coarse.astype(np.uint8)).resize(size, Image.Resampling.BICUBIC).save(file, kind, **options)
+    return file.getvalue()
+
+
+def plain(colour: tuple[int, int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (48, 40), colour).save(file, "png")
+    return file.getvalue()
+
+
+def sentence(number: int) -> str:
+    return f"the {WORDS[number % 18]} and {WORDS[number // 18 % 18]} of picture {number}"
+
+
+def clean(count: int = 40) -> list[Row]:
+    return [Row(scene(number), sentence(number)) for number in range(count)]
+
+
+def planted() -> tuple[list[Row], dict[str, set[int]]]:
+    """Rows with each fault, and the numbers of the faulty rows."""
+    rows = clean()
+    faults = {
+        "broken": {3: Row(b"no image", "a broken file"), 7: Row(scene(7)[:900], "half a file")},
+        "captionless": {5: Row(scene(5), " ")},
+        "tiny": {8: Row(scene(8, (1, 30)), "a line")},
+        "huge": {9: Row(scene(9, (4800, 3500), "jpeg"), "a huge one")},
+        "one_colour": {11: Row(plain((255, 255, 255)), "white"), 12: Row(plain((9, 9, 9)), "black")},
+        "cut": {14: Row(scene(14), "a long caption " * 60)},
+        "foreign": {16: Row(scene(16), "Жёлтая бабочка на цветке"), 17: Row(scene(17), "一只黄色的蝴蝶")},
+        "file_name": {19: Row(scene(19), "IMG_2231.jpg"), 20: Row(scene(20), "00020")},
+        "number": {22: Row(scene(22), "217"), 23: Row(scene(23), "n01440764")},
+        "repeated_captions": {25: Row(scene(25), "The same  words"), 26: Row(scene(26), "the same words")},
+        "repeated_images": {
+            28: Row(scene(900), "the first of two"),
+            29: Row(scene(900, kind="jpeg", quality=60), "the second of two"),
+            30: Row(scene(900, (96, 80)), "a larger one"),
+        },
+    }
+    for replaced in faults.values():
+        for number, row in replaced.items():
+            rows[number] = row
+    return rows, {kind: set(replaced) for kind, replaced in faults.items()}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small CLIP with a byte-level tokenizer that knows English, of up to 77 tokens and images of 8 × 8 pixels."""
+    folder = tmp_path_factory.mktemp("model")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([*map(sentence, range(40)), "a handwritten long caption"] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>", "unk_token": "</s>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=77, **special)
+    sides = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}
+    transformers.CLIPProcessor(transformers.CLIPImageProcessorPil(**sides), tokenizer).save_pretrained(folder)
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 600, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1},
+        vision_config={**tower, "image_size": 8, "patch_size": 4},
+        projection_dim=16,
+    )
+    transformers.CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+# ---- Ways to store them; each returns the words of a training ----
+
+
+def as_folder(folder: Path, rows: list[Row]) -> list[Any]:
+    (folder / "train").mkdir(parents=True)
+    lines = []
+    for number, row in enumerate(rows):
+        (folder / f"train/{number:05d}.png").write_bytes(row.image)
+        lines.append(json.dumps({"file_name": f"{number:05d}.png", "caption": row.caption}))
+    (folder / "train/metadata.jsonl").write_text("\n".join(lines))
+    return ["--dataset", folder]
+
+
+def as_csv(folder: Path, rows: list[Row]) -> list[Any]:
+    as_folder(folder / "images", rows)
+    paths = [folder / f"images/train/{number:05d}.png" for number in range(len(rows))]
+    (folder / "table").mkdir()
+    captions = [row.caption for row in rows]
+    pandas.DataFrame({"filepath": paths, "title": captions}).to_csv(folder / "table/train.csv", index=False)
+    return ["--dataset", folder / "table"]
+
+
+def as_saved(folder: Path, rows: list[Row]) -> list[Any]:
+    columns = {"image": [row.image for row in rows], "caption": [row.caption for row in rows]}
+    images = [{"bytes": row.image, "path": f"{number:05d}.png"} for number, row in enumerate(rows)]
+    features = datasets.Features(image=datasets.Image(decode=False), caption=datasets.Value("string"))
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({**columns, "image": images}, features)).save_to_disk(folder)
+    return ["--dataset", folder]
+
+
+def as_shards(folder: Path, rows: list[Row]) -> list[Any]:
+    """Tar files and a parquet file, which are two sets."""
+    files = [
+        [(f"{number:05d}.png", row.image), (f"{number:05d}.txt", row.caption.encode())]
+        for number, row in enumerate(rows)
+    ]
+    for shard in range(3):
+        write_tar(folder / f"{shard}.tar", [file for sample in files[shard * 10 : shard * 10 + 10] for file in sample])
+    images = [{"bytes": row.image, "path": f"{number:05d}.png"} for number, row in enumerate(rows)]
+    rest = slice(30, None)
+    captions = [row.caption for row in rows]
+    write_parquet(folder / "rest.parquet", range(len(rows))[rest], image=images[rest], caption=captions[rest])
+    return ["--streaming", "--dataset", folder / "{0..2}.tar", folder / "rest.parquet"]
+
+
+FORMS = {"folder": as_folder, "csv": as_csv, "saved": as_saved, "shards": as_shards}
+
+
+def check(model: Path, folder: Path, *words: Any) -> tuple[int, dict[str, dict[str, set[str]]], str]:
+    """The exit code, the rows by set and kind of finding, and the options to add."""
+    base = ["--model", model, "--output_dir", folder, "--use_cpu", "--dataloader_num_workers", 0]
+    with pytest.raises(SystemExit) as end:
+        infcl("check", *base, *words)
+    found = json.loads((folder / "_check.json").read_text())
+    sets = {
+        name: {finding["kind"]: set(finding["rows"]) for finding in of_set["findings"]}
+        for name, of_set in found["sets"].items()
+    }
+    return int(end.value.code or 0), sets, found["options"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_planted_fault_is_found_and_no_other(form, model, tmp_path, capsys):
+    rows, faults = planted()
+    code, found, options = check(model, tmp_path / "out", *FORMS[form](tmp_path / "data", rows), "--all")
+    last = {name: int(name.split()[-1]) for names in found["train"].values() for name in names}
+    if form == "shards":  # rows of the parquet file begin at 0
+        last = {name: number + 30 * name.startswith("1/") for name, number in last.items()}
+    numbers = {kind: {last[name] for name in names} for kind, names in found["train"].items()}
+    assert numbers == faults
+    assert code == 1
+    assert "--on_bad_sample skip" in options
+    assert "--min_side 16" in options
+    printed = capsys.readouterr().out
+    assert "SPOILS: 2 of 40 pairs (5.00%) cannot be read: row" in printed
+    assert f"--pair_id_column {'title' if form == 'csv' else 'caption'}" in options
+    assert ("--samples_per_epoch 37" in options) == (form == "shards")
+    assert Image.open(tmp_path / "out/_check.png").size[1] > 1000
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_invented_about_a_clean_set(form, model, tmp_path, capsys):
+    words = FORMS[form](tmp_path / "data", clean())
+    as_folder(tmp_path / "test", [Row(scene(number), f"another {number} picture") for number in range(100, 130)])
+    code, found, options = check(model, tmp_path / "out", *words, "--eval_dataset", tmp_path / "test")
+    assert code == 0
+    assert found == {"train": {}, "pairs": {}}
+    assert "on_bad_sample" not in options
+    assert "Nothing is wrong with it." in capsys.readouterr().out
+
+
+def test_copies_between_training_and_evaluation_are_found(model, tmp_path):
+    as_folder(tmp_path / "train", clean(30))
+    both = [Row(scene(4, (96, 80), "jpeg"), "seen before"), *[Row(scene(n), sentence(n)) for n in range(100, 110)]]
+    as_folder(tmp_path / "test", both)
+    words = ["--dataset", tmp_path / "train", "--eval_dataset", tmp_path / "test"]
+    code, found, _ = check(model, tmp_path / "out", *words)
+    assert (code, found) == (1, {"train": {}, "pairs": {"overlap": {"0"}}})
+
+
+def test_a_caption_of_most_pairs_spoils_the_training(model, tmp_path):
+    rows = [row._replace(caption="untitled") if number % 3 else row for number, row in enumerate(clean(30))]
+    code, found, _ = check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows), "--pair_id_column", "caption")
+    assert code == 1
+    assert found["train"].keys() == {"same_caption"}
+
+
+def test_bad_pairs_that_are_skipped_spoil_nothing(model, tmp_path, capsys):
+    rows = [*clean(39), Row(b"no image", "a broken file")]
+    words = [*as_folder(tmp_path / "data", rows), "--on_bad_sample", "skip", "--augmentation", "flip_crop"]
+    code, found, options = check(model, tmp_path / "out", *words)
+    assert (code, found) == (0, {"train": {"broken": {"39"}}})
+    assert "on_bad_sample" not in options
+    assert "The training leaves them out." in capsys.readouterr().out
+
+
+def test_the_rest_of_a_damaged_shard_is_one_bad_pair(model, tmp_path):
+    words = as_shards(tmp_path, clean())
+    whole = (tmp_path / "1.tar").read_bytes()
+    (tmp_path / "1.tar").write_bytes(whole[: len(whole) // 2 + 100])
+    code, found, _ = check(model, tmp_path / "out", *words, "--all")
+    assert (code, found) == (1, {"train": {"broken": {"the rest of 0/1.tar"}}})
+
+
+def collator_of(model: Path) -> ContrastiveCollator:
+    return ContrastiveCollator(transformers.AutoProcessor.from_pretrained(model), uint8=True)
+
+
+def test_workers_read_what_one_process_reads(model, tmp_path):
+    as_folder(tmp_path / "data", planted()[0])
+    data = ImageTextDataset(load_pairs(str(tmp_path / "data"), split="train"))
+    looker = Looker(collator_of(model))
+    first, second = (
+        {look.name: replace(look, seconds=0.0) for part in read(data, looker, None, workers=n) for look in part.looks}
+        for n in (0, 2)
+    )
+    assert len(first) == 40
+    assert first == second
+    sampled = [look.name for part in read(data, looker, 12) for look in part.looks]
+    assert len(set(sampled)) == 12
+    assert sampled == [look.name for part in read(data, looker, 12) for look in part.looks], "always the same"
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "expected"),
+    [
+        ("a red circle.", "a red circle.png", (False, False, False)),
+        ("Ein schöner Garten in Köln", "", (False, False, False)),
+        ("DSC_0001.JPG", "7.png", (False, True, False)),
+        ("b7_left", "b7_left.png", (False, True, False)),
+        ("12", "0012.png", (False, False, True)),
+        ("12 men", "", (False, False, False)),
+        ("Собака бежит", "", (True, False, False)),
+    ],
+)
+def test_what_counts_as_foreign_a_file_name_or_a_number(text, file, expected, model):
+    caption = Looker(collator_of(model)).caption(text, file)
+    assert (caption.is_foreign, caption.is_file_name, caption.is_number) == expected
+
+
+def test_what_is_cut_is_told(model):
+    collator = collator_of(model)
+    text = "a handwritten seven " * 20
+    caption = Looker(collator).caption(text)
+    read_text = collator.processor.tokenizer.decode(collator.tokenize([text])["input_ids"][0], skip_special_tokens=True)
+    assert f"{read_text.strip()} {caption.rest}".split() == text.split()
+
+
+def test_a_tokenizer_of_another_model_is_an_error(model):
+    with pytest.raises(ValueError, match="token embeddings"):
+        Looker(collator_of(model), vocabulary=5).caption("a handwritten seven")
+
+
+def test_copies_are_those_of_comparing_all_pairs():
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 256, (30, 200), dtype=np.uint8)
+    rows = base[rng.integers(0, 30, 400)]
+    for row in rows:  # up to three other bits of the hash, and up to 14 other levels
+        row[rng.integers(0, 8, 3)] ^= 1 << rng.integers(0, 8, 3).astype(np.uint8) * (rng.random(3) < 0.6)
+        row[8:] = np.clip(row[8:].astype(int) + rng.integers(0, 2) * rng.integers(0, 15), 0, 255)
+    prints = [Print(row[:8].tobytes(), row[8:].tobytes()) for row in rows]
+    bits = np.unpackbits(rows[:, :8], axis=1).astype(int)
+    differing = (bits[:, None] != bits).sum(axis=2)
+    levels = np.abs(rows[:, None, 8:].astype(int) - rows[:, 8:]).max(axis=2)
+    expected = np.argwhere(np.triu((differing <= 3) & (levels <= 12), 1))
+    assert 100 < len(expected) < (np.triu(differing <= 6, 1)).sum()
+    assert copies(prints).tolist() == expected.tolist()
+    assert copies([]).shape == copies(prints[:1]).shape == (0, 2)
+
+
+# ---- Mistakes, and the check before a training ----
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--check_samples", "0"], 2, "--check_samples must be at least 1"),
+        (["--check_samples", "-1"], 2, "check_samples must be at least 0"),
+        (["--al"], 2, "There is no option --al"),
+        (["--dataset", __file__], 1, "names files"),
+    ],
+)
+def test_mistakes_end_with_one_line(words, code, message, small, capsys):
+    with pytest.raises(SystemExit) as end:
+        infcl("check", *small[1:], *words)
+    assert end.value.code == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_training_begins_with_a_short_check_that_changes_nothing(small, tmp_path, capsys):
+    broken = tmp_path / "pairs/train"
+    lines = [json.loads(line) for line in (broken / "metadata.jsonl").read_text().splitlines()]
+    Image.new("L", (8, 8), 90).save(broken / lines[3]["file_name"])
+    losses = []
+    for samples in (None, 0):
+        words = [] if samples is None else ["--check_samples", samples]
+        infcl(*small, "--output_dir", tmp_path / f"out{samples}", "--logging_steps", 1, *words)
+        state = json.loads((tmp_path / f"out{samples}/trainer_state.json").read_text())
+        losses.append([entry["loss"] for entry in state["log_history"] if "loss" in entry])
+        printed = capsys.readouterr().out
+        assert ("26 pairs of the training set were checked." in printed) == (samples is None)
+        assert ("1 of 26 pairs (3.85%) have an image of a single colour: row 3 (8 × 8)" in printed) == (samples is None)
+        assert "have a caption that another one" not in printed, "which the trainer tells"
+    assert losses[0] == losses[1]
