@@ -32,6 +32,8 @@ CELLS = [
     ("softmax", "pair_ids", 2),
 ]
 
+RATES = {"layer_decay": 0.7, "image_learning_rate": 5e-3}  # groups with rates of their own
+
 
 def config(stage: int) -> dict[str, Any]:
     options: dict[str, Any] = dict.fromkeys(AUTO, "auto")
@@ -121,14 +123,14 @@ def outcome(trainer: InfCLTrainer) -> tuple[list[tuple], dict[str, torch.Tensor]
 
 
 def rank_plain(rank: int, world_size: int, folder: str, shards: str) -> tuple:
-    trainer = trajectory(folder, shards, None)
+    trainer = trajectory(folder, shards, None, **RATES)
     trainer.train()
     return outcome(trainer)
 
 
 def rank_zero(rank: int, world_size: int, folder: str, shards: str, stage: int) -> tuple:
     """Stops after two steps and resumes with another trainer."""
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **RATES}
     options |= {"processing_class": clip_processor(), "save_formats": ["transformers", "open_clip"]}
     trajectory(folder, shards, config(stage), callbacks=[StopAt(2)], **options).train()
     trainer = trajectory(folder, shards, config(stage), seed=5, **options)
@@ -170,7 +172,12 @@ def rank_refused(rank: int, world_size: int, folder: str) -> None:
         with pytest.raises(ValueError, match=f"ZeRO stages 1 and 2, not {stage}"):
             trajectory(folder, "", config(stage))
     of_deepspeed = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    for name, value in (("logit_scale_learning_rate", 1e-4), ("learning_rate_batch_size", 64)):
+    for name, value in (
+        ("logit_scale_learning_rate", 1e-4),
+        ("learning_rate_batch_size", 64),
+        ("layer_decay", 0.5),
+        ("no_decay_parameters", ["text_model"]),
+    ):
         with pytest.raises(ValueError, match=f"DeepSpeed's config names an optimizer.*without {name}"):
             trajectory(folder, "", of_deepspeed, **{name: value})
         trajectory(folder, "", config(2), **{name: value})

@@ -9,7 +9,6 @@ one 2α − 1 of it, as in the paper; below, all changes of α = 0.5 shrink toge
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
@@ -17,10 +16,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ..encoders.depth import depths
+
 Path = Literal["line", "depth"]
 PATHS: tuple[str, ...] = get_args(Path)
 _FACTORS_A, _FACTORS_B = {"lora_A", "lora_embedding_A"}, {"lora_B", "lora_embedding_B"}  # peft's names of B·A
-_NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
 
 
 def interpolated(
@@ -87,9 +87,8 @@ def _between(start: Tensor, end: Tensor, scale: float, alpha: float) -> Tensor:
 def scales_by_depth(names: Iterable[str], alpha: float) -> dict[str, float]:
     """λ of each parameter at ``alpha`` on the path by depth.
 
-    The layers of a tower are the numbered modules (``layers.0.``, ``blocks.1.``) of which it has most. Layer l of L has
-    the depth (l − 1) / (L − 1). What comes before the layers of its tower, such as embeddings, has the depth 0. What
-    comes after them, such as projections, and what belongs to no tower, such as logit_scale, has the depth 1.
+    Layer l of L (see `hf_infcl.encoders.depth.depths`) has the depth (l − 1) / (L − 1). What comes before the layers of
+    its tower has the depth 0. What comes after them, projections, and what belongs to no tower have the depth 1.
 
     Args:
         names: of all parameters, in the order of their modules.
@@ -110,28 +109,16 @@ def _depths(names: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     has_layers = False
     for tower in towers.values():
-        layers = _layers(tower)
-        last = max(layers.values(), default=0)
-        has_layers |= last > 0
-        is_before = bool(layers)
-        for name in tower:
-            is_before &= name not in layers
-            found[name] = layers[name] / last if last and name in layers else 0.0 if is_before else 1.0
+        of_tower, count = depths(tower)
+        has_layers |= count > 1
+        for name, depth in of_tower.items():
+            found[name] = float(depth > 0) if count < 2 else min(max(depth - 1, 0) / (count - 1), 1.0)
     if not has_layers:
         raise ValueError(
             "The change cannot grow with the depth, because no tower of the model has two numbered layers, such as "
             "vision_model.encoder.layers.0 and .1. Take the path 'line', which scales every change alike."
         )
     return {name: found[name] for name in names}
-
-
-def _layers(tower: list[str]) -> dict[str, int]:
-    """The number of its layer, by the name of each parameter in one."""
-    numbered: dict[str, dict[str, int]] = defaultdict(dict)
-    for name in tower:
-        if match := _NUMBERED.match(name):
-            numbered[match[1]][name] = int(match[2])
-    return max(numbered.values(), key=lambda layers: len(set(layers.values())), default={})
 
 
 def adapters_of_zero(end: Mapping[str, Tensor]) -> dict[str, Tensor]:

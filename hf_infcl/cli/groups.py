@@ -6,19 +6,17 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..optimizers import table_of_groups
+from ..training.trainer import InfCLTrainer
 
 
 class GroupsTold(TrainerCallback):
-    """Prints the groups of a `MuonAdamW` before the first step."""
+    """Prints the parameter groups of the trainer's optimizer before the first step."""
+
+    def __init__(self, trainer: InfCLTrainer) -> None:
+        self._trainer = trainer
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.is_world_process_zero:
-            print(table_of_groups(optimizer.param_groups))
+        if state.is_world_process_zero and (table := self._trainer.table_of_groups):
+            print(table)

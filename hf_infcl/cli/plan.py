@@ -59,11 +59,12 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         return planning.best(planning.choices(counts, decided=kept, compiled=compiled, **setting))
 
     asked = kept.get("checkpointing", False)
-    counts[asked] = planning.count(config, freeze=options.freeze, checkpointing=asked)
+    frozen: dict[str, Any] = {"freeze": options.freeze, "freeze_layers": options.freeze_layers}
+    counts[asked] = planning.count(config, **frozen, checkpointing=asked)
     found = find(global_batch, compiled=options.torch_compile)
     wanted = min(SMALL, global_batch // options.gpus, kept.get("micro_batch", SMALL))
     if "checkpointing" not in kept and (found is None or found[1].micro_batch < wanted):
-        counts[True] = planning.count(config, freeze=options.freeze, checkpointing=True)
+        counts[True] = planning.count(config, **frozen, checkpointing=True)
         found = find(global_batch, compiled=options.torch_compile)
     if found is None:
         rows = global_batch // options.gpus
@@ -80,7 +81,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    freeze = f" --freeze {options.freeze}" if options.freeze else ""
+    freeze = "".join(f" --{name} {value}" for name, value in frozen.items() if value is not None)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
@@ -112,7 +113,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
     if options.measure:
-        lines.append(measured_line(config, options.freeze, choice, of_model, gpu))
+        lines.append(measured_line(config, frozen, choice, of_model, gpu))
     epochs = options.num_train_epochs if "num_train_epochs" in given and "epochs" not in given else options.epochs
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step)
@@ -122,6 +123,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
+    if options.freeze_layers is not None and options.freeze_layers < 0:
+        raise ValueError(f"--freeze_layers must be at least 0, got {options.freeze_layers}.")
     for name in (*numbers, "per_device_train_batch_size", "gradient_accumulation_steps"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0, got {value}.")
@@ -247,10 +250,10 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
-def measured_line(config: PretrainedConfig, freeze: str | None, choice: Choice, counts: Counts, gpu: GPU) -> str:
+def measured_line(config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, counts: Counts, gpu: GPU) -> str:
     """One micro-batch of the choice, measured on this machine's GPU without compilation, beside its prediction."""
     seconds, peak = planning.measure(
-        config, choice.micro_batch, torch.device("cuda"), freeze=freeze, checkpointing=choice.checkpointing
+        config, choice.micro_batch, torch.device("cuda"), **frozen, checkpointing=choice.checkpointing
     )
     single = replace(choice, gpus=1, accumulation=1, offload=False, compiled=False)
     times = planning.seconds(counts, single, gpu)
@@ -280,7 +283,11 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     checkpointing = bool(args.gradient_checkpointing)
     try:
         counts = planning.count(
-            config, freeze=args.freeze, checkpointing=checkpointing, autocast=args.bf16 or args.fp16
+            config,
+            freeze=args.freeze,
+            freeze_layers=args.freeze_layers,
+            checkpointing=checkpointing,
+            autocast=args.bf16 or args.fp16,
         )
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"

@@ -89,8 +89,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None)))
-    if args.optimizer == "muon":
-        trainer.add_callback(GroupsTold())
+    trainer.add_callback(GroupsTold(trainer))
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, data.samples_per_epoch or 0 if data.streaming else len(train_dataset))

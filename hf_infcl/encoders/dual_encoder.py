@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from .depth import Place, depths
 
 
 @dataclass(frozen=True)
@@ -224,15 +227,55 @@ class DualEncoder:
             if self._unused is not None and self._unused in name:
                 parameter.requires_grad_(False)
 
+    def places(self) -> dict[nn.Parameter, Place]:
+        """Where each parameter of the towers and projections is; the temperature is in none."""
+        found: dict[nn.Parameter, Place] = {}
+        for name, (tower_name, projection) in TOWERS.items():
+            tower = getattr(self.model, tower_name)
+            depth_of, layers = depths(dict(tower.named_parameters()))
+            found |= {p: Place(name, depth_of[n], layers) for n, p in tower.named_parameters()}
+            if (module := getattr(self.model, projection, None)) is not None:
+                found |= {p: Place(name, layers + 1, layers) for p in module.parameters()}
+        return found
+
+    def freeze_layers(self, count: int) -> None:
+        """Freezes the first layers of both towers, and the embeddings before them.
+
+        Args:
+            count: the number of layers; 0 freezes the embeddings alone.
+
+        Raises:
+            ValueError: a tower that trains has fewer layers.
+        """
+        places = self.places()
+        for tower, layers in {place.tower: place.layers for p, place in places.items() if p.requires_grad}.items():
+            if count > layers:
+                raise ValueError(
+                    f"freeze_layers={count}, but the {tower} tower has {layers} layers. Freeze at most as many, or the "
+                    f"whole tower with freeze={tower!r}."
+                )
+        for parameter, place in places.items():
+            if place.depth <= count:
+                parameter.requires_grad_(False)
+
+    def stop_gradients_at_frozen_layers(self) -> None:
+        """Undoes what transformers adds with gradient checkpointing: embeddings whose output requires a gradient.
+
+        Frozen layers would then keep a graph. Only checkpointing with ``use_reentrant=True`` needs such an output.
+        """
+        self.base.disable_input_require_grads()
+
     def frozen_towers(self) -> dict[str, nn.Module]:
         """The frozen towers by name, whether or not their projections train."""
         towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
         return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
 
     def frozen_parts(self) -> list[nn.Module]:
-        """The frozen towers and the frozen projections."""
-        parts = (getattr(self.model, name, None) for names in TOWERS.values() for name in names)
-        return [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
+        """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
+        parts = [getattr(self.model, name, None) for names in TOWERS.values() for name in names]
+        frozen = [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
+        trained = [getattr(self.model, name) for name, _ in TOWERS.values()]
+        return frozen + [part for tower in trained if tower not in frozen for part in _frozen_begin(tower)]
 
     def eval_frozen_parts(self) -> None:
         """Sets what is frozen to evaluation mode: without dropout its output is the same in both passes."""
@@ -261,6 +304,24 @@ class DualEncoder:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in constant
         ]
+
+
+def _frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules up to the last of the frozen first layers of a tower; none if its first layer trains."""
+    if any(p.requires_grad for p in itertools.islice(tower.parameters(), 1)):
+        return  # the usual case
+    depth_of, layers = depths(dict(tower.named_parameters()))
+    first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
+    if first_trained < 2:
+        return
+    waiting = dict(tower.named_children())
+    while waiting:
+        name, module = waiting.popitem()
+        depths_within = [depth for n, depth in depth_of.items() if n.startswith(f"{name}.")]
+        if depths_within and max(depths_within) < first_trained:
+            yield module
+        elif depths_within and min(depths_within) < first_trained:
+            waiting |= {f"{name}.{child}": part for child, part in module.named_children()}
 
 
 def images_of(batch: Mapping[str, Any]) -> Any:

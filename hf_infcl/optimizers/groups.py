@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -102,8 +102,8 @@ def parameter_groups(
             both algorithms are found in one name; a parameter that is moved to Muon is no matrix.
     """
     role_of = roles(model)
-    moved = dict.fromkeys(_matching(role_of, "muon", to_muon), "muon")
-    for name in _matching(role_of, "adamw", to_adamw):
+    moved = dict.fromkeys(matching(role_of, "muon", to_muon), "muon")
+    for name in matching(role_of, "adamw", to_adamw):
         if name in moved:
             raise ValueError(
                 f"{name} is to be updated by Muon and by AdamW. Let patterns of only one of them match it."
@@ -138,34 +138,63 @@ def parameter_groups(
     return sorted(groups.values(), key=lambda group: group["algorithm"])
 
 
-def _matching(names: Iterable[str], algorithm: str, patterns: Sequence[str]) -> set[str]:
-    matching = set()
+def matching(names: Iterable[str], use: str, patterns: Sequence[str]) -> set[str]:
+    """The names in which one of the regular expressions is found.
+
+    Raises:
+        ValueError: a pattern is no regular expression, or is found in no name; the message has ``use``.
+    """
+    every, chosen = list(names), set()
     for pattern in patterns:
         try:
-            found = {name for name in names if re.search(pattern, name)}
+            found = {name for name in every if re.search(pattern, name)}
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}.") from error
         if not found:
-            raise ValueError(f"{pattern!r}, for {algorithm}, is found in the name of no trained parameter.")
-        matching |= found
-    return matching
+            raise ValueError(f"{pattern!r}, for {use}, is found in the name of no trained parameter.")
+        chosen |= found
+    return chosen
+
+
+def divided(groups: Iterable[dict[str, Any]], parts: Mapping[nn.Parameter, tuple[str, float]]) -> list[dict[str, Any]]:
+    """The groups of a new optimizer, divided by parts of the model with rates of their own.
+
+    Args:
+        groups: of any optimizer before its first step.
+        parts: the name of its part and the factor of its learning rate, by the parameter. The rate of the others stays.
+
+    Returns:
+        New groups. Those at the full rate come first, because it is the rate of the first one that is logged.
+    """
+    found = []
+    for group in groups:
+        of_part: dict[tuple[str, float], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            of_part.setdefault(parts.get(parameter, ("", 1.0)), []).append(parameter)
+        for (part, factor), parameters in of_part.items():
+            name = ", ".join(word for word in (part, group.get("name", "")) if word)
+            found.append((factor, {**group, "params": parameters, "name": name, "lr": group["lr"] * factor}))
+    return [group for _, group in sorted(found, key=lambda pair: pair[0] != 1)]
 
 
 NAMES = {"muon": "Muon", "adamw": "AdamW"}
 
 
-def table_of_groups(groups: Iterable[dict[str, Any]]) -> str:
-    """Which parameters the groups of a `MuonAdamW` hold, with their rates and weight decays: one line for each group.
+def table_of_groups(groups: Iterable[dict[str, Any]], optimizer: str = "AdamW") -> str:
+    """Which parameters the groups of an optimizer hold, with their rates and weight decays.
 
-    With a schedule, the rates are those that it starts from.
+    Groups that differ in the learning rate alone, such as the layers of a tower, share a line. With a schedule, the
+    rates are those that it starts from.
+
+    Args:
+        groups: of any optimizer.
+        optimizer: updates the groups that name no algorithm.
     """
     rows = [("parameters", "updated by", "tensors", "values", "learning rate", "weight decay")]
-    for group in groups:
-        if parameters := group["params"]:
-            numbers = f"{len(parameters):,}", f"{sum(p.numel() for p in parameters):,}"
-            rows.append(
-                (group["name"], NAMES[group["algorithm"]], *numbers, _rate(group), f"{group['weight_decay']:g}")
-            )
+    for (name, algorithm, decay), alike in _alike(groups, optimizer).items():
+        parameters = [p for group in alike for p in group["params"]]
+        numbers = f"{len(parameters):,}", f"{sum(p.numel() for p in parameters):,}"
+        rows.append((name, algorithm, *numbers, _rates(alike), f"{decay:g}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # Words to the left, numbers to the right.
     form = "  ".join(f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths))
@@ -175,12 +204,23 @@ def table_of_groups(groups: Iterable[dict[str, Any]]) -> str:
 def words_of_groups(groups: Iterable[dict[str, Any]]) -> dict[str, str]:
     """What Muon and AdamW update, in words; nothing for the groups of another optimizer."""
     words: dict[str, list[str]] = {}
-    for group in groups:
-        if group["params"] and "algorithm" in group:
-            count, title = len(group["params"]), f"updated by {NAMES[group['algorithm']]}"
-            words.setdefault(title, []).append(f"{group['name']} ({count:,}, learning rate {_rate(group)})")
+    for (name, algorithm, _), alike in _alike((g for g in groups if "algorithm" in g), "").items():
+        count = sum(len(group["params"]) for group in alike)
+        words.setdefault(f"updated by {algorithm}", []).append(f"{name} ({count:,}, learning rate {_rates(alike)})")
     return {title: "; ".join(named) for title, named in words.items()}
 
 
-def _rate(group: dict[str, Any]) -> str:
-    return f"{float(group.get('initial_lr', group['lr'])):g}"
+def _alike(groups: Iterable[dict[str, Any]], optimizer: str) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
+    """The groups that are not empty, by name, algorithm and weight decay."""
+    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for group in groups:
+        if group["params"]:
+            algorithm = NAMES[group["algorithm"]] if "algorithm" in group else optimizer
+            key = group.get("name") or "all parameters", algorithm, group.get("weight_decay", 0.0)
+            found.setdefault(key, []).append(group)
+    return found
+
+
+def _rates(groups: Iterable[dict[str, Any]]) -> str:
+    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups})
+    return " to ".join(f"{rate:g}" for rate in (rates if len(rates) < 2 else (rates[0], rates[-1])))

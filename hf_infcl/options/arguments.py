@@ -26,6 +26,13 @@ SAVE_FORMATS = ("transformers", "open_clip")
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
 
+# Options of the learning rate that an optimizer from elsewhere does not know.
+RATES = (
+    *("logit_scale_learning_rate", "learning_rate_batch_size"),
+    *("image_learning_rate", "text_learning_rate", "layer_decay"),
+)
+
+
 class _Range(NamedTuple):
     kind: type
     words: str
@@ -41,8 +48,10 @@ _NUMBER = _Range(Real, "a number", lambda value: True)
 _RANGES = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), _FROM_1),
     **dict.fromkeys(("gradient_accumulation_steps", "dataloader_prefetch_factor", "save_total_limit"), _FROM_1),
-    **dict.fromkeys(("dataloader_num_workers", "skip_nonfinite"), _FROM_0),
+    **dict.fromkeys(("dataloader_num_workers", "skip_nonfinite", "freeze_layers"), _FROM_0),
     **dict.fromkeys(("learning_rate", "logit_scale_learning_rate", "muon_learning_rate"), _FINITE),
+    **dict.fromkeys(("image_learning_rate", "text_learning_rate"), _FINITE),
+    "layer_decay": _Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("weight_decay", "adam_epsilon", "warmup_steps"), _FINITE),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _SHARE),
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
@@ -118,6 +127,31 @@ class InfCLTrainingArguments(TrainingArguments):
             "batch size / this number (the linear rule, arXiv 1706.02677)."
         },
     )
+    image_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the image tower and its projection, on the same schedule and scaled with the "
+            "batch like learning_rate, which is the default. The rate of Muon's matrices changes in proportion."
+        },
+    )
+    text_learning_rate: float | None = field(
+        default=None, metadata={"help": "The same for the text tower and its projection."}
+    )
+    layer_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Factor of the learning rate from each layer of a tower to the one below it, for example 0.75. "
+            "Heads, projections and logit_scale train at the full rate, the last of L layers at this factor, and the "
+            "embeddings at its power L + 1."
+        },
+    )
+    no_decay_parameters: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Regular expressions, found in the names of parameters without weight decay, for example "
+            "vision_model for a pretrained tower. Vectors and scalars never decay."
+        },
+    )
     optimizer: str | None = field(
         default=None,
         metadata={
@@ -149,6 +183,13 @@ class InfCLTrainingArguments(TrainingArguments):
         metadata={
             "help": "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
             "step, in evaluation mode."
+        },
+    )
+    freeze_layers: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
+            "these alone. They keep no graph, and frozen layers run in evaluation mode."
         },
     )
     cache_features: str | None = field(

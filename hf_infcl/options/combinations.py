@@ -10,6 +10,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
 
 
@@ -55,6 +56,37 @@ def check_combinations(args: Any) -> None:
             "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )
     _check_effects(args)
+    _check_parts(args)
+
+
+def _check_parts(args: Any) -> None:
+    """Checks the options that apply to parts of the model."""
+    names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
+    for name in names:
+        if name.startswith(str(args.freeze)):
+            raise ValueError(
+                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both."
+            )
+    if names and args.learning_rate == 0:
+        raise ValueError(
+            f"{' and '.join(names)} cannot be set beside learning_rate=0, to which they are relative. Set that to more "
+            "than 0; freeze leaves a tower as it is."
+        )
+    of_parts = [*names, *(["layer_decay"] if args.layer_decay is not None else [])]
+    if of_parts and args.optim_target_modules is not None:
+        raise ValueError(
+            f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
+            "its own way. Leave one of them out."
+        )
+    for name in _CHECKPOINTING if args.freeze_layers is not None else ():
+        if getattr(args, name, False):
+            settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
+            if settings["use_reentrant"]:
+                raise ValueError(
+                    f"{name}_kwargs with use_reentrant=True loses the gradient of the layers above those that "
+                    f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."
+                )
+            setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
 
 
 def _check_effects(args: Any) -> None:
@@ -76,8 +108,7 @@ def _check_effects(args: Any) -> None:
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
             "which takes none. Leave them out, or choose another schedule."
         )
-    # transformers before 5.23 has only the second name.
-    names = [name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(args, name)]
+    names = [name for name in _CHECKPOINTING if hasattr(args, name)]
     given = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
     if given and not any(getattr(args, name) for name in names):
         raise ValueError(f"{given[0]} has no effect without {names[0]}=True. Pass both or none.")

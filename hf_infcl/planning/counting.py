@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,20 +76,26 @@ class Counts:
 
 
 def count(
-    config: PretrainedConfig, *, freeze: str | None = None, checkpointing: bool = False, autocast: bool = True
+    config: PretrainedConfig,
+    *,
+    freeze: str | None = None,
+    freeze_layers: int | None = None,
+    checkpointing: bool = False,
+    autocast: bool = True,
 ) -> Counts:
     """Counts a micro-batch of the model that a config describes.
 
     Args:
         config: the config of a dual encoder, see `DualEncoder`.
         freeze: the frozen tower, ``"image"`` or ``"text"``.
+        freeze_layers: the frozen layers at the beginning of each tower, as in `InfCLTrainingArguments`.
         checkpointing: whether to use gradient checkpointing.
         autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
 
     Raises:
-        ValueError: the model is not a dual encoder, or its forward needs the content of tensors.
+        ValueError: the model is not a dual encoder, has fewer layers, or its forward needs the content of tensors.
     """
-    encoder = build(config, torch.device("meta"), freeze, checkpointing)
+    encoder = build(config, torch.device("meta"), freeze, freeze_layers, checkpointing)
     model = encoder.model
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -134,19 +141,33 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
             yield from [(rows // role.parts, columns)] * role.parts
 
 
-def build(config: PretrainedConfig, device: torch.device, freeze: str | None, checkpointing: bool) -> DualEncoder:
+def build(
+    config: PretrainedConfig, device: torch.device, freeze: str | None, freeze_layers: int | None, checkpointing: bool
+) -> DualEncoder:
     """The model of a config as it trains, in fp32 and with random weights; the arguments are as in `count`."""
     with device:
         model = AutoModel.from_config(config, dtype=torch.float32)
     encoder = DualEncoder(model)
     encoder.freeze(freeze)
+    if freeze_layers is not None:
+        encoder.freeze_layers(freeze_layers)
     model.train()
     encoder.eval_frozen_parts()
     if checkpointing:
         # The second name is that of transformers before 5.20.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": True, "preserve_rng_state": False})
+        for module in model.modules():
+            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+                module._gradient_checkpointing_func = partial(_checkpoint_of_leaf, checkpoint)
+        if freeze_layers is not None:
+            encoder.stop_gradients_at_frozen_layers()
     return encoder
+
+
+def _checkpoint_of_leaf(checkpoint: Callable[..., Any], forward: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
+    """Reentrant checkpointing above frozen layers: without an input that requires a gradient there would be none."""
+    return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
 
 
 def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "meta") -> dict[str, Tensor]:

@@ -11,7 +11,13 @@ from .counting import build, example_inputs
 
 
 def measure(
-    config: PretrainedConfig, rows: int, device: torch.device, *, freeze: str | None = None, checkpointing: bool = False
+    config: PretrainedConfig,
+    rows: int,
+    device: torch.device,
+    *,
+    freeze: str | None = None,
+    freeze_layers: int | None = None,
+    checkpointing: bool = False,
 ) -> tuple[float, int]:
     """Runs two micro-batches forward and backward under bf16 autocast, and measures the second.
 
@@ -28,7 +34,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     seconds = 0.0
     try:
-        encoder = build(config, device, freeze, checkpointing)
+        encoder = build(config, device, freeze, freeze_layers, checkpointing)
         batch = example_inputs(config, rows, device)
         for _ in range(2):
             _synchronize(device)

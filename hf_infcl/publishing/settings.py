@@ -12,6 +12,14 @@ from typing import Any
 from ..optimizers import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
 
+_OF_PARTS = {
+    "image_learning_rate": "learning rate of the image tower",
+    "text_learning_rate": "learning rate of the text tower",
+    "layer_decay": "factor of the learning rate per layer",
+    "freeze_layers": "frozen layers of each tower, with the embeddings",
+    "no_decay_parameters": "no weight decay of",
+}
+
 
 def training_settings(trainer: Any) -> dict[str, str]:
     """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
@@ -62,6 +70,9 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
         groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
+    for option, row in _OF_PARTS.items():
+        if (value := getattr(args, option)) is not None:
+            rows[row] = " and ".join(value) if isinstance(value, list) else f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"

@@ -13,10 +13,10 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed
-from ..options.arguments import InfCLTrainingArguments
+from ..options.arguments import RATES, InfCLTrainingArguments
 from .formats import check_formats
 
-_OF_OPTIMIZER = ("logit_scale_learning_rate", "learning_rate_batch_size", "optimizer")
+_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
 
 
 def check_construction(model: nn.Module | None, args: Any, data_collator: Any, others: Mapping[str, Any]) -> None:

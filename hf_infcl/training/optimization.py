@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any, Literal
@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..encoders.dual_encoder import DualEncoder
+from ..optimizers import divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
 from .pushes import cause
 
@@ -96,22 +98,61 @@ def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
         switch()
 
 
-def set_learning_rates(
-    optimizer: torch.optim.Optimizer, temperature: Sequence[nn.Parameter], args: InfCLTrainingArguments
-) -> None:
-    """Gives a new optimizer the learning rates that ``args`` sets.
+def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
+    """The parameters that decay: those of ``names`` that are matrices, tables or convolutions.
 
     Args:
-        temperature: logit_scale's parameter and, where there is one, logit_bias.
+        model: the model.
+        names: of the parameters that Trainer would let decay.
+        exempt: regular expressions, found in the names of further parameters that do not decay.
+
+    Raises:
+        ValueError: a pattern is no regular expression, or is found in no name.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    exempted = matching(trained, "no_decay_parameters", exempt)
+    return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments) -> str:
+    """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
+
+    Raises:
+        ValueError: the rate should fall with the depth of a tower that has no layers.
     """
     # Schedules that end at an absolute rate, such as min_lr, divide it by the default rate.
     for rates in (optimizer.defaults, *optimizer.param_groups):
         if rates.get("lr") is not None:
             rates["lr"] *= args.learning_rate_factor
-    trained = [parameter for parameter in temperature if parameter.requires_grad]
-    if args.logit_scale_learning_rate is None or not trained:
+    trained = [parameter for parameter in encoder.temperature_parameters if parameter.requires_grad]
+    if args.logit_scale_learning_rate is not None and trained:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
+        rate = args.logit_scale_learning_rate
+        optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
+    if parts := dict(_rates_of_parts(encoder, args)):
+        optimizer.param_groups[:] = divided(optimizer.param_groups, parts)
+    return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
+
+
+def _rates_of_parts(
+    encoder: DualEncoder, args: InfCLTrainingArguments
+) -> Iterator[tuple[nn.Parameter, tuple[str, float]]]:
+    """The part of the model and the factor of its rate for each trained parameter of the towers, where they differ."""
+    of_tower = {"image": args.image_learning_rate, "text": args.text_learning_rate}
+    if args.layer_decay is None and set(of_tower.values()) == {None}:
         return
-    for group in optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if all(p is not t for t in trained)]
-    rate = args.logit_scale_learning_rate
-    optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
+    for parameter, place in encoder.places().items():
+        if not parameter.requires_grad:
+            continue
+        rate, decay = of_tower[place.tower], args.layer_decay
+        factor = 1.0 if rate is None else rate / args.learning_rate
+        if decay is None:
+            yield parameter, (f"{place.tower} tower", factor)
+            continue
+        if not place.layers:
+            raise ValueError(
+                f"layer_decay={decay} lowers the learning rate from layer to layer, but the {place.tower} tower has no "
+                "numbered layers. Leave it out; image_learning_rate and text_learning_rate apply to whole towers."
+            )
+        yield parameter, (place.part, factor * decay ** (place.layers + 1 - place.depth))

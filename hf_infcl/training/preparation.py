@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
-from ..options.arguments import InfCLTrainingArguments
+from ..options.arguments import RATES, InfCLTrainingArguments
 from .adapters import beside_adapters
 from .muon import check_wrapper_of_muon
 
@@ -22,14 +22,15 @@ logger = logging.get_logger(__name__)
 def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     """Prepares a model before it is wrapped and its optimizer is created.
 
-    Freezes the tower that ``args.freeze`` names and the parameters on which no embedding depends, gives parameters the
-    shapes that the wrapper supports, initialises the temperature of a new SigLIP, and warns about harmful settings.
+    Freezes the tower and the layers that ``args`` names and the parameters on which no embedding depends, gives
+    parameters the shapes that the wrapper supports, initialises the temperature of a new SigLIP, and warns about
+    harmful settings.
 
     Raises:
-        ValueError: the model is not a dual encoder, the wrapper is not supported, the objective is sigmoid for a model
-            without logit_bias, ``args`` sets learning rates that an optimizer created by DeepSpeed does not support,
-            the wrapper leaves Muon no whole matrices, or checkpoints would lack trained parameters beside the adapters
-            of peft.
+        ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
+            ``args.freeze_layers``, the objective is sigmoid for a model without logit_bias, ``args`` sets learning
+            rates that an optimizer created by DeepSpeed does not support, the wrapper leaves Muon no whole matrices, or
+            checkpoints would lack trained parameters beside the adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
@@ -37,6 +38,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         check_wrapper_of_muon(accelerator)
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
+    if args.freeze_layers is not None:
+        dual_encoder.freeze_layers(args.freeze_layers)
     prepare_for_wrapper(dual_encoder, accelerator.distributed_type)
     _check_adapters(model, accelerator)
     scale, *bias = dual_encoder.temperature_parameters
@@ -91,8 +94,7 @@ def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:
 def _check_learning_rates(args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return
-    names = ("logit_scale_learning_rate", "learning_rate_batch_size")
-    asked = [name for name in names if getattr(args, name) is not None]
+    asked = [name for name in (*RATES, "no_decay_parameters") if getattr(args, name) is not None]
     if asked and "optimizer" in accelerator.state.deepspeed_plugin.deepspeed_config:
         raise ValueError(
             f"DeepSpeed's config names an optimizer, which DeepSpeed creates without {' and '.join(asked)}. "

@@ -44,6 +44,7 @@ from .muon import create_muon
 from .optimization import (
     check_optimizer_options,
     check_trains,
+    decaying,
     errors_of_options,
     set_learning_rates,
     switch_weights,
@@ -84,6 +85,8 @@ class InfCLTrainer(Trainer):
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
         creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
             passed, or come from DeepSpeed's config.
+        table_of_groups: the parameter groups of the optimizer that was created, with their rates; see `table_of_groups`
+            of `hf_infcl.optimizers`.
 
     Raises:
         ValueError: see `check_construction` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
@@ -92,6 +95,7 @@ class InfCLTrainer(Trainer):
 
     args: InfCLTrainingArguments
     creates_optimizer = creates_scheduler = False
+    table_of_groups = ""
 
     def __init__(
         self,
@@ -246,8 +250,7 @@ class InfCLTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's names without vectors and scalars: as in CLIP, only matrices decay, and never logit_scale."""
-        flat = {name for name, parameter in model.named_parameters() if parameter.ndim <= 1}
-        return [name for name in super().get_decay_parameter_names(model) if name not in flat]
+        return decaying(model, super().get_decay_parameter_names(model), self.args.no_decay_parameters or ())
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
@@ -263,7 +266,7 @@ class InfCLTrainer(Trainer):
             self.creates_optimizer = self.optimizer_cls_and_kwargs is None
             if self.creates_optimizer and not own:
                 check_optimizer_options(self.args, self.get_optimizer_cls_and_kwargs)
-            set_learning_rates(optimizer, encoder.temperature_parameters, self.args)
+            self.table_of_groups = set_learning_rates(optimizer, encoder, self.args)
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:

@@ -81,6 +81,8 @@ class WindowStep:
         if args.ddp_broadcast_buffers is None:
             # Buffers that never change need no exchange, and a process that fails before it would block the others.
             self._wrapper.broadcast_buffers(bool(encoder.batch_norms()))
+        if args.freeze_layers is not None:
+            encoder.stop_gradients_at_frozen_layers()
         retain = args.retain_graphs
         self.graph_budget = GraphBudget(None if retain == "auto" else int(retain), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None

@@ -95,13 +95,9 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 axes[1].plot(x, y, form, color=colour)
             for c, place in zip(timed, zip(x, y, strict=True), strict=True):
                 many = samples == max(FIXED_SAMPLES)
-                text = {
-                    "textcoords": "offset points",
-                    "color": colour,
-                    "fontsize": 8,
-                    "ha": "right" if many else "left",
-                }
-                axes[1].annotate(f"{c.batch:,}", place, (-5, 4) if many else (4, -11), **text)
+                side, offset = ("right", (-5, 4)) if many else ("left", (4, -11))
+                text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
+                axes[1].annotate(f"{c.batch:,}", place, offset, **text)
         of_parts = {s: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items() if s.batch == 1024}
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
         draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))

@@ -1,0 +1,60 @@
+"""How deep a parameter is in its tower: learning rates, frozen layers and averages go by it."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+_NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
+
+
+class Place(NamedTuple):
+    """Where a parameter is.
+
+    Attributes:
+        tower: ``"image"`` or ``"text"``.
+        depth: see `depths`. A projection is as deep as what comes after the layers.
+        layers: the number of layers of the tower.
+    """
+
+    tower: str
+    depth: int
+    layers: int
+
+    @property
+    def part(self) -> str:
+        """The part of the model, in words."""
+        part = "embeddings" if self.depth == 0 else "layers" if self.depth <= self.layers else "head"
+        return f"{self.tower} {part}"
+
+
+def depths(names: Iterable[str]) -> tuple[dict[str, int], int]:
+    """The depth of each parameter of a tower, and the number of layers of the tower.
+
+    The layers are the numbered modules (``layers.0.``, ``blocks.1.``) of which there are most; in a GroupViT they are
+    its stages. The parameters of layer l of L, counted from 1, have the depth l. What comes before the layers, such as
+    embeddings, has the depth 0, and what comes after them, such as the last norm and the pooling, L + 1.
+
+    Args:
+        names: of the parameters, in the order of their modules.
+    """
+    names = list(names)
+    layers = _layers(names)
+    count = max(layers.values(), default=0)
+    found: dict[str, int] = {}
+    is_before = bool(layers)
+    for name in names:
+        is_before &= name not in layers
+        found[name] = 0 if is_before else layers.get(name, count + 1)
+    return found, count
+
+
+def _layers(names: Iterable[str]) -> dict[str, int]:
+    """The number of its layer, from 1, by the name of each parameter in one."""
+    numbered: dict[str, dict[str, int]] = defaultdict(dict)
+    for name in names:
+        if match := _NUMBERED.match(name):
+            numbered[match[1]][name] = int(match[2]) + 1
+    return max(numbered.values(), key=lambda layers: len(set(layers.values())), default={})

@@ -1,0 +1,279 @@
+"""Learning rates by tower and depth, frozen layers, and parameters without weight decay."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.demo import infcl
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch.utils.data import default_collate
+
+from hf_infcl import InfCLTrainer, planning
+from hf_infcl.encoders.dual_encoder import DualEncoder
+
+RATE, DECAY = 1e-3, 0.5
+
+
+def deep_clip(image_layers: int = 3, text_layers: int = 2) -> transformers.CLIPModel:
+    torch.manual_seed(0)
+    text, vision = {**models.TEXT, "num_hidden_layers": text_layers}, {**models.VISION}
+    vision["num_hidden_layers"] = image_layers
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=12))
+
+
+def rates(trainer: InfCLTrainer) -> dict[str, float]:
+    """The learning rate of each parameter by its name."""
+    names = {p: name for name, p in trainer.model.named_parameters()}
+    groups = trainer.create_optimizer().param_groups
+    found = {names[p]: group["lr"] for group in groups for p in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups), "each parameter is in one group"
+    return found
+
+
+# Names of parameters before, in and after the layers of both towers, and the number of layers.
+BERT = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight", None, 1)
+CLIP_TEXT = (
+    "embeddings.token_embedding.weight",
+    "encoder.layers.0.mlp.fc1.weight",
+    "final_layer_norm.weight",
+    1,
+)
+CLIP_IMAGE = ("embeddings.patch_embedding.weight", "encoder.layers.0.mlp.fc1.weight", "post_layernorm.weight", 1)
+PLACES: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("clip", "clipseg", "metaclip_2", "owlvit"), (CLIP_IMAGE, CLIP_TEXT)),
+    "aimv2": (
+        ("embeddings.patch_embed.weight", "encoder.layers.0.ffn.up_proj.weight", "head.cls_token", 1),
+        ("embeddings.token_embedding.weight", "encoder.layers.0.ffn.up_proj.weight", "rms_norm.weight", 1),
+    ),
+    "align": (("embeddings.batchnorm.weight", "encoder.blocks.0.projection.project_conv.weight", None, 1), BERT),
+    "altclip": (
+        CLIP_IMAGE,
+        (
+            "roberta.embeddings.word_embeddings.weight",
+            "roberta.encoder.layers.0.output.dense.weight",
+            "transformation.weight",
+            1,
+        ),
+    ),
+    "blip": (("embeddings.class_embedding", *CLIP_IMAGE[1:]), (*BERT[:2], "pooler.dense.weight", 1)),
+    "chinese_clip": (CLIP_IMAGE, BERT),
+    "groupvit": (
+        ("embeddings.layernorm.weight", "encoder.stages.0.layers.0.mlp.fc1.weight", "layernorm.weight", 2),
+        CLIP_TEXT,
+    ),
+    **dict.fromkeys(
+        ("siglip", "siglip2"),
+        (("embeddings.patch_embedding.weight", *CLIP_IMAGE[1:2], "head.probe", 1), (*CLIP_TEXT[:2], "head.weight", 1)),
+    ),
+    "vision-text-dual-encoder": (CLIP_IMAGE, (*BERT[:2], "pooler.dense.weight", 1)),
+}
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
+def test_the_rate_falls_with_the_depth_in_every_type_of_model(kind, tmp_path):
+    model = models.BUILD[kind]()
+    found = rates(trainer_for(tmp_path, model, learning_rate=RATE, layer_decay=DECAY))
+    for tower, (before, within, after, layers) in zip(("vision_model", "text_model"), PLACES[kind], strict=True):
+        expected = {before: DECAY ** (layers + 1), within: DECAY**layers}
+        if after is not None:
+            expected[after] = 1.0
+        assert {name: found[f"{tower}.{name}"] / RATE for name in expected} == pytest.approx(expected)
+    rest = {name for name in found if not name.startswith(("vision_model.", "text_model."))}
+    assert rest
+    assert {found[name] for name in rest} == {RATE}
+    assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
+def test_the_first_layers_of_every_type_of_model_can_be_frozen(kind, tmp_path):
+    """What is frozen gets no gradient and runs in evaluation mode; everything above it trains."""
+    torch.manual_seed(0)
+    model = models.BUILD[kind]().train()
+    encoder = DualEncoder(model)
+    encoder.freeze(None)
+    before = {name for name, p in model.named_parameters() if p.requires_grad}
+    encoder.freeze_layers(1)
+    encoder.eval_frozen_parts()
+    for tower, (first, within, after, _) in zip(("vision_model", "text_model"), PLACES[kind], strict=True):
+        frozen = {n for n, p in getattr(model, tower).named_parameters() if not p.requires_grad}
+        assert {first, within} <= frozen
+        assert after not in frozen
+        layer = getattr(model, tower).get_submodule(re.match(r".*?\.\d+", within)[0])
+        assert not any(module.training for module in layer.modules())
+    images, texts = encoder.embed(model, models.batch_for(kind))
+    (images @ texts.t()).exp().sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained < before
+    with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert with_gradient == {name for name in trained if not name.startswith(("logit_", "temperature"))}
+
+
+def test_towers_have_rates_of_their_own_that_scale_with_the_batch(tmp_path):
+    options = {"image_learning_rate": 1e-4, "text_learning_rate": 2e-3, "learning_rate_batch_size": 4}
+    options |= {"logit_scale_learning_rate": 1e-5, "layer_decay": DECAY}
+    trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, **options)  # 8 pairs
+    found = rates(trainer)
+    assert found["visual_projection.weight"] == pytest.approx(2e-4)
+    assert found["vision_model.encoder.layers.2.mlp.fc1.bias"] == pytest.approx(2e-4 * DECAY)
+    assert found["vision_model.pre_layrnorm.weight"] == pytest.approx(2e-4 * DECAY**4)
+    assert found["text_projection.weight"] == pytest.approx(4e-3)
+    assert found["text_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(4e-3 * DECAY**2)
+    assert found["logit_scale"] == 1e-5
+
+
+def test_muon_s_matrices_follow(tmp_path):
+    options = {"optimizer": "muon", "learning_rate": RATE, "layer_decay": DECAY, "image_learning_rate": RATE / 2}
+    trainer = trainer_for(tmp_path, deep_clip(), **options)
+    found = rates(trainer)
+    assert found["text_model.encoder.layers.1.mlp.fc1.weight"] == pytest.approx(4 * RATE * DECAY)
+    assert found["vision_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(4 * RATE / 2 * DECAY**3)
+    assert found["vision_model.encoder.layers.0.mlp.fc1.bias"] == pytest.approx(RATE / 2 * DECAY**3)
+    assert found["text_projection.weight"] == pytest.approx(4 * RATE)
+    lines = [line.split("  ")[0] for line in trainer.table_of_groups.splitlines()]
+    assert "image layers, matrices of layers" in lines
+    assert len(lines) == len(set(lines)) == 13, "one line for all layers of a tower"
+
+
+def test_the_table_adds_up_and_the_log_shows_the_full_rate(tmp_path):
+    trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, layer_decay=DECAY, weight_decay=0.1, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == RATE
+    rows = [re.split(r"  +", line) for line in trainer.table_of_groups.splitlines()[1:]]
+    assert sum(int(row[3].replace(",", "")) for row in rows) == sum(p.numel() for p in trainer.model.parameters())
+    layers = [row for row in rows if row[0] == "image layers"]
+    assert [(row[1], row[4], row[5]) for row in layers] == [
+        ("AdamW", "0.000125 to 0.0005", "0.1"),
+        ("AdamW", "0.000125 to 0.0005", "0"),
+    ]
+
+
+def test_parameters_without_weight_decay_are_chosen_by_name(tmp_path):
+    def decaying(**options: Any) -> set[str]:
+        trainer = trainer_for(tmp_path, deep_clip(), weight_decay=0.1, **options)
+        names = {p: name for name, p in trainer.model.named_parameters()}
+        groups = trainer.create_optimizer().param_groups
+        return {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+
+    every = decaying()
+    for optimizer in (None, "muon"):
+        left = decaying(optimizer=optimizer, no_decay_parameters=["vision_model", r"text_model.*layers\.0"])
+        assert left == {n for n in every if not re.search(r"vision_model|text_model.*layers\.0", n)} != every
+    with pytest.raises(ValueError, match="'nowhere', for no_decay_parameters, is found in the name of no trained"):
+        decaying(no_decay_parameters=["nowhere"])
+
+
+def test_a_training_steps_each_part_at_its_rate(tmp_path):
+    """One step of plain gradient descent, beside the gradient of a training at one rate."""
+    options = {
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_steps": 1,
+        "max_grad_norm": 0,
+        "lr_scheduler_type": "constant",
+    }
+    changes = []
+    for further in ({}, {"layer_decay": DECAY, "text_learning_rate": 0.25}):
+        trainer = trainer_for(tmp_path, deep_clip(), **options, **further)
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        changes.append({name: p.detach() - before[name] for name, p in trainer.model.named_parameters()})
+    for name, factor in {
+        "vision_model.embeddings.patch_embedding.weight": DECAY**4,
+        "vision_model.encoder.layers.1.mlp.fc1.weight": DECAY**2,
+        "visual_projection.weight": 1.0,
+        "text_model.encoder.layers.1.mlp.fc1.weight": DECAY / 2,
+        "logit_scale": 1.0,
+    }.items():
+        torch.testing.assert_close(changes[1][name], changes[0][name] * factor, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", [None, "muon"])
+def test_a_stopped_training_goes_on_and_changed_rates_are_noticed(tmp_path, optimizer):
+    options = {"optimizer": optimizer, "layer_decay": DECAY, "freeze_layers": 1, "image_learning_rate": RATE / 2}
+    options |= {"learning_rate": RATE, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options |= {"lr_scheduler_type": "cosine", "no_decay_parameters": ["text_model"], "weight_decay": 0.1}
+    whole = trainer_for(tmp_path / "whole", deep_clip(), **options)
+    whole.train()
+    stopped = trainer_for(tmp_path, deep_clip(), **options, callbacks=[StopAt(2)])
+    stopped.train()
+    resumed = trainer_for(tmp_path, deep_clip(), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(parameters(resumed), parameters(whole))
+    changed = trainer_for(tmp_path, deep_clip(), **{**options, "layer_decay": 0.75, "max_steps": 6})
+    with pytest.raises(ValueError, match=r"layer_decay was 0\.5 and is 0\.75"):
+        changed.train(resume_from_checkpoint=True)
+
+
+def test_adapters_have_the_rates_of_their_layers(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(deep_clip(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    found = rates(trainer_for(tmp_path, model, learning_rate=RATE, layer_decay=DECAY, freeze_layers=1))
+    depth_of = {int(re.search(r"layers\.(\d+)", n)[1]): r for n, r in found.items() if "vision_model" in n}
+    assert depth_of == pytest.approx({1: RATE * DECAY**2, 2: RATE * DECAY})
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
+    def cost(**options: Any) -> tuple[int, int, int]:
+        counts = planning.count(deep_clip(4, 4).config, checkpointing=checkpointing, **options)
+        return counts.trained, counts.graph, len(counts.backward)
+
+    every, half = cost(), cost(freeze_layers=2)
+    assert all(less < 0.75 * more for less, more in zip(half, every, strict=True))
+    # In the training itself, transformers' checkpointing would make the embeddings require a gradient.
+    trainer = trainer_for(tmp_path, deep_clip(), freeze_layers=1, max_steps=1, gradient_checkpointing=checkpointing)
+    seen = []
+    layers = trainer.model.vision_model.encoder.layers
+    layers[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    trainer.train()
+    assert seen
+    assert not any(output.requires_grad for output in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_decay": 0.0}, "layer_decay must be a number of more than 0 and at most 1, got 0.0"),
+        ({"layer_decay": 1.5}, "layer_decay must be a number of more than 0 and at most 1, got 1.5"),
+        ({"freeze_layers": -1}, "freeze_layers must be a whole number of at least 0, got -1"),
+        ({"freeze_layers": 3}, "freeze_layers=3, but the text tower has 2 layers"),
+        ({"freeze": "image", "image_learning_rate": 1.0}, "image_learning_rate would have no effect, because freeze"),
+        ({"learning_rate": 0.0, "text_learning_rate": 1.0}, "text_learning_rate cannot be set beside learning_rate=0"),
+        (
+            {"optim": "galore_adamw", "optim_target_modules": ["mlp"], "layer_decay": 0.5},
+            "layer_decay cannot be combined with optim_target_modules",
+        ),
+        (
+            {
+                "freeze_layers": 1,
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            },
+            "use_reentrant=True loses the gradient",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, deep_clip(), **options)
+
+
+def test_rates_of_an_optimizer_that_was_passed_are_refused(tmp_path):
+    model = deep_clip()
+    passed = torch.optim.SGD(model.parameters(), lr=0.1), None
+    args = arguments(tmp_path, layer_decay=0.5, no_decay_parameters=["text"])
+    with pytest.raises(ValueError, match="layer_decay, no_decay_parameters apply only to an optimizer that the"):
+        InfCLTrainer(model, args, default_collate, train_dataset=models.Pairs(40), optimizers=passed)
+
+
+def test_the_command_prints_the_groups_of_any_optimizer(small, capsys):
+    infcl(*small, "--layer_decay", 0.5, "--freeze_layers", 0, "--max_steps", 1, "--warmup_steps", 1)
+    said = capsys.readouterr().out
+    assert re.search(r"image layers +AdamW +[0-9,]+ +[0-9,]+ +\S", said), said
+    assert "image embeddings" not in said
