@@ -126,6 +126,31 @@ def test_cuda_graphs_of_the_compiler_train_windows_of_one_micro_batch(ranks, tmp
     ranks.run(rank_replays, 1, str(tmp_path), backend="nccl", timeout=300)
 
 
+def rank_muon(rank: int, world_size: int, folder: str) -> None:
+    """Muon's updates amplify the rounding of small gradients, so that they agree in their direction only."""
+    changes = []
+    options = {"optimizer": "muon", "learning_rate": 1e-3, "max_steps": 4, "use_cpu": False}
+    for precision in ({}, {"bf16": True}, {"fp16": True}):
+        trainer = trainer_for(folder, None, models.Pairs(64 * world_size), **options, **precision)
+        if precision.get("fp16"):
+            trainer.accelerator.scaler = torch.amp.GradScaler("cuda", init_scale=512.0)  # which overflows nothing
+        start = parameters(trainer)
+        trainer.train()
+        assert trainer.state.global_step == 4
+        changes.append(parameters(trainer) - start)
+    for change in changes[1:]:
+        cosine = torch.nn.functional.cosine_similarity(change, changes[0], dim=0).item()
+        print(f"cosine {cosine:.4f}")
+        assert cosine > 0.7
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_muon_trains_alike_in_every_precision(ranks, tmp_path, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    ranks.run(rank_muon, world_size, str(tmp_path), backend="nccl")
+
+
 def rank_auto(rank: int, world_size: int, folder: str) -> None:
     """The parameters after four windows. In the last two, "auto" retains all graphs, having found that they fit."""
     options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 4, "use_cpu": False}
