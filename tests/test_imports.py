@@ -46,6 +46,11 @@ MUST_NOT_KNOW = {
     "hf_infcl.loss": (*HUGGING_FACE, *rooms("data", "evaluation", *TRAINING, "publishing")),
     "hf_infcl.loss.cuda_graphs": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
     "hf_infcl.loss.ring": (*HUGGING_FACE, *rooms("kernels", "loss.contrastive", "loss.inputs", "loss.strategies")),
+    "hf_infcl.shards": (
+        *("torch", "transformers", "accelerate", "evaluate"),
+        *rooms("processes", "kernels", "loss", "data", "evaluation", *TRAINING, "publishing"),
+    ),
+    "hf_infcl.shards.urls": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.data": (
         *(*MODELS, *TRAINER, *DISTRIBUTED),
         *rooms("kernels", "processes", "loss", "evaluation", *TRAINING, "publishing"),

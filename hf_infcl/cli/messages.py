@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ..shards.urls import without_secrets
+
 
 def tell(command: str, message: str, *, below: bool = False) -> None:
     """Prints an error as one line, only on the first launched process that calls this.
@@ -24,11 +26,7 @@ def tell(command: str, message: str, *, below: bool = False) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         if store.add(f"infcl/{attempt}/{message}", 1) > 1:
             return
-    if "://" in message:
-        from ..data.urls import without_secrets  # here for the same reason
-
-        message = without_secrets(message)
-    line = f"{command}: error: {' '.join(message.split())}"
+    line = f"{command}: error: {' '.join(without_secrets(message).split())}"
     print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
 """The micro-batches of a stream for one process, and the position from which they continue after a checkpoint.
 
-The number L of lanes (`hf_infcl.data.lanes`) is a multiple of processes × workers and is fixed for the run. Micro-batch
-n of the run comes from lane n mod L and is created by worker (n div R) mod W of process n mod R. The sequence of
-micro-batches therefore does not depend on the number of processes R and of workers W, as long as R·W divides L. Each
-micro-batch carries the cursor of its lane, so a checkpoint stores the positions of the consumed micro-batches, not of
-those that workers have read ahead.
+The number L of lanes (`hf_infcl.shards.lanes`) is a multiple of processes × workers and is fixed for the run.
+Micro-batch n of the run comes from lane n mod L and is created by worker (n div R) mod W of process n mod R. The
+sequence of micro-batches therefore does not depend on the number of processes R and of workers W, as long as R·W
+divides L. Each micro-batch carries the cursor of its lane, so a checkpoint stores the positions of the consumed
+micro-batches, not of those that workers have read ahead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.readers import DamagedShardError
+from ..shards.sources import digest
 from .images import BadSampleError
-from .lanes import LaneSource, Piece, SampleOrder, Shard
-from .readers import DamagedShardError
-from .shards import digest
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import posixpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..shards.sources import name_or_folder
+from ..shards.urls import Url
 from .columns import find_image_column
 from .images import holds_images, is_value
-from .shards import name_or_folder
-from .urls import Url
 
 if TYPE_CHECKING:
     import datasets

@@ -18,8 +18,8 @@ from transformers import TrainerState
 
 from .. import __version__
 from ..averaging import Averaged, Measured
-from ..data.urls import Url, without_secrets
 from ..options.arguments import InfCLTrainingArguments
+from ..shards.urls import Url, without_secrets
 from .settings import training_settings
 
 FACTS_FILE = "training_record.json"

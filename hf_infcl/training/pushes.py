@@ -13,9 +13,9 @@ from huggingface_hub.errors import HFValidationError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
-from ..data.urls import without_secrets
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
+from ..shards.urls import without_secrets
 from .formats import copy_other_formats
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint

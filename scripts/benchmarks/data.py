@@ -271,7 +271,7 @@ def write_tars(folder: Path, files: Sequence[bytes], samples: int, shards: int) 
 
 
 def tar(args: argparse.Namespace) -> Iterator[Row]:
-    from hf_infcl.data.readers import Columns, TarReader
+    from hf_infcl.shards.readers import Columns, TarReader
 
     with tempfile.TemporaryDirectory() as folder:
         write_tars(Path(folder), jpegs(24), 4000, 1)
