@@ -19,8 +19,8 @@ from ..data import ContrastiveCollator, caption_pair_id
 from ..data.images import BadSampleError
 from ..data.labelled import NUMBER
 from ..data.pairs import usable_captions
-from ..data.readers import IMAGE_EXTENSIONS
 from ..encoders.dual_encoder import check_tokens
+from ..shards.readers import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 
 SIDE = 96  # pixels of a thumbnail

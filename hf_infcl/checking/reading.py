@@ -14,8 +14,8 @@ from transformers.utils.logging import tqdm
 
 from ..data import ImageTextStream, ZeroShotDataset
 from ..data.images import ImageDataset
-from ..data.readers import DamagedShardError
-from ..data.shards import open_shard
+from ..shards.readers import DamagedShardError
+from ..shards.sources import open_shard
 from .looking import Look, Looker
 
 ROWS = 32  # of a table, or samples of a shard, that a worker gives back at once
