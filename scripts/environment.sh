@@ -11,11 +11,16 @@ python="${PYTHON:-python3}"
 # Written only after a complete install, so an interrupted one is done again.
 extras="${extras:-test,demo}"
 stamp=".venv/hf_infcl${extras/test,demo/}.stamp"
-wanted="$(cat pyproject.toml constraints.txt | cksum) $PWD"
+wanted="$(cat pyproject.toml constraints.txt tests/open_clip.txt | cksum) $PWD"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" && "$(cat .venv/hf_infcl.stamp 2>/dev/null)" != "$wanted" ]]; then
   echo "== Installing into .venv (a few minutes, once)"
   "$python" -m venv .venv
   .venv/bin/python -m pip install -c constraints.txt -e ".[$extras]"
+  if [[ "$extras" == *test* ]]; then
+    # Apart from the other packages, since the project has to work without torchvision, and without what these depend
+    # on, since torchvision would bring another torch.
+    .venv/bin/python -m pip install --upgrade --no-deps --target .venv/open_clip -r tests/open_clip.txt
+  fi
   echo "$wanted" > "$stamp"
 fi
 source .venv/bin/activate

@@ -13,9 +13,8 @@ import transformers
 from helpers import models
 from helpers.demo import infcl
 from helpers.hub import hub_for_this_process
-from helpers.open_clip_models import config, know_the_small_tower, recorded, weights
-from helpers.pictures import picture
-from helpers.processors import clip_processor, tokenizer
+from helpers.open_clip_models import config, folder_of, know_the_small_tower, letter_pairs, tensors
+from helpers.processors import clip_processor
 from helpers.trainers import arguments
 
 from hf_infcl import InfCLTrainer
@@ -42,20 +41,7 @@ def small_tower(monkeypatch):
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    folder = tmp_path / "pairs"
-    for split in ("train", "test"):
-        (folder / split).mkdir(parents=True)
-        rows = []
-        for row in range(8):
-            picture(row, (16, 16)).save(folder / split / f"{row}.png")
-            rows.append(json.dumps({"file_name": f"{row}.png", "caption": f"{chr(97 + row)} picture"}))
-        (folder / split / "metadata.jsonl").write_text("\n".join(rows))
-    return folder
-
-
-def theirs(case: str, folder: Path) -> Path:
-    files.write(folder, weights(recorded()[case]["shapes"]), config(case), tokenizer())
-    return folder
+    return letter_pairs(tmp_path / "pairs", 8)
 
 
 def same(a, b) -> bool:
@@ -64,7 +50,7 @@ def same(a, b) -> bool:
 
 
 def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(pairs, tmp_path, monkeypatch, capsys):
-    source, out = theirs("SigLIP", tmp_path / "theirs"), tmp_path / "out"
+    source, out = folder_of("SigLIP", tmp_path / "theirs"), tmp_path / "out"
     words = ["--dataset", pairs, "--output_dir", out, *WORDS, "--max_steps", 2]
     pushes = ["--push_to_hub", "--hub_model_id", "me/mine", "--hub_always_push"]
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
@@ -91,7 +77,7 @@ def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(p
     card, printed = (out / "README.md").read_text(), capsys.readouterr().out
     (compared,) = re.findall(r"saved formats \| transformers and OpenCLIP. (The embeddings .*) \|", card)
     assert compared in printed
-    assert "| converted | from OpenCLIP's format. The embeddings" in card
+    assert re.search(r"\| converted \| from OpenCLIP's format. Captions are read as they are.* The embeddings", card)
     assert "base_model: me/theirs" in card
 
 
@@ -103,8 +89,8 @@ def unpacked(tree: dict[str, bytes], folder: Path) -> Path:
 
 
 def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
-    source = theirs("CLIP", tmp_path / "theirs")
-    saved = {f"module.{name}": tensor for name, tensor in weights(recorded()["CLIP"]["shapes"]).items()}
+    source = folder_of("CLIP", tmp_path / "theirs")
+    saved = {f"module.{name}": tensor for name, tensor in tensors("CLIP").items()}
     torch.save({"epoch": 2, "state_dict": saved}, tmp_path / "epoch_2.pt")
     (source / files.WEIGHTS).unlink()
     torch.save(saved, source / "open_clip_pytorch_model.bin")
@@ -143,7 +129,7 @@ def test_formats_that_could_not_be_saved_are_refused_before_the_training(tmp_pat
     for wrong in (["open_clip"], ["transformers", "onnx"], []):
         with pytest.raises(ValueError, match="save_formats must be transformers, or"):
             arguments(tmp_path, save_formats=wrong)
-    model, _ = load_open_clip(theirs("CLIP", tmp_path / "theirs"))
+    model, _ = load_open_clip(folder_of("CLIP", tmp_path / "theirs"))
     with pytest.raises(ValueError, match="needs the processor"):
         InfCLTrainer(model, chosen, data_collator=lambda items: items)
     with pytest.raises(ValueError, match="needs the model, not model_init"):
@@ -157,7 +143,7 @@ def test_formats_that_could_not_be_saved_are_refused_before_the_training(tmp_pat
 
 
 def test_adapters_of_a_model_in_the_other_format_are_merged_or_refused(pairs, tmp_path, capsys):
-    source = theirs("CLIP", tmp_path / "theirs")
+    source = folder_of("CLIP", tmp_path / "theirs")
     words = ["train", "--model", source, "--dataset", pairs, *WORDS, "--max_steps", 1, "--lora_rank", 2]
     with pytest.raises(SystemExit):
         infcl(*words, "--output_dir", tmp_path / "adapter")

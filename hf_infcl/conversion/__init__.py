@@ -1,5 +1,6 @@
 """Models of OpenCLIP as models of transformers, and back; models of transformers for sentence-transformers."""
 
+from .captions import repaired
 from .converting import compare_formats, config_of_open_clip, convert, load_open_clip, save_open_clip
 from .files import is_of_open_clip
 from .incoming import from_open_clip
@@ -13,6 +14,7 @@ __all__ = [
     "is_of_open_clip",
     "load_open_clip",
     "open_clip_config",
+    "repaired",
     "save_open_clip",
     "to_open_clip",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import string
 from typing import Any
 
@@ -11,6 +12,10 @@ from tokenizers import Regex, normalizers
 OPENAI = "openai/clip-vit-base-patch32"
 # CLIP's own tokenizer is recognised by this.
 PROBE, PROBE_IDS = "A photo of a cat", [49406, 320, 1125, 539, 320, 2368, 49407]
+UNREPAIRED = (
+    "Captions are read as they are, while OpenCLIP first repairs broken encodings and unescapes HTML: "
+    "hf_infcl.conversion.repaired does the same."
+)
 SPARE = 128  # tables of tokens are padded to multiples of up to this
 
 
@@ -29,6 +34,25 @@ def clip_tokenizer() -> Any:
     special = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
     vocabulary = {special.get(token, token): index for token, index in own.encoder.items()}
     return transformers.CLIPTokenizer(vocab=vocabulary, merges=list(own.bpe_ranks))
+
+
+def repaired(caption: str, *, lower: bool = True) -> str:
+    """A caption as OpenCLIP changes it before its tokenizer: repaired by ftfy, and unescaped from HTML.
+
+    A training and an evaluation in this package read captions as they are. Captions that contain curly quotes, HTML
+    entities, broken encodings or a Greek final sigma get OpenCLIP's tokens if this function has been applied to them.
+
+    Args:
+        caption: the caption.
+        lower: whether to write it in lower case, as CLIP's tokenizer does. False for tokenizers that keep capitals.
+
+    Raises:
+        ModuleNotFoundError: ftfy is not installed.
+    """
+    import ftfy
+
+    text = html.unescape(html.unescape(ftfy.fix_text(caption))).strip()
+    return text.lower() if lower else text
 
 
 def prepared(tokenizer: Any, text: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,16 @@ def fixed_inputs(config: Any) -> tuple[Tensor, Tensor]:
     return pixels, ids
 
 
+class Differences(NamedTuple):
+    """How much embeddings of length 1 differ: the least cosine, and the largest difference of an entry."""
+
+    cosine: float
+    largest: float
+
+
 @torch.no_grad()
-def least_cosine(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> float:
-    """The least cosine between embeddings of transformers' model and OpenCLIP's own, in fp32 on fixed inputs.
+def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> Differences:
+    """Compares the embeddings of transformers' model and OpenCLIP's own, in fp32 on fixed inputs.
 
     Args:
         model: the model of transformers.
@@ -46,16 +53,7 @@ def least_cosine(model: Any, tensors: dict[str, Any], config: dict[str, Any]) ->
     Raises:
         ModuleNotFoundError: OpenCLIP is not installed.
     """
-    import open_clip
-
-    weights = {name: tensor.float() for name, tensor in clean(tensors).items()}
-    fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
-    fields["vision_cfg"] = fields["vision_cfg"] | (
-        {"timm_model_pretrained": False} if fields["vision_cfg"].get("timm_model_name") else {}
-    )
-    custom = any(name.startswith("text.") for name in weights)
-    theirs = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields).eval()
-    theirs.load_state_dict(weights)
+    theirs = own_model({name: tensor.float() for name, tensor in clean(tensors).items()}, config)
     pixels, ids = fixed_inputs(model.config)
     dtype = model.dtype
     ours = model.float()(pixel_values=pixels, input_ids=ids)
@@ -64,4 +62,21 @@ def least_cosine(model: Any, tensors: dict[str, Any], config: dict[str, Any]) ->
         (ours.image_embeds, theirs.encode_image(pixels, normalize=True)),
         (ours.text_embeds, theirs.encode_text(ids, normalize=True)),
     )
-    return min((ours * theirs).sum(-1).min().item() for ours, theirs in pairs)
+    return Differences(
+        min((ours * theirs).sum(-1).min().item() for ours, theirs in pairs),
+        max((ours - theirs).abs().max().item() for ours, theirs in pairs),
+    )
+
+
+def own_model(weights: dict[str, Tensor], config: dict[str, Any]) -> Any:
+    """OpenCLIP's own model in evaluation mode."""
+    import open_clip
+
+    fields = {key: value for key, value in config["model_cfg"].items() if key != "custom_text"}
+    fields["vision_cfg"] = fields["vision_cfg"] | (
+        {"timm_model_pretrained": False} if fields["vision_cfg"].get("timm_model_name") else {}
+    )
+    custom = any(name.startswith("text.") for name in weights)
+    model = (open_clip.CustomTextCLIP if custom else open_clip.CLIP)(**fields).eval()
+    model.load_state_dict(weights)
+    return model

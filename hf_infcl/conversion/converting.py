@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging
 
-from .captions import prepared
-from .comparison import ENOUGH, least_cosine
+from .captions import UNREPAIRED, prepared
+from .comparison import ENOUGH, differences
 from .files import CONFIG, read, read_config, write
 from .images import image_processor
 from .incoming import from_open_clip, transformers_config
@@ -104,6 +104,7 @@ def _incoming(source: str | Path, open_clip_model: str | None) -> tuple[Any, Any
 
     def sentences() -> Iterator[str]:
         yield from notes
+        yield UNREPAIRED
         yield _compared(model, checkpoint.tensors, checkpoint.config)
 
     return model, kind(image_processor=images, tokenizer=tokenizer), sentences()
@@ -158,12 +159,16 @@ def compare_formats(folder: str | Path) -> str:
 
 def _compared(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> str:
     try:
-        cosine = least_cosine(model, tensors, config)
-    except ModuleNotFoundError as error:
+        import open_clip  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # the second if its torchvision is of another torch
         return f"The embeddings were not compared with OpenCLIP's, which cannot be imported: {error}."
-    if not cosine >= ENOUGH:
+    found = differences(model, tensors, config)
+    if not found.cosine >= ENOUGH:
         raise ValueError(
-            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {cosine:.6f}, and {ENOUGH} is "
-            "expected. Please report the config of this model."
+            f"The embeddings of fixed inputs differ from OpenCLIP's: the least cosine is {found.cosine:.6f}, and "
+            f"{ENOUGH} is expected. Please report the config of this model."
         )
-    return f"The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is {cosine:.7f}."
+    return (
+        "The embeddings of fixed inputs were compared with OpenCLIP's own: the least cosine is "
+        f"{found.cosine:.7f}, the largest difference {found.largest:.0e}."
+    )

@@ -51,6 +51,7 @@ def save_weights(
         collator: of the training.
     """
     model = encoder.model
+    _restore_end_of_text(encoder)
     if state_dict is not None:
         state_dict = stock_shapes(encoder, state_dict)
     if args.save_on_each_node:
@@ -113,6 +114,17 @@ def save_checkpoint(
     if saved is None:
         state.best_model_checkpoint = best_before
     return saved
+
+
+def _restore_end_of_text(encoder: DualEncoder) -> None:
+    """Gives the config the token at which the text tower takes its output.
+
+    At the begin of a training, Trainer replaces it by the tokenizer's, after the tower was built with that of the
+    config. A tower loaded from the saved config would take its output at another position than the trained one.
+    """
+    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
+    if trained is not None:
+        encoder.base.config.text_config.eos_token_id = trained
 
 
 @contextmanager

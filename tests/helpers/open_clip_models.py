@@ -13,10 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
-from hf_infcl.conversion import towers
+from hf_infcl.conversion import captions, files, towers
+from hf_infcl.conversion.images import image_processor
+
+from .pictures import picture
+from .processors import tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results/open_clip.json"
+DIFFERENCES = RESULTS.with_name("open_clip_differences.csv")  # written by tests/open_clip_differences.py
+LARGEST = 1e-6  # difference of an entry of two embeddings
 TIMM = "vit_small_patch8_siglip_16"  # of no checkpoint: small, for the tests
 TOWER = towers.TimmTower(32, 2, 2, 104, 8, 16, "gelu")
 IMAGE = {"image_size": 16, "layers": 2, "width": 32, "head_width": 16, "mlp_ratio": 3.28, "patch_size": 8}
@@ -72,6 +79,37 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
         ids[row, row + 1], ids[row, 7 - row], ids[row, 2 * row] = 1, 2, 27
     ids[2, 2], ids[3, 0] = 1, 2
     return torch.tensor(random.normal(0, 1, (4, 3, 16, 16)), dtype=torch.float32), ids
+
+
+def tensors(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random weights of a case."""
+    return weights(recorded()[case]["shapes"], seed)
+
+
+def processor_of(case: str) -> Any:
+    """The processor of transformers that belongs to a case, with the tokenizer of one-letter words."""
+    images = image_processor(config(case)["preprocess_cfg"], 16)
+    kind = transformers.SiglipProcessor if case.startswith("SigLIP") else transformers.CLIPProcessor
+    return kind(image_processor=images, tokenizer=captions.prepared(tokenizer(), config(case)["model_cfg"]["text_cfg"]))
+
+
+def folder_of(case: str, folder: Path) -> Path:
+    """Writes a case into the folder, in OpenCLIP's format."""
+    files.write(folder, tensors(case), config(case), tokenizer())
+    return folder
+
+
+def letter_pairs(folder: Path, rows: int) -> Path:
+    """Writes noise of the size of the small models with captions of letters, the splits train and test."""
+    for split in ("train", "test"):
+        (folder / split).mkdir(parents=True)
+        lines = []
+        for row in range(rows):
+            picture(row, (16, 16)).save(folder / split / f"{row}.png")
+            letters = np.random.default_rng(row).choice(list("abcdefghijklmnopqrstuvwxyz"), 4)
+            lines.append(json.dumps({"file_name": f"{row}.png", "caption": " ".join(letters)}))
+        (folder / split / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
 
 
 def of_package(case: str) -> Any:
