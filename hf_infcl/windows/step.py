@@ -73,7 +73,12 @@ class WindowStep:
         )
         self.windows = 0
         self._encoder, self._accelerator, self._args = encoder, setup.accelerator, args
-        self._objective, self._equal_ids = setup.objective, setup.equal_ids
+        self._objective = setup.objective
+        self._loss_options: dict[str, Any] = {
+            **{"rank": args.process_index, "equal_ids": setup.equal_ids, "objective": setup.objective},
+            **{"strategy": args.strategy, "backend": args.backend},
+            "in_bf16": setup.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
+        }
         self._prepare_inputs, self._roll_back = prepare_inputs, roll_back
         self._phases = phases
         self._compiled = is_compiled(model)
@@ -162,7 +167,12 @@ class WindowStep:
         finite, cosine = finite_rows(features), positive_cosine(window, features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
-            loss = cached.evaluate(partial(self._loss, window), lambda: self._encoder.temperature_parameters)
+            loss = cached.evaluate(
+                lambda features, parameters: window_loss(
+                    window, features, *self._encoder.scale_and_bias(parameters), **self._loss_options
+                ),
+                lambda: self._encoder.temperature_parameters,
+            )
         # Before anything has been changed.
         if reason := self.checks.check_loss(loss, finite, window, step):
             self._roll_back(reason)
@@ -180,20 +190,6 @@ class WindowStep:
         embeds = self._encoder.embed(model, inputs, frozen_outputs)
         # DeepSpeed's fp16 has no autocast that returns fp32.
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
-
-    def _loss(self, window: Window, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
-        return window_loss(
-            window,
-            features,
-            *self._encoder.scale_and_bias(parameters),
-            rank=self._args.process_index,
-            equal_ids=self._equal_ids,
-            # accelerate returns fp32 from an autocast forward.
-            in_bf16=self._accelerator.mixed_precision == "bf16",
-            objective=self._objective,
-            strategy=self._args.strategy,
-            backend=self._args.backend,
-        )
 
     def _collect_after_compiling(self) -> None:
         """Frees activations in the first window of a compiled model.

@@ -1,0 +1,128 @@
+"""Parts of `InfCLTrainer` alone, without a Trainer: `Evaluator`, `Resumption` and `Progress`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import models
+from helpers.trainers import arguments
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_infcl import reference
+from hf_infcl.checkpoints.record import Run, RunRecord
+from hf_infcl.data import ImageTextStream
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.training import progress, resuming
+from hf_infcl.training.evaluating import Evaluator
+from hf_infcl.training.progress import Progress
+from hf_infcl.training.resuming import Resumption
+from hf_infcl.windows.setup import Setup
+
+
+def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
+    encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
+    return Evaluator(Setup(encoder, Accelerator(cpu=True), args, equal_ids), None, None, lambda batch: batch), encoder
+
+
+def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:
+    """The output of a loop like Trainer's, over batches of 4 rows."""
+
+    def loop(batches: Any) -> EvalLoopOutput:
+        torch.rand(1)  # as dropout does
+        embedded = [evaluator.embed(batch) for batch in batches]
+        predictions, labels = zip(*embedded, strict=True) if embedded else ((), ())
+        joined = [tuple(torch.cat(parts) for parts in zip(*several, strict=True)) for several in (predictions, labels)]
+        return EvalLoopOutput(*joined, {}, sum(len(images) for images, _ in predictions))
+
+    return evaluator.run(loop, DataLoader(data, batch_size=4), "eval_mine")
+
+
+@pytest.mark.parametrize(("equal_ids", "repeats"), [("exclude", 0), ("exclude", 2), ("positive", 2)])
+def test_an_evaluation_is_of_the_whole_set(tmp_path, equal_ids, repeats):
+    """10 rows in batches of 4: the loss of one batch and recalls among all rows; the random state stays."""
+    data = models.Pairs(10, repeats=repeats)
+    evaluator, encoder = evaluator_of(tmp_path, equal_ids)
+    before = torch.get_rng_state()
+    metrics = evaluated(evaluator, data).metrics
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        images, texts = encoder.embed(encoder.model, data.batch())
+        ids = {"pair_ids": data.ids} if equal_ids == "exclude" else {"image_ids": data.ids, "text_ids": data.ids}
+        loss = reference.contrastive_loss(images, texts, *encoder.scale_and_bias(), **ids)
+        cosines = images @ texts.T
+        ranks = (cosines >= cosines.diagonal()[:, None]).sum(1)
+    assert metrics["eval_mine_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for count in (1, 5):
+        expected = (ranks <= count).float().mean().item()
+        assert metrics[f"eval_mine_text_retrieval_recall@{count}"] == pytest.approx(expected)
+
+
+def test_an_evaluation_without_rows_or_with_other_batches_is_refused(tmp_path):
+    evaluator, _ = evaluator_of(tmp_path)
+    with pytest.raises(ValueError, match=r"The evaluation set of eval_mine_\* is empty"):
+        evaluated(evaluator, models.Pairs(0))
+    with pytest.raises(ValueError, match=r"pixel_values and input_ids.* got keys \['input_ids'\]"):
+        evaluator.embed({"input_ids": torch.zeros(1, 4)})
+    with pytest.raises(ValueError, match=r'include_for_metrics=\["inputs"\] asks for input_ids'):
+        evaluator_of(tmp_path, include_for_metrics=["inputs"])[0].embed(
+            {"pixel_values": models.Pairs(1).images, "labels": torch.zeros(1)}
+        )
+
+
+RUN = Run(8, "softmax", "Model with 10 parameters", "Pairs, 40 rows", options={"seed": 1})
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    RunRecord(RUN, epoch=1, windows=3, processes=2).write(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(resuming.logger, "warning", said.append)
+    Resumption(checkpoint).check(RUN, None, 2)
+    Resumption().check(RUN, None, 2)
+    assert not said
+    other = replace(RUN, objective="sigmoid", options={"seed": 2})
+    changes = "objective was 'softmax' and is 'sigmoid', seed was 1 and is 2"
+    with pytest.raises(ValueError, match=f"of another run: {changes}"):
+        Resumption(checkpoint).check(other, None, 2)
+    Resumption(checkpoint, allows_changes=True).check(other, None, 4)
+    assert said[0] == f"{checkpoint} is resumed with changes: {changes}."
+    assert "was written by 2 processes, but this run has 4" in said[1]
+    with pytest.raises(ValueError, match="holds no position in a stream"):
+        Resumption(checkpoint).check(RUN, ImageTextStream.__new__(ImageTextStream), 2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "expected"),
+    [
+        (8, {}, (1, 6)),  # 3 windows of 2 micro-batches, in the pass after the first
+        (16, {"gradient_accumulation_steps": 4}, (1, 8)),  # 24 pairs are part of 2 windows
+        (4, {"gradient_accumulation_steps": 1}, (2, 1)),  # 6 windows of 5 in a pass
+        (8, {"ignore_data_skip": True}, (7, 7)),
+    ],
+)
+def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(checkpoint, tmp_path, batch, options, expected):
+    args = arguments(tmp_path / "run", **options)
+    assert args.global_batch_size == batch
+    assert Resumption(checkpoint).position(args, 5, (7, 7)) == expected
+    assert Resumption().position(args, 5, (7, 7)) == (7, 7)
+
+
+def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
+    part = Progress(10, 1000, 8, history)
+    assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
+    now[0] += 4
+    logs = part.logs(12, torch.device("cpu"))
+    assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (1016, 4.0, 9.0)
+    assert (part.steps(12), part.samples(12)) == (2, 1016)
