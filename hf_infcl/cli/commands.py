@@ -53,7 +53,7 @@ OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size
 # The options of a training that decide about its plan.
 OF_PLAN = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
-    *("freeze_layers", "torch_compile", "num_train_epochs", "max_steps"),
+    *("freeze_layers", "keep_features", "keep_weights", "torch_compile", "num_train_epochs", "max_steps"),
     *CHECKPOINTING,
 }
 

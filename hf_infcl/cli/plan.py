@@ -81,7 +81,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    freeze = "".join(f" --{name} {value}" for name, value in frozen.items() if value is not None)
+    further = frozen | {name: getattr(options, name) for name in ("keep_features", "keep_weights")}
+    freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
@@ -154,6 +155,7 @@ def kept_choices(options: argparse.Namespace, given: Collection[str]) -> dict[st
         found["retain"] = max(1, int(options.retain_graphs))
     if options.optimizer == "muon":
         found["muon"] = True
+    found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
     return found
 
 
@@ -326,6 +328,8 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
         compiled=args.torch_compile,
         checkpointing=bool(args.gradient_checkpointing),
         muon=args.optimizer == "muon",
+        keep_features=bool(args.keep_features),
+        keep_weights=bool(args.keep_weights),
     )
 
 

@@ -50,6 +50,7 @@ _RANGES = {
     **dict.fromkeys(("gradient_accumulation_steps", "dataloader_prefetch_factor", "save_total_limit"), _FROM_1),
     **dict.fromkeys(("dataloader_num_workers", "skip_nonfinite", "freeze_layers"), _FROM_0),
     **dict.fromkeys(("learning_rate", "logit_scale_learning_rate", "muon_learning_rate"), _FINITE),
+    **dict.fromkeys(("keep_features", "keep_weights"), _FINITE),
     **dict.fromkeys(("image_learning_rate", "text_learning_rate"), _FINITE),
     "layer_decay": _Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("weight_decay", "adam_epsilon", "warmup_steps"), _FINITE),
@@ -190,6 +191,21 @@ class InfCLTrainingArguments(TrainingArguments):
         metadata={
             "help": "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
             "these alone. They keep no graph, and frozen layers run in evaluation mode."
+        },
+    )
+    keep_features: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight β of the squared distance between the normalised embeddings of each pair and those of the "
+            "model before the training. Its mean over the batch, summed over both towers, is minimised with the loss. "
+            "A frozen copy of the model runs once per step."
+        },
+    )
+    keep_weights: float | None = field(
+        default=None,
+        metadata={
+            "help": "Strength λ of a pull to the weights before the training, in place of weight decay: each step "
+            "subtracts learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero."
         },
     )
     cache_features: str | None = field(

@@ -78,6 +78,16 @@ def _check_parts(args: Any) -> None:
             f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
             "its own way. Leave one of them out."
         )
+    if args.keep_weights and args.weight_decay:
+        raise ValueError(
+            f"keep_weights={args.keep_weights:g} pulls the weights to the start, weight_decay={args.weight_decay:g} to "
+            "zero. Choose one of both."
+        )
+    if args.keep_weights and "schedule_free" in str(getattr(args.optim, "value", args.optim)):
+        raise ValueError(
+            "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
+            "Choose another optimizer."
+        )
     for name in _CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})

@@ -73,6 +73,7 @@ class Choice:
         compiled: ``torch_compile``.
         checkpointing: ``gradient_checkpointing``.
         muon: ``optimizer="muon"``.
+        keep_features, keep_weights: whether the training has these options.
     """
 
     gpus: int
@@ -83,6 +84,8 @@ class Choice:
     compiled: bool = False
     checkpointing: bool = False
     muon: bool = False
+    keep_features: bool = False
+    keep_weights: bool = False
 
     @property
     def rows(self) -> int:
@@ -109,11 +112,12 @@ class Memory:
     """Bytes on one GPU at the peak of a step: the sum of the attributes.
 
     Attributes:
-        weights: parameters and their gradients in fp32, and under DDP the gradient buckets.
+        weights: parameters and their gradients in fp32, under DDP the gradient buckets, and the trained weights of the
+            start.
         optimizer: the two moments of Adam in fp32, or for a matrix of Muon one.
         activations: the kept graphs and, at the peak of a backward, its temporary tensors.
         images: the inputs of the window.
-        features: the embeddings of the window or their gradients, in fp32.
+        features: the embeddings of the window or their gradients, and those of the start, in fp32.
         loss: the memory of the loss, if the peak occurs in the loss or if CUDA graphs keep that memory.
     """
 
@@ -143,14 +147,15 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
     values = counts.dim * choice.rows  # of the features of one side
     retain = min(choice.retain, choice.accumulation)
+    start = choice.keep_features or choice.keep_weights
     common = {
-        "weights": 4.0 * (counts.parameters + counts.trained * (1 if choice.gpus == 1 else 2)),
+        "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
         "optimizer": 8.0 * counts.trained - 4.0 * (muon_values(counts) if choice.muon else 0),
         "images": counts.pixels
         * (choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows)
         * pixel_bytes
         + (4 - pixel_bytes) * counts.pixels * choice.micro_batch,  # the images of a micro-batch in fp32
-        "features": 2 * 4.0 * values,
+        "features": 2 * 4.0 * values * (2 if choice.keep_features else 1),
     }
     loss = loss_bytes(counts.dim, choice)
     kept = loss if is_replayed(counts.dim, choice) else 0.0
@@ -187,7 +192,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     )
     retained = min(choice.retain, choice.accumulation)
     return {
-        "first pass": choice.accumulation * first,
+        "first pass": choice.accumulation * (first + (again if choice.keep_features else 0.0)),
         "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
         "second pass": choice.accumulation * backward + (choice.accumulation - retained) * again,
         "optimizer": optimizer_seconds(counts, choice, gpu),
@@ -296,7 +301,7 @@ def choices(
     Args:
         counts: the counts with (True) and without (False) checkpointing of the activations.
         decided: the values of those attributes of `Choice` that are not to be chosen (micro_batch, accumulation,
-            retain, offload, checkpointing), and muon.
+            retain, offload, checkpointing), and muon, keep_features and keep_weights.
 
     Raises:
         ValueError: the global batch is not a multiple of the number of GPUs.
@@ -316,7 +321,8 @@ def choices(
         for size in sizes if decided.get("checkpointing", checkpointing) == checkpointing else ():
             for offload in (False, True) if "offload" not in decided else (decided["offload"],):
                 choice = Choice(gpus, size, rows // size, decided.get("retain", 1), offload, compiled, checkpointing)
-                choice = replace(choice, muon=decided.get("muon", False))
+                of_optimizer = ("muon", "keep_features", "keep_weights")
+                choice = replace(choice, **{name: decided.get(name, False) for name in of_optimizer})
                 rest_gib = USABLE * memory_gib - memory(of_model, choice).total / GIB
                 if rest_gib < 0:
                     continue

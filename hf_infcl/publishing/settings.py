@@ -18,6 +18,8 @@ _OF_PARTS = {
     "layer_decay": "factor of the learning rate per layer",
     "freeze_layers": "frozen layers of each tower, with the embeddings",
     "no_decay_parameters": "no weight decay of",
+    "keep_features": "weight of the distance from the embeddings of the start",
+    "keep_weights": "pull to the weights of the start",
 }
 
 

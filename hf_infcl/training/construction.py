@@ -16,7 +16,7 @@ from ..loading.loaders import check_data_seed
 from ..options.arguments import RATES, InfCLTrainingArguments
 from .formats import check_formats
 
-_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "optimizer")
+_OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
 
 def check_construction(model: nn.Module | None, args: Any, data_collator: Any, others: Mapping[str, Any]) -> None:

@@ -13,18 +13,22 @@ from transformers.utils import logging
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
+from ..windows.start import Start
 from .adapters import beside_adapters
 from .muon import check_wrapper_of_muon
 
 logger = logging.get_logger(__name__)
 
 
-def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> None:
+def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> Start | None:
     """Prepares a model before it is wrapped and its optimizer is created.
 
     Freezes the tower and the layers that ``args`` names and the parameters on which no embedding depends, gives
     parameters the shapes that the wrapper supports, initialises the temperature of a new SigLIP, and warns about
     harmful settings.
+
+    Returns:
+        The weights as they are before the training, if ``args`` keeps the model near them.
 
     Raises:
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
@@ -77,6 +81,9 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"The batch norms {', '.join(names)} normalise over a micro-batch. The loss is that of the global "
             "batch, but the outputs of these layers depend on the size of the micro-batch."
         )
+    if not args.keep_features and not args.keep_weights:
+        return None
+    return Start(model, accelerator, embeds=bool(args.keep_features))
 
 
 def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:

@@ -64,6 +64,7 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
             **options_of_arguments(args, setup.accelerator.mixed_precision),
             **options_of_data(list(parts_of(data)), collator),
             **options_of_model(model),
+            **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
         },
     )
 

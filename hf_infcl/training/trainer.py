@@ -35,6 +35,7 @@ from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted, describe_end
 from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
+from ..windows.start import Start
 from ..windows.step import WindowStep
 from . import pushes
 from .construction import check_construction, check_overrides, collator_of, with_processor
@@ -96,6 +97,7 @@ class InfCLTrainer(Trainer):
     args: InfCLTrainingArguments
     creates_optimizer = creates_scheduler = False
     table_of_groups = ""
+    _start: Start | None = None
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class InfCLTrainer(Trainer):
         self.data_collator = data_collator or collator_of(self.model, self.processing_class) or self.data_collator
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
-            prepare_model(self.model, args, self.accelerator)
+            self._start = prepare_model(self.model, args, self.accelerator)
         callbacks = self.callback_handler.callbacks
         # This callback comes first, so that the user's callbacks see the clamped logit_scale.
         callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
@@ -237,11 +239,11 @@ class InfCLTrainer(Trainer):
     def setup(self) -> Setup:
         """What the parts have in common. ``equal_ids`` is the argument, or else what the training set needs."""
         equal_ids = self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
-        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids)
+        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._start)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
-        prepare_model(model, self.args, self.accelerator)
+        self._start = prepare_model(model, self.args, self.accelerator)
         return model
 
     def _hp_search_setup(self, trial: Any) -> None:
@@ -267,6 +269,9 @@ class InfCLTrainer(Trainer):
             if self.creates_optimizer and not own:
                 check_optimizer_options(self.args, self.get_optimizer_cls_and_kwargs)
             self.table_of_groups = set_learning_rates(optimizer, encoder, self.args)
+            if self._start is not None and self.args.keep_weights:
+                names = set(self.get_decay_parameter_names(encoder.model))
+                self._start.pull(optimizer, lambda: self.dual_encoder.model, names, self.args.keep_weights)
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:

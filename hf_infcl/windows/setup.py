@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
+from .start import Start
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Setup:
         accelerator: the accelerator.
         args: the arguments.
         equal_ids: ``"exclude"`` or ``"positive"``; see `InfCLTrainingArguments`.
+        start: the weights that the model had before the training, if it is to stay near them.
     """
 
     encoder: DualEncoder
     accelerator: Accelerator
     args: InfCLTrainingArguments
     equal_ids: str
+    start: Start | None = None
 
     @property
     def objective(self) -> str:

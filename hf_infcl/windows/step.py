@@ -27,6 +27,7 @@ from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .setup import Setup
 from .skipping import SkippedWindows
+from .start import squared_distance
 from .window import MicroBatch, Window, positive_cosine, window_loss
 
 logger = logging.get_logger(__name__)
@@ -92,6 +93,8 @@ class WindowStep:
         self.graph_budget = GraphBudget(None if retain == "auto" else int(retain), args.device)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
+        self._start = setup.start if args.keep_features else None
+        self._kept: Tensor | None = None  # this process's part of keep_features' term in the last window
         self._positive_cosine: Tensor | None = None  # the mean over this process's pairs of the last window
         self._has_warned_of_zero = False
 
@@ -151,9 +154,10 @@ class WindowStep:
 
     def _first_pass(self, model: nn.Module, window: Window, step: int) -> CachedWindow:
         """Encodes the window and evaluates its loss, on every process at once."""
+        micro_batches = [MicroBatch(batch) for batch in window.batches]
         cached = CachedWindow(
             partial(self._encode, model, window),
-            [MicroBatch(batch) for batch in window.batches],
+            micro_batches,
             device=self._args.device,
             retain=self.graph_budget.graphs(self._wrapper.most_graphs(len(window))),
             keep_grad_mode=self._compiled,
@@ -167,12 +171,8 @@ class WindowStep:
         finite, cosine = finite_rows(features), positive_cosine(window, features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
-            loss = cached.evaluate(
-                lambda features, parameters: window_loss(
-                    window, features, *self._encoder.scale_and_bias(parameters), **self._loss_options
-                ),
-                lambda: self._encoder.temperature_parameters,
-            )
+            at_start = tuple(map(torch.cat, zip(*(micro_batch.at_start for micro_batch in micro_batches), strict=True)))
+            loss = cached.evaluate(partial(self._loss, window, at_start), lambda: self._encoder.temperature_parameters)
         # Before anything has been changed.
         if reason := self.checks.check_loss(loss, finite, window, step):
             self._roll_back(reason)
@@ -188,8 +188,19 @@ class WindowStep:
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds = self._encoder.embed(model, inputs, frozen_outputs)
+        if self._start is not None and not micro_batch.at_start:  # in the first pass
+            micro_batch.at_start = self._start.embed(inputs, frozen_outputs or {})
         # DeepSpeed's fp16 has no autocast that returns fp32.
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
+
+    def _loss(self, window: Window, at_start: Features, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
+        """The contrastive loss; its gradient is that of the sum with the term of ``keep_features``, logged apart."""
+        loss = window_loss(window, features, *self._encoder.scale_and_bias(parameters), **self._loss_options)
+        if self._args.keep_features is None or not at_start:
+            return loss
+        term = self._args.keep_features * squared_distance(features, at_start)
+        self._kept = term.detach()
+        return loss + (term - self._kept)
 
     def _collect_after_compiling(self) -> None:
         """Frees activations in the first window of a compiled model.
@@ -219,7 +230,8 @@ class WindowStep:
         """The metrics of the last windows; collective. Warns once of a loss and a gradient that are exactly 0.
 
         These are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the positives
-        of the last global batch; grad_norm_image and grad_norm_text, the gradient norms of the towers in the last step
+        of the last global batch; keep_features_loss, the term of ``keep_features``, if any, which the loss does not
+        contain; grad_norm_image and grad_norm_text, the gradient norms of the towers in the last step
         before clipping (not under DeepSpeed); and skipped_windows, the number since the run began, if any.
 
         Args:
@@ -229,6 +241,8 @@ class WindowStep:
         if (cosine := self._positive_cosine) is not None:
             processes = Processes()
             found["positive_cosine"] = processes.sum(cosine).item() / processes.world_size
+        if self._kept is not None:
+            found["keep_features_loss"] = Processes().sum(self._kept).item() / Processes().world_size
         scale, bias = self._encoder.scale_and_bias()
         found["logit_scale"] = scale.item()
         if bias is not None:

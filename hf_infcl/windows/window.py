@@ -17,10 +17,11 @@ from ..passes.offload import Fetcher
 
 @dataclass
 class MicroBatch:
-    """A batch of the data loader, and the outputs of its frozen towers in the first pass."""
+    """A batch of the data loader; the outputs of its frozen towers and its embeddings at the start of the training."""
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
+    at_start: Features = ()
 
 
 class Window:

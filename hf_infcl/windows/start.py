@@ -1,0 +1,140 @@
+"""The weights from which a training began, and what keeps a model near them while it is trained."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..encoders.dual_encoder import DualEncoder
+from ..passes.grad_cache import Features
+
+_ADAPTER = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
+
+
+class Start:
+    """The start of a training: a frozen copy of the model for its embeddings, or copies of its trained weights.
+
+    What is frozen is not copied, unless FSDP2 shards the model. Under FSDP2 every process has the whole copy.
+
+    Args:
+        model: unwrapped, before its training.
+        accelerator: of the training.
+        embeds: whether the embeddings of the start are needed.
+
+    Attributes:
+        fingerprint: a hash of the weights, without LoRA's factors.
+
+    Raises:
+        ValueError: the training is DeepSpeed's.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, *, embeds: bool) -> None:
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise ValueError(
+                "keep_features and keep_weights compare the model with its start, but DeepSpeed casts the model and "
+                "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
+            )
+        self._accelerator = accelerator
+        self.fingerprint = _fingerprint(model)
+        self._encoder: DualEncoder | None = None
+        if not embeds:
+            self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+            return
+        alike = accelerator.distributed_type != DistributedType.FSDP
+        shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
+        kept = copy.deepcopy(model, shared).requires_grad_(False).eval().to(accelerator.device)
+        self._encoder = DualEncoder(kept)
+        self._weights = {n: p.detach() for n, p in kept.named_parameters()}
+
+    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
+
+        Args:
+            inputs: of the micro-batch, on the device.
+            frozen_outputs: what the model's frozen towers returned for it; the copies of these towers do not run.
+        """
+        assert self._encoder is not None
+        # A forward writes the projection into the output that it gets, which the second pass needs as it is.
+        outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
+        with torch.no_grad(), self._accelerator.autocast():
+            return self._encoder.embed(self._encoder.model, inputs, outputs)
+
+    def pull(
+        self, optimizer: torch.optim.Optimizer, model: Callable[[], nn.Module], names: Collection[str], strength: float
+    ) -> None:
+        """Lets each step of an optimizer begin with p ← p − rate · strength · (p − start), as decoupled weight decay.
+
+        The rate is that of the parameter's group at that step.
+
+        Args:
+            optimizer: before its first step.
+            model: returns the model that is trained, unwrapped.
+            names: of the parameters.
+            strength: λ.
+
+        Raises:
+            ValueError: the rate of a group times the strength is 1 or more.
+        """
+        largest = max(float(group["lr"]) for group in optimizer.param_groups)
+        if largest * strength >= 1:
+            raise ValueError(
+                f"keep_weights={strength:g} times the learning rate {largest:g} is {largest * strength:g}, so each "
+                "step would return to the start or beyond. The product must be less than 1; 0.01 is strong."
+            )
+        starts: dict[Tensor, Tensor] = {}
+
+        @torch.no_grad()
+        def pull(stepping: torch.optim.Optimizer, *_: Any) -> None:
+            if not starts:
+                trained = {n: p for n, p in model().named_parameters() if n in names}
+                starts.update({p: self._of(name, p) for name, p in trained.items()})
+            for group in stepping.param_groups:
+                pulled = [p for p in group["params"] if p in starts and p.grad is not None]
+                if pulled:
+                    ends = [starts[p] for p in pulled]
+                    torch._foreach_lerp_([_local(p) for p in pulled], ends, float(group["lr"]) * strength)
+
+        optimizer.register_step_pre_hook(pull)
+
+    def _of(self, name: str, parameter: Tensor) -> Tensor:
+        """The start of a parameter; of one that FSDP2 shards, this process's part."""
+        if _ADAPTER in name:
+            return torch.zeros_like(_local(parameter))
+        start = self._weights[name].to(parameter.device)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            start = distribute_tensor(start, mesh, placements, src_data_rank=None).to_local()
+        return start
+
+
+def squared_distance(features: Features, start: Features) -> Tensor:
+    """Σ‖f − f₀‖² over the normalised embeddings of both towers, divided by the number of images; a scalar in fp32.
+
+    With equal numbers of images on all processes, the mean over processes is that of the global batch.
+
+    Args:
+        features, start: image and text embeddings of this process, [images, D] and [texts, D].
+    """
+    distances = [(f.float() - f0.float()).square().sum() for f, f0 in zip(features, start, strict=True)]
+    return torch.stack(distances).sum() / len(features[0])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if _ADAPTER not in name:
+            digest.update(f"{name} {parameter.dtype}\n".encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
