@@ -112,6 +112,11 @@ MUST_NOT_KNOW = {
     "hf_infcl.loading.stream_loader": ("transformers", *rooms("loss", "windows")),
     "hf_infcl.loading.batch_checks": ("transformers", *rooms("loss", "windows")),
     "hf_infcl.loading.sampling": (*HUGGING_FACE, *rooms("loss", "windows")),
+    "hf_infcl.embedding": (
+        *(*TRAINER, *MODELS, *DISTRIBUTED),
+        *rooms("reference", "kernels", "loss", "windows", "training", "publishing"),
+    ),
+    "hf_infcl.embedding.options": WITHOUT_TORCH,
     "hf_infcl.training": rooms("reference", "publishing"),
     "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
     "hf_infcl.training.preparation": (*TRAINER[:2], *rooms("kernels", "loss", "data", "training.trainer")),

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
+    ROOT / "scripts/AFTER_TRAINING.md",
     *(ROOT / "hf_infcl" / room / "README.md" for room in ("conversion", "data", "loss", "training")),
 ]
 PAGES = [
@@ -38,11 +39,11 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match("infcl (train|evaluate|average|plan) ", line)]
+    return [line for line in lines if re.match("infcl (train|evaluate|average|embed|plan) ", line)]
 
 
 def test_there_are_commands_of_all_kinds():
-    assert {shlex.split(command)[1] for command in commands()} == {"train", "evaluate", "average", "plan"}
+    assert {shlex.split(command)[1] for command in commands()} == {"train", "evaluate", "average", "embed", "plan"}
 
 
 @pytest.mark.parametrize("line", commands())

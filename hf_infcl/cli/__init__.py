@@ -73,6 +73,8 @@ def _run(command: str | None, words: list[str]) -> None:
         from .average import average as run
     elif command == "plan":
         from .plan import plan as run
+    elif command == "embed":
+        from .embed import embed as run
     elif command == "convert":
         from .convert import convert as run
     else:

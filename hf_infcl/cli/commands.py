@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ..embedding.options import EmbedOptions
 from .declared import of_infcl, of_transformers
 from .options import (
     AverageOptions,
@@ -26,6 +27,7 @@ COMMANDS = {
     "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
     "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
+    "embed": "write the embeddings of images and texts, with their keys",
     "card": "write the model card of a trained model again",
     "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
 }
@@ -50,6 +52,8 @@ OF_EVALUATION = {
 }
 # The options of a training that decide about its check.
 OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
+# The options of a training that decide about embeddings.
+OF_EMBEDDING = {"output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers"}
 # The options of a training that decide about its plan.
 OF_PLAN = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
@@ -101,6 +105,21 @@ def average_parser() -> Parser:
         places={
             "start": "The model from which the fine-tuning began: a Hub id or a folder.",
             "end": "The model after it, or its LoRA adapter.",
+        },
+    )
+
+
+def embed_parser() -> Parser:
+    """The options of `infcl embed`."""
+    return Parser(
+        "embed",
+        "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
+        "computes what the first one has not.",
+        *(EmbedOptions, ColumnOptions),
+        shown=OF_EMBEDDING,
+        places={
+            "model": "The model: a Hub id or a folder.",
+            "data": "A folder or a Hub id; with --streaming tar or parquet shards.",
         },
     )
 
@@ -164,6 +183,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "train": train_parser,
     "evaluate": evaluate_parser,
     "average": average_parser,
+    "embed": embed_parser,
     "plan": plan_parser,
     "card": card_parser,
     "convert": convert_parser,

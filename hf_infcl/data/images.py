@@ -96,7 +96,12 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def image(self, row: int) -> np.ndarray:
         """The image of a row, decoded."""
-        return self._image(row, self._rows[row][self._image_column])
+        return self.image_and_path(row)[0]
+
+    def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
+        """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
+        value = self._rows[row][self._image_column]
+        return self._image(row, value), value["path"] if value["bytes"] is None else None
 
     def image_fingerprint(self) -> str:
         """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.

@@ -89,24 +89,42 @@ def cache_images(
     """
     import datasets
 
-    processes = Processes()
     place = Path(folder, fingerprint(pairs, tower, collator, dtype))
     count = -(-len(pairs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
         check_writable(place, "cache_features")
+
+    def compute(number: int) -> None:
+        rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
+        logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
+        loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
+        _write(shards[number], [encode(batch) for batch in loader])
+
+    for_each_missing(count, lambda number: _is_whole(shards[number]), compute, agree)
+    parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
+    return CachedImages(pairs, datasets.concatenate_datasets(parts))
+
+
+def for_each_missing(
+    count: int, is_there: Callable[[int], bool], compute: Callable[[int], None], agree: Callable[[], Any]
+) -> None:
+    """Computes those of the numbers 0 to ``count - 1`` that are not there; the processes take turns. Collective.
+
+    Args:
+        count: of the numbers.
+        is_there: whether a number needs no computation.
+        compute: called with each other number, by one process.
+        agree: see `cache_images`.
+    """
+    processes = Processes()
     for first in range(0, count, processes.world_size):
         agree()
         number = first + processes.rank
         with failures_announced():
-            if number < count and not _is_whole(shards[number]):
-                rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
-                logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
-                loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
-                _write(shards[number], [encode(batch) for batch in loader])
-    agree()  # waits until all shards are written
-    parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
-    return CachedImages(pairs, datasets.concatenate_datasets(parts))
+            if number < count and not is_there(number):
+                compute(number)
+    agree()  # waits until all are computed
 
 
 def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, sharded: bool, compiled: bool) -> None:
@@ -131,8 +149,15 @@ def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, shard
         raise ValueError(f"cache_features computes the image tower's outputs once, but {reason}.")
 
 
-def fingerprint(pairs: ImageTextDataset, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
-    """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend."""
+def fingerprint(pairs: Any, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
+    """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend.
+
+    Args:
+        pairs: has a method ``image_fingerprint``, like `ImageTextDataset`.
+        tower: whose weights and config count.
+        collator: prepares the images.
+        dtype: of the computation.
+    """
     digest = hashlib.sha256(f"2 {type(tower).__name__} {dtype} {collator.image_backend}\n".encode())
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())

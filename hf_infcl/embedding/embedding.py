@@ -1,0 +1,142 @@
+"""Embeds a collection on several processes; a run after an interruption computes what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..data import ContrastiveCollator
+from ..encoders.dual_encoder import DualEncoder
+from ..loading.feature_cache import fingerprint, for_each_missing
+from ..processes.collectives import Processes, failures_announced
+from .files import Rows, begin, write
+from .sources import Collator, Source
+
+logger = logging.get_logger(__name__)
+
+
+def embed(
+    source: Source,
+    folder: str | Path,
+    encoder: DualEncoder,
+    collator: ContrastiveCollator,
+    *,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    autocast: Callable[[], Any],
+    dtype: str,
+    format: str = "parquet",
+    batch_size: int = 64,
+    **loading: Any,
+) -> dict[str, int]:
+    """Writes the embeddings of images and texts, with their keys. Collective: every process calls it.
+
+    The processes divide the parts of the source among themselves. Each part becomes one file of images, one of texts,
+    or both, such as ``images-00002-of-00010.parquet``. Files that are there already are not computed again.
+
+    Args:
+        source: what to embed.
+        folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
+        encoder: the model, in evaluation mode.
+        collator: prepares images and captions.
+        prepare: moves a batch to the device and normalises its images.
+        autocast: the context of the forwards.
+        dtype: the precision of that context, for the record.
+        format: "parquet" or "safetensors".
+        batch_size: images, and texts, of one forward.
+        **loading: options of the DataLoader.
+
+    Returns:
+        The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
+        processes, by "images", "texts" and "skipped".
+
+    Raises:
+        ValueError: the folder holds other embeddings, a row is bad, or an embedding is not finite. The other processes
+            raise an OtherRankFailedError.
+    """
+    processes, place = Processes(), Path(folder)
+    record = {
+        "fingerprint": fingerprint(source, encoder.model, collator, dtype),
+        "dtype": dtype,
+        "format": format,
+        "kinds": list(source.kinds),
+        "parts": source.parts,
+    }
+    with failures_announced():
+        if processes.rank == 0:
+            begin(place, record)
+    processes.agree([])
+    names = {
+        kind: [place / f"{kind}-{n:05}-of-{source.parts:05}.{format}" for n in range(source.parts)]
+        for kind in source.kinds
+    }
+    counts = dict.fromkeys(("images", "texts", "skipped"), 0)
+    missing = [
+        part
+        for part in range(processes.rank, source.parts, processes.world_size)
+        if not all(names[kind][part].exists() for kind in source.kinds)
+    ]
+
+    def encode(batches: Iterator[Any]) -> dict[str, Rows]:
+        with torch.no_grad(), autocast():
+            return _encoded(batches, encoder, prepare, batch_size, counts)
+
+    parts = source.read(missing, batch_size, collate_fn=Collator(collator), **loading)
+
+    def compute(part: int) -> None:
+        for kind, rows in encode(next(parts)).items():
+            if kind in source.kinds:
+                write(names[kind][part], rows)
+        logger.info(f"Part {part} of {source.parts} was embedded.")
+
+    for_each_missing(source.parts, lambda part: part not in missing, compute, lambda: processes.agree([]))
+    totals = processes.agree([counts[name] for name in counts])
+    return {name: int(sum(of_rank)) for name, of_rank in zip(counts, zip(*totals, strict=True), strict=True)}
+
+
+def _encoded(
+    batches: Iterator[Any],
+    encoder: DualEncoder,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    batch_size: int,
+    counts: dict[str, int],
+) -> dict[str, Rows]:
+    """The images and texts of a part, in the order of its rows; counts them."""
+    items: dict[str, list[tuple[int, str, str | None]]] = {"images": [], "texts": []}
+    vectors: dict[str, list[Tensor]] = {"images": [], "texts": []}
+    for kept, bad, images, texts in batches:
+        for reason in bad:
+            logger.warning(f"Left out: {reason}")
+        counts["skipped"] += len(bad)
+        if images is not None:
+            vectors["images"].append(encoder.encode_images(prepare(images)).float())
+            items["images"] += [(item["row"], item["key"], None) for item in kept]
+        if texts is not None:
+            vectors["texts"] += [encoder.encode_texts(prepare(part)).float() for part in _split(texts, batch_size)]
+            items["texts"] += [(item["row"], item["key"], c) for item in kept for c in item["caption"]]
+    found = {}
+    for kind, described in items.items():
+        values = torch.cat(vectors[kind]).cpu().numpy() if described else np.empty((0, 1), np.float32)
+        if (wrong := ~np.isfinite(values).all(1)).any():
+            raise ValueError(
+                f"The embedding of {described[int(wrong.argmax())][1]!r} ({kind}) is not finite. Compute in another "
+                "precision, or look at the weights of the model."
+            )
+        counts[kind] += len(described)
+        # Workers return the samples of a shard in turn.
+        order = sorted(range(len(described)), key=lambda number: described[number][0])
+        keys = [described[number][1] for number in order]
+        captions = [described[number][2] or "" for number in order] if kind == "texts" else None
+        found[kind] = Rows(keys, captions, values[order] if order else values)
+    return found
+
+
+def _split(texts: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Tokens of at most ``size`` texts at a time: an image may have many captions."""
+    for first in range(0, len(texts["input_ids"]), size):
+        yield {name: values[first : first + size] for name, values in texts.items()}

@@ -1,0 +1,174 @@
+"""`infcl embed`: embeddings and keys of tables and shards, on several processes, resumed, in both formats."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import models
+from helpers.demo import infcl
+from helpers.pictures import picture
+from helpers.processors import clip_processor
+from helpers.shards import pair, write_tar
+from safetensors import safe_open
+
+from hf_infcl import ContrastiveCollator, ImageTextStream
+from hf_infcl.embedding import sources
+from hf_infcl.embedding.embedding import embed
+from hf_infcl.embedding.sources import ShardSource, TableSource
+from hf_infcl.encoders.dual_encoder import DualEncoder
+
+CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
+
+
+def table(**columns: Any) -> datasets.Dataset:
+    pictures = [picture(n, (20, 24)) for n in range(len(CAPTIONS))]
+    return datasets.Dataset.from_dict({"image": pictures, "caption": CAPTIONS, **columns})
+
+
+def embedded(source: Any, folder: Path, seed: int = 0, **options: Any) -> dict[str, int]:
+    collator = ContrastiveCollator(clip_processor())
+    options = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4} | options
+    return embed(source, folder, DualEncoder(models.clip(seed=seed).eval()), collator, **options)
+
+
+def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarray]:
+    """All keys, captions and embeddings of a folder."""
+    keys, captions, vectors = [], [], []
+    for path in sorted(folder.glob(f"{kind}-*")):
+        if path.suffix == ".parquet":
+            part = pq.read_table(path)
+            keys += part["key"].to_pylist()
+            captions += part["caption"].to_pylist() if kind == "texts" else []
+            vectors.append(np.stack(part["embedding"].to_numpy()))
+        else:
+            with safe_open(path, "np") as part:
+                keys += json.loads(part.metadata()["keys"])
+                captions += json.loads(part.metadata().get("captions", "[]"))
+                vectors.append(part.get_tensor("embeddings"))
+    return keys, captions if kind == "texts" else None, np.concatenate(vectors)
+
+
+def expected(rows: range) -> tuple[np.ndarray, np.ndarray]:
+    encoder, collator = DualEncoder(models.clip().eval()), ContrastiveCollator(clip_processor())
+    with torch.no_grad():
+        images = [encoder.encode_images(collator([{"image": picture(n, (20, 24))}])) for n in rows]
+        texts = [encoder.encode_texts(collator.tokenize([caption])) for n in rows for caption in CAPTIONS[n]]
+    return torch.cat(images).numpy(), torch.cat(texts).numpy()
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    monkeypatch.setattr(sources, "ROWS_OF_PART", 8)
+
+
+@pytest.mark.parametrize("form", ["parquet", "safetensors"])
+def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
+    source = TableSource(table(), "image", "caption", None, str(tmp_path))
+    counts = embedded(source, tmp_path, format=form, num_workers=1)
+    images, texts = expected(range(21))
+    assert counts == {"images": 21, "texts": len(texts), "skipped": 0}
+    assert len(list(tmp_path.glob(f"*-of-00003.{form}"))) == 6
+    keys, _, vectors = read(tmp_path, "images")
+    assert keys == [str(row) for row in range(21)]
+    np.testing.assert_allclose(vectors, images, atol=1e-6)
+    keys, captions, vectors = read(tmp_path, "texts")
+    assert list(zip(keys, captions, strict=True)) == [(str(n), c) for n in range(21) for c in CAPTIONS[n]]
+    np.testing.assert_allclose(vectors, texts, atol=1e-6)
+
+
+def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_folder(tmp_path):
+    source = TableSource(table(id=[f"n{row}" for row in range(21)]), "image", "caption", "id", "x")
+    embedded(source, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "texts-00001-of-00003.parquet").unlink()
+    (tmp_path / "_7.images-00001-of-00003.parquet").write_bytes(b"half")
+    assert embedded(source, tmp_path)["images"] == 8
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert read(tmp_path, "images")[0][9] == "n9"
+    with pytest.raises(ValueError, match=r"holds other embeddings \(fingerprint was .*Choose another --output_dir"):
+        embedded(source, tmp_path, seed=1)
+
+
+def _by_processes(rank: int, world_size: int, folder: str) -> str:
+    sources.ROWS_OF_PART = 8
+    embedded(TableSource(table(), "image", "caption", None, folder), Path(folder, "both"))
+    broken = table().cast_column("image", datasets.Image(decode=False)).to_list()
+    broken[9]["image"] = {"bytes": b"no image", "path": None}
+    features = datasets.Features(image=datasets.Image(), caption=datasets.Sequence(datasets.Value("string")))
+    bad = datasets.Dataset.from_list(broken, features=features)
+    try:
+        embedded(TableSource(bad, "image", "caption", None, folder), Path(folder, "bad"))
+    except (RuntimeError, ValueError) as error:
+        message = f"{type(error).__name__}: {error}"
+    counts = embedded(TableSource(bad, "image", "caption", None, folder, skips=True), Path(folder, "skip"))
+    return f"{message} {counts}"
+
+
+def test_processes_share_the_parts_and_a_failure_and_a_bad_row_may_be_left_out(ranks, tmp_path):
+    first, second = ranks.run(_by_processes, 2, str(tmp_path))
+    embedded(TableSource(table(), "image", "caption", None, ""), tmp_path / "one")
+    for kind in ("images", "texts"):
+        (keys, _, vectors), (same_keys, _, same) = read(tmp_path / "one", kind), read(tmp_path / "both", kind)
+        assert keys == same_keys
+        np.testing.assert_array_equal(vectors, same)
+    assert second.startswith("BadSampleError: Row 9 of the dataset")
+    assert first.startswith("OtherRankFailedError")
+    assert first.endswith("{'images': 20, 'texts': 27, 'skipped': 1}")
+    assert "9" not in read(tmp_path / "skip", "images")[0]
+
+
+def test_shards_are_parts_and_their_samples_keep_their_order(tmp_path):
+    letters = "abcdefghijklmnopq"
+    for shard, numbers in enumerate((range(9), range(9, 17))):
+        members = [member for n in numbers for member in pair(n, caption=[letters[n], f"{letters[n]} a"])]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+    broken = [("x.png", b"no image"), ("x.json", b'{"caption": ["a"]}')]
+    write_tar(tmp_path / "shards/2.tar", [*broken, *pair(0, caption=["a"])])
+    stream = ImageTextStream(str(tmp_path / "shards/*.tar"), on_bad_sample="skip")
+    counts = embedded(ShardSource(stream), tmp_path / "out", num_workers=2)
+    assert counts == {"images": 18, "texts": 35, "skipped": 1}
+    keys, _, vectors = read(tmp_path / "out", "images")
+    assert keys == [*(f"{n // 9}/{n:06d}" for n in range(17)), "2/000000"]
+    assert len(np.unique(vectors[:17], axis=0)) == 17
+    _, captions, _ = read(tmp_path / "out", "texts")
+    assert captions[:3] == ["a", "a a", "b"]
+
+
+def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):
+    """The fixture `small` creates the folder of pairs."""
+    words = [demo / "clip-init", tmp_path / "pairs", "--output_dir", tmp_path / "out", "--use_cpu", "--split", "test"]
+    infcl("embed", *words)
+    assert "12 images and 48 texts were embedded. All embeddings are in" in capsys.readouterr().out
+    keys, _, images = read(tmp_path / "out", "images")
+    assert keys == sorted(f"test/{path.name}" for path in (tmp_path / "pairs/test").glob("*.png"))
+    assert np.linalg.norm(images, axis=1) == pytest.approx(1)
+    for split in ("train", "test"):
+        (tmp_path / f"pairs/{split}/metadata.jsonl").unlink()
+    infcl("embed", *words[:3], tmp_path / "plain", *words[4:])
+    assert "12 images and 0 texts" in capsys.readouterr().out
+    np.testing.assert_array_equal(read(tmp_path / "plain", "images")[2], images)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/train.csv").write_text("name,text\none,a digit\ntwo,a circle\n")
+    queries = ["embed", demo / "clip-init", tmp_path / "texts", "--output_dir", tmp_path / "q", "--use_cpu"]
+    infcl(*queries, "--key_column", "name")
+    assert read(tmp_path / "q", "texts")[:2] == (["one", "two"], ["a digit", "a circle"])
+    shutil.rmtree(tmp_path / "q")
+    for more, message in (
+        (["--caption_column", "title"], "no column 'title', which --caption_column names"),
+        (["--key_column", "id"], "no column 'id', which --key_column names"),
+        (["--streaming", "--key_column", "name"], "--key_column is for tables"),
+    ):
+        with pytest.raises(SystemExit):
+            infcl(*queries, *more)
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="neither images nor captions"):
+        TableSource(datasets.Dataset.from_dict({"number": [1]}), "image", "caption", None, "")
