@@ -39,6 +39,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
         chosen["save_total_limit"] = 3
     if evaluated and "eval_on_start" not in given:
         chosen["eval_on_start"] = True  # so that the card tells what the training has changed
+    if namespace.early_stopping_patience and namespace.save_strategy != "no" and "load_best_model_at_end" not in given:
+        chosen["load_best_model_at_end"] = True
     if use_of_metric(namespace) and "metric_for_best_model" not in given:
         name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
         chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"

@@ -14,12 +14,12 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from ..encoders.dual_encoder import TOWERS
-from ..evaluation.metrics import metric_named
 from ..kernels import BACKENDS
 from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
+from .metric_sums import greater_is_better
 from .muon_options import check_muon
 
 SAVE_FORMATS = ("transformers", "open_clip")
@@ -57,6 +57,7 @@ _RANGES = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _SHARE),
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
+    "early_stopping_patience": _FROM_1,
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),
     "learning_rate_batch_size": _Range(Real, "a number of pairs of at least 1", lambda value: value >= 1),
     "max_grad_norm": _Range(Real, "a number of at least 0 (0 disables clipping)", lambda value: value >= 0),
@@ -275,6 +276,21 @@ class InfCLTrainingArguments(TrainingArguments):
             "same, or a new start if there is none; 'last-checkpoint' for one pushed with --hub_strategy checkpoint."
         },
     )
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Metric that chooses the best checkpoint, ends the training (early_stopping_patience) or lowers "
+            "the learning rate, for example pairs_loss. It may be a weighted sum, with spaces around its signs and a "
+            "minus before losses: '0.5*pairs_image_retrieval_recall@1 - guard1_old_loss'."
+        },
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "End the training when metric_for_best_model has not improved in this many evaluations in a row. "
+            "By default, the training runs to its end."
+        },
+    )
     # A loss that is not finite stops the training, so the log must show it unfiltered.
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Log the average of earlier losses instead of one that is not finite."}
@@ -287,9 +303,8 @@ class InfCLTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self.check()
-        measured = metric_named(self.metric_for_best_model or "")
-        if measured is not None and self.greater_is_better is None:
-            self.greater_is_better = measured.greater_is_better
+        if self.metric_for_best_model is not None and self.greater_is_better is None:
+            self.greater_is_better = greater_is_better(self.metric_for_best_model)
         with ended_with_launcher():
             if self.use_cpu:
                 # On CPUs, TrainingArguments would create the group without the timeout. It reuses an existing group.

@@ -8,6 +8,7 @@ from typing import Any
 from ..data import ZeroShotDataset
 from ..evaluation.metrics import metrics_of_kind
 from .combinations import SCHEDULES_BY_METRIC
+from .metric_sums import terms_of
 
 
 def use_of_metric(options: Any) -> str | None:
@@ -18,6 +19,7 @@ def use_of_metric(options: Any) -> str | None:
     """
     schedule = getattr(options.lr_scheduler_type, "value", options.lr_scheduler_type)
     uses = {
+        "early_stopping_patience": options.early_stopping_patience is not None,
         "load_best_model_at_end": options.load_best_model_at_end,
         "save_strategy='best'": options.save_strategy == "best",
         f"lr_scheduler_type={schedule!r}": schedule in SCHEDULES_BY_METRIC,
@@ -48,14 +50,15 @@ def metrics_of(dataset: Any) -> list[str]:
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:
-    """Raises a ValueError if the metric ``wanted``, with or without ``eval_``, is none of those that are measured.
+    """Raises a ValueError if the metric ``wanted``, or a term of it, is none of those that are measured.
 
     Args:
+        wanted: a metric with or without ``eval_``, or a sum of them, see `terms_of`.
         names: the metrics, without ``eval_``.
         use: the option for which the metric is looked up.
     """
-    name = wanted.removeprefix("eval_")
-    if name not in names:
-        raise ValueError(
-            f"{use} looks up metric_for_best_model, which must be one of {', '.join(names)}, got {name!r}."
-        )
+    for _, name in terms_of(wanted):
+        if name not in names:
+            raise ValueError(
+                f"{use} looks up metric_for_best_model, which must be one of {', '.join(names)}, got {name!r}."
+            )

@@ -31,6 +31,11 @@ def check_combinations(args: Any) -> None:
         interval = getattr(args, steps)
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
+    if args.early_stopping_patience is not None and args.eval_strategy == "no":
+        raise ValueError(
+            "early_stopping_patience counts evaluations, of which eval_strategy='no' makes none. Choose "
+            "eval_strategy='epoch' or 'steps'."
+        )
     if args.on_divergence == "roll_back":
         if args.divergence_factor is None:
             raise ValueError("on_divergence='roll_back' needs a divergence_factor, for example 3.")

@@ -29,6 +29,7 @@ from ..loading import loaders
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
+from ..options.metric_sums import with_sum
 from ..options.run_options import OptimizerOptions
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
@@ -39,6 +40,7 @@ from ..windows.start import Start
 from ..windows.step import WindowStep
 from . import pushes
 from .construction import check_construction, check_overrides, collator_of, with_processor
+from .early_stopping import EarlyStopping
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
 from .muon import create_muon
@@ -126,6 +128,8 @@ class InfCLTrainer(Trainer):
         # This callback comes first, so that the user's callbacks see the clamped logit_scale.
         callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
         self.checkpoints = checkpoints_of(args, self.accelerator)
+        if args.early_stopping_patience is not None:
+            self.add_callback(EarlyStopping(args.early_stopping_patience))
         self._begin_training()
 
     # ---- The life of a training ----
@@ -152,7 +156,7 @@ class InfCLTrainer(Trainer):
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
         # ---- Before the training: what it may look up, and who else trains here ----
-        if self.compute_metrics is None and type(self).evaluate is Trainer.evaluate:
+        if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
             # ---- The checkpoint to resume from ----
@@ -441,6 +445,9 @@ class InfCLTrainer(Trainer):
             )
         finally:
             self.compute_metrics = compute
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.interruptions.evaluation(self.state.global_step):

@@ -1,0 +1,132 @@
+"""Trainings that end early, and best checkpoints, by a metric of several sets; a search for a learning rate."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import models
+from helpers.demo import ROOT, SCRIPTS, infcl
+from helpers.trainers import arguments, trainer_for
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.cli import defaults
+from hf_infcl.cli.commands import train_parser
+from hf_infcl.options.metric_sums import terms_of, value_of
+
+SETS = {"near": models.Pairs(8, seed=1), "my-far set": models.Pairs(12, seed=2)}
+SUM = "0.5*near_image_retrieval_recall@1 - 2*my-far set_loss"
+
+
+@pytest.mark.parametrize(
+    ("metric", "terms"),
+    [
+        ("eval_pairs_loss", [(1.0, "pairs_loss")]),
+        ("my-set_acc1", [(1.0, "my-set_acc1")]),
+        ("-pairs_loss", [(-1.0, "pairs_loss")]),
+        ("a_acc1 + .25*eval_b_acc1", [(1.0, "a_acc1"), (0.25, "b_acc1")]),
+        (SUM, [(0.5, "near_image_retrieval_recall@1"), (-2.0, "my-far set_loss")]),
+    ],
+)
+def test_the_terms_of_a_sum(metric, terms):
+    assert terms_of(metric) == terms
+    measured = {f"eval_{name}": 3.0 + number for number, (_, name) in enumerate(terms)}
+    assert value_of(metric, measured) == sum(weight * measured[f"eval_{name}"] for weight, name in terms)
+    assert value_of(metric, dict(list(measured.items())[1:])) is None
+
+
+def training(folder: Path, **options: Any) -> InfCLTrainer:
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+    options = {**steps, "metric_for_best_model": SUM, "early_stopping_patience": 3, **options}
+    return trainer_for(folder, eval_dataset=SETS, **options)
+
+
+def test_a_training_ends_when_nothing_improves_also_after_a_resume(tmp_path):
+    whole = training(tmp_path / "whole", learning_rate=0.0)
+    whole.train()
+    assert whole.state.global_step == 4, "the first evaluation is the best, and three others do not improve on it"
+    cut = training(tmp_path / "cut", learning_rate=0.0, max_steps=2, lr_scheduler_type="constant")
+    cut.train()
+    resumed = training(tmp_path / "cut", learning_rate=0.0, lr_scheduler_type="constant")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    resumed.train()
+    assert resumed.state.global_step == 4, "a new training begins to count anew"
+
+
+def test_the_best_checkpoint_is_that_of_the_largest_sum(tmp_path):
+    run = training(tmp_path, learning_rate=3e-3, max_steps=5, early_stopping_patience=9, load_best_model_at_end=True)
+    run.train()
+    values: dict[int, float] = {}
+    for step in range(1, 6):
+        entries = [entry for entry in run.state.log_history if entry["step"] == step]
+        measured = {name: value for entry in entries for name, value in entry.items()}
+        values[step] = 0.5 * measured["eval_near_image_retrieval_recall@1"] - 2 * measured["eval_my-far set_loss"]
+    best = max(values, key=values.__getitem__)
+    assert run.state.best_metric == pytest.approx(values[best], rel=1e-12)
+    assert run.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert run.evaluate()[f"eval_{SUM}"] == pytest.approx(values[best], rel=1e-6), "its weights were loaded"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"early_stopping_patience": 0}, "early_stopping_patience must be a whole number of at least 1, got 0"),
+        ({"early_stopping_patience": 2}, "eval_strategy='no' makes none"),
+        ({"metric_for_best_model": "a_acc1 + b_loss"}, "b_loss is better the smaller it is. Give it a minus"),
+        ({"metric_for_best_model": ""}, "metric_for_best_model is empty"),
+    ],
+)
+def test_what_cannot_end_a_training_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+def test_a_term_that_is_not_measured_is_refused_before_the_first_step(tmp_path):
+    run = training(tmp_path, metric_for_best_model="near_loss - far_loss", greater_is_better=False)
+    with pytest.raises(ValueError, match=r"must be one of near_loss, .*, got 'far_loss'"):
+        run.train()
+    run = training(tmp_path, metric_for_best_model=None)
+    with pytest.raises(ValueError, match="early_stopping_patience looks up metric_for_best_model"):
+        run.train()
+
+
+def test_the_command_keeps_the_best_model_of_a_training_that_may_end_early():
+    words = ["--model", "m", "--dataset", "d", "--eval_dataset", "e", "--early_stopping_patience", "2"]
+    namespace, given = train_parser().read(words)
+    chosen = defaults.intervals(namespace, given)
+    assert chosen["load_best_model_at_end"] is True
+    assert chosen["metric_for_best_model"] == "pairs_loss"
+    namespace, given = train_parser().read([*words, "--load_best_model_at_end", "false"])
+    assert "load_best_model_at_end" not in defaults.intervals(namespace, given)
+    namespace, given = train_parser().read([*words, "--metric_for_best_model", "pairs_acc1 - pairs_loss"])
+    with pytest.raises(ValueError, match="got 'pairs_acc1'"):
+        defaults.check_best_metric(namespace)
+
+
+def test_the_loop_of_the_guide_compares_trainings(small, tmp_path, monkeypatch):
+    """Its commands, with the data and the size of a small machine."""
+    guide = (SCRIPTS / "README.md").read_text(encoding="utf-8")
+    (loop,) = re.findall(r"```bash\n(for rate in .*?)```", guide, re.DOTALL)
+    values, command, comparison = re.fullmatch(r"for rate in (.*); do\n(.*)\ndone\n(.*)\n", loop, re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    small_machine = {"--model": small[2], "--per_device_train_batch_size": 8, "--gradient_accumulation_steps": 1}
+    for rate in values.split():
+        words = command.replace("\\\n", " ").replace("$rate", rate).replace("my/images", "pairs").split()[1:]
+        words[1] = ROOT / words[1]
+        words[words.index("validation")] = "test"
+        options = {**small_machine, "--num_train_epochs": 2, "--report_to": "none", "--dataloader_num_workers": 0}
+        infcl(*words, *[part for option in options.items() for part in option], "--use_cpu", "--bf16", "false")
+    lines = subprocess.run(["bash", "-c", comparison], capture_output=True, text=True, check=True).stdout.splitlines()
+    losses = [float(line.split()[-1].rstrip(",")) for line in lines]
+    assert len(losses) == len(values.split()) == 3
+    assert losses == sorted(losses)
+    for line in lines:
+        folder = Path(line.split("/eval_results")[0])
+        assert json.loads((folder / "eval_results.json").read_text())["eval_pairs_loss"] == pytest.approx(
+            json.loads((folder / "trainer_state.json").read_text())["best_metric"], rel=1e-5
+        )
