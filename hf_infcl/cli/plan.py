@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from .. import planning
 from ..encoders.dual_encoder import TOWERS
 from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import CHECKPOINTING
 from ..planning import GIB, GPU, GPUS, Choice, Counts
 from .launched import mistakes_in_one_line
 from .models import load_config
@@ -22,10 +23,6 @@ from .parser import Parser
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
 FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-CHECKPOINTING = (
-    "activation_checkpointing",
-    "gradient_checkpointing",
-)  # both names of one option; old releases have one
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
 

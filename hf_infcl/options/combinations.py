@@ -10,7 +10,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
 
 
@@ -93,7 +93,7 @@ def _check_parts(args: Any) -> None:
             "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
             "Choose another optimizer."
         )
-    for name in _CHECKPOINTING if args.freeze_layers is not None else ():
+    for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
             if settings["use_reentrant"]:
@@ -123,7 +123,7 @@ def _check_effects(args: Any) -> None:
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
             "which takes none. Leave them out, or choose another schedule."
         )
-    names = [name for name in _CHECKPOINTING if hasattr(args, name)]
+    names = [name for name in CHECKPOINTING if hasattr(args, name)]
     given = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
     if given and not any(getattr(args, name) for name in names):
         raise ValueError(f"{given[0]} has no effect without {names[0]}=True. Pass both or none.")

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 # A ViT of 8.7 M parameters, and a text tower of 6.3 M, 2.6 M of which are the embeddings of 8,192 tokens.
 VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7, "num_attention_heads": 5}
 TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
-TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
 CLIP_ART = ("openclipart", "tuxpaint")
 
@@ -283,6 +283,18 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
         ours |= {"optimizer": "muon", "muon_learning_rate": run.learning_rate}
     ours |= json.loads(run.options or "{}")
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
+    usual = {
+        "weight_decay": 0.1,
+        "adam_beta2": 0.98,
+        "adam_epsilon": 1e-6,
+        "optim": "adamw_torch_fused",
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
     return kind(
         output_dir=folder,
         per_device_train_batch_size=run.micro_batch,
@@ -291,21 +303,10 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
         learning_rate=run.adamw_rate,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(0.1 * run.samples / run.batch),
-        weight_decay=0.1,
-        adam_beta2=0.98,
-        adam_epsilon=1e-6,
-        optim="adamw_torch_fused",
         bf16=on_gpu,
         use_cpu=not on_gpu,
         seed=run.seed,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        **own,
-        **more,
+        **{**usual, **own, **more},
     )
 
 
