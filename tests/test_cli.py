@@ -41,9 +41,9 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.checkpoints.lock import locked
 from hf_infcl.cli import commands, declared, defaults, description, earlier, plan, results
 from hf_infcl.cli import datasets as opening
+from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.cli.commands import train_parser
 from hf_infcl.cli.datasets import training_set
-from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.cli.parser import ELSEWHERE
 from hf_infcl.encoders.dual_encoder import TOWERS
 from hf_infcl.evaluation.metrics import metrics_of_kind

@@ -15,7 +15,7 @@ from helpers.shards import number_of, png, write_parquet, write_tar
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset, load_pairs
 from hf_infcl.cli import datasets as opening
-from hf_infcl.cli.options import ColumnOptions, DataOptions, EvaluationOptions
+from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.data.columns import find_caption_column, find_image_column, find_label_column
 from hf_infcl.data.tables import find_split
 
@@ -55,11 +55,12 @@ def trained_on(table: Path, **options: Any) -> DataOptions:
 def test_documented_csv_trains_beside_folders_that_evaluate(table, tmp_path):
     columns = ColumnOptions(image_column="filepath", caption_column="title", pair_id_column="product")
     pairs, classes = write_images(tmp_path / "pairs/test"), write_classes(tmp_path / "classes/test", ("cat", "dog"))
-    data = trained_on(table, guard_dataset=[str(pairs.parent), str(classes.parent)])
+    data, guards = trained_on(table), GuardOptions(guard_dataset=[str(pairs.parent), str(classes.parent)])
     evaluation = EvaluationOptions(eval_dataset=str(pairs.parent), zero_shot_dataset=str(classes.parent))
     rows = opening.training_set(data, columns, InfCLTrainingArguments(str(tmp_path), use_cpu=True))
     assert rows[2]["caption"] == ["caption 2"]
-    sets = opening.evaluation_datasets(columns, evaluation, data) | opening.guard_datasets(columns, data, evaluation)
+    sets = opening.evaluation_datasets(columns, evaluation, data)
+    sets |= opening.guard_datasets(columns, guards, evaluation, data)
     assert [type(s) for s in sets.values()] == [ImageTextDataset, ZeroShotDataset] * 2
     assert sets["pairs"].columns == {"image_column": "image", "caption_column": "caption"}
     assert [s[0]["image"][0, 0, 0] for s in sets.values()] == [5, 0, 5, 0]

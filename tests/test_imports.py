@@ -127,7 +127,7 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.cli.commands": WITHOUT_TORCH,
     "hf_infcl.cli.declared": WITHOUT_TORCH,
-    "hf_infcl.cli.options": WITHOUT_TORCH,
+    "hf_infcl.cli.command_options": WITHOUT_TORCH,
     "hf_infcl.cli": rooms("reference", "kernels", "loss"),
     "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", *TRAINING, "publishing"),
     "hf_infcl.publishing": (

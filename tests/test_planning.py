@@ -51,7 +51,7 @@ def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
     assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {loss.row["device"] for loss in losses}
     for loss in losses:
         assert loss.predicted_ms == pytest.approx(loss.ms, rel=0.15), loss.row
-    constants = planning.plan
+    constants = planning.prediction
     of_replay = 1000 * constants.HOST_OF_REPLAY, 1000 * constants.WAIT_OF_REPLAY
     assert measured.beside_blocks(1) == pytest.approx((0, 1000 * constants.REPLAY))
     assert measured.beside_blocks(2) == pytest.approx(of_replay)

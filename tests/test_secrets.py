@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import ImageTextStream, load_pairs
 from hf_infcl.cli import description
-from hf_infcl.cli.options import DataOptions
+from hf_infcl.cli.command_options import DataOptions
 from hf_infcl.publishing import Evaluation, Source
 from hf_infcl.shards import sources
 from hf_infcl.shards.urls import Url, without_secrets

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
+from .command_options import ModelOptions
 from .models import load
-from .options import ModelOptions
 
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 

@@ -26,10 +26,10 @@ from ..options.arguments import InfCLTrainingArguments
 from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
 from .averages import alpha_of
+from .command_options import EvaluationOptions
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .models import load
-from .options import EvaluationOptions
 from .parser import Parser
 
 

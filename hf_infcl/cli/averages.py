@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..averaging import check_alpha, check_tolerance
 from ..options.arguments import InfCLTrainingArguments
-from .options import EvaluationOptions, GuardOptions, StartOptions
+from .command_options import EvaluationOptions, GuardOptions, StartOptions
 
 
 def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:

@@ -34,10 +34,10 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.images import simplejpeg
 from ..options.arguments import InfCLTrainingArguments
 from ..planning import GPUS
+from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from .datasets import evaluation_datasets, guard_datasets, training_set
 from .launched import mistakes_in_one_line
 from .models import load_readers
-from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from .parser import Parser
 from .plan import choice_of
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..embedding.options import EmbedOptions
-from .declared import of_infcl, of_transformers
-from .options import (
+from .command_options import (
     AverageOptions,
     CheckOptions,
     ColumnOptions,
@@ -19,6 +18,7 @@ from .options import (
     PlanOptions,
     StartOptions,
 )
+from .declared import of_infcl, of_transformers
 from .parser import Parser, PlainParser
 
 COMMANDS = {

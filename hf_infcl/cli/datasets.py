@@ -14,7 +14,7 @@ from ..data.columns import find_caption_column, find_image_column, find_label_co
 from ..data.tables import find_split
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import source_name
-from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
 
 def training_set(

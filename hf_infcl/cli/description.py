@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
 from ..training.trainer import InfCLTrainer
-from .options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
+from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
 
 logger = logging.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
 from ..training.trainer import InfCLTrainer
-from .options import DataOptions, EvaluationOptions, GuardOptions, ModelOptions
+from .command_options import DataOptions, EvaluationOptions, GuardOptions, ModelOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run

@@ -11,9 +11,9 @@ from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
 from ..embedding.sources import ShardSource, Source, TableSource
 from ..training.trainer import InfCLTrainer
+from .command_options import ColumnOptions
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .models import load
-from .options import ColumnOptions
 from .parser import Parser
 
 

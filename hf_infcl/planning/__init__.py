@@ -2,7 +2,7 @@
 
 from .counting import ROWS, Counts, Operation, count
 from .measuring import measure
-from .plan import (
+from .prediction import (
     GIB,
     GPU,
     GPUS,

@@ -1,7 +1,7 @@
 """The facts, the card and the curves that are published beside a trained model."""
 
 from .callback import CURVES_FILE, CardCallback, write_publication
-from .card import model_card
+from .cards import model_card
 from .changes import Change, changes, lines_of_changes
 from .curves import plot_curves
 from .facts import FACTS_FILE, Evaluation, Source, TrainingFacts, source_name, training_facts

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.utils import logging
 
-from .card import model_card, write_eval_results
+from .cards import model_card, write_eval_results
 from .curves import plot_curves
 from .facts import TrainingFacts
 from .front import FRONT_FILE

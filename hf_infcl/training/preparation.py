@@ -14,8 +14,8 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
 from ..windows.start import Start
-from .adapters import beside_adapters
 from .muon import check_wrapper_of_muon
+from .peft_saving import beside_adapters
 
 logger = logging.get_logger(__name__)
 

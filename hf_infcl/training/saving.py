@@ -21,8 +21,8 @@ from ..data import ContrastiveCollator
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
-from .adapters import add_beside_adapters
 from .formats import save_other_formats
+from .peft_saving import add_beside_adapters
 
 
 def save_weights(
