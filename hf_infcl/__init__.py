@@ -17,6 +17,7 @@ _MODULES = {
     "cached_backward": "passes.own_loop",
     "InfCLTrainer": "training.trainer",
     "InfCLTrainingArguments": "options.arguments",
+    "TwoTowers": "encoders.two_towers",
     "ContrastiveCollator": "data",
     "ImageTextDataset": "data",
     "ImageTextStream": "data",
@@ -31,6 +32,7 @@ __all__ = [
     "ImageTextStream",
     "InfCLTrainer",
     "InfCLTrainingArguments",
+    "TwoTowers",
     "ZeroShotDataset",
     "cached_backward",
     "contrastive_loss",
@@ -39,6 +41,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
+    from .encoders.two_towers import TwoTowers
     from .loss import ContrastiveLoss, contrastive_loss
     from .options.arguments import InfCLTrainingArguments
     from .passes.own_loop import cached_backward

@@ -17,7 +17,7 @@ from hf_infcl.encoders.sharding import prepare_for_wrapper, stock_shapes
 
 
 def test_every_type_is_tested():
-    assert sorted(models.BUILD) == sorted(MODEL_TYPES)
+    assert {*models.BUILD, "tipsv2"} == set(MODEL_TYPES)
 
 
 @pytest.mark.parametrize("kind", models.BUILD)
@@ -162,6 +162,8 @@ def test_other_models_are_refused_by_name():
         )
     )
     clap = tf.ClapModel(tf.ClapConfig(projection_dim=16))
+    with pytest.raises(ValueError, match="text embeddings: it has a scale for each direction, and encodes sounds"):
+        DualEncoder(clap)
     tower = tf.CLIPVisionModel(CLIPVisionConfig(**models.VISION))
     text = tf.CLIPTextModelWithProjection(CLIPTextConfig(**models.TEXT))
     bert = tf.BertModel(tf.BertConfig(**models.BERT))

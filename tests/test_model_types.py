@@ -18,6 +18,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 
 WINDOWS, GLOBAL_BATCH = 2, 8
 CPU = torch.device("cpu")
+KINDS: dict[str, Any] = {**models.BUILD, **models.OWN}
 
 
 class Rows(Dataset):
@@ -68,7 +69,7 @@ class Watch(TrainerCallback):
 
 def rank_windows(rank: int, world_size: int, folder: str, kind: str) -> list[Window]:
     torch.manual_seed(0)
-    model = models.BUILD[kind]()
+    model = KINDS[kind]()
     watch = Watch(Draws(model))
     options = {"max_steps": WINDOWS, "max_grad_norm": 0.0, "learning_rate": 0.01, "callbacks": [watch]}
     options["per_device_train_batch_size"] = GLOBAL_BATCH // world_size // 2
@@ -77,10 +78,10 @@ def rank_windows(rank: int, world_size: int, folder: str, kind: str) -> list[Win
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", models.BUILD)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_windows_have_the_gradients_of_the_whole_batch(ranks, tmp_path, kind, world_size):
     by_rank = ranks.run(rank_windows, world_size, str(tmp_path), kind)
-    model, data = models.BUILD[kind]().train(), Rows(kind)
+    model, data = KINDS[kind]().train(), Rows(kind)
     encoder = DualEncoder(model)
     encoder.freeze(None)
     encoded = []

@@ -50,11 +50,26 @@ MODEL_TYPES = {
     "clipseg": ModelType(),
     "groupvit": ModelType(tower_of_one_size="groupvit_vision_model"),
     "metaclip_2": ModelType(tower_of_one_size="metaclip_2_vision_model"),
+    "owlv2": ModelType(tower_of_one_size="owlv2_vision_model"),
     "owlvit": ModelType(tower_of_one_size="owlvit_vision_model"),
     "siglip": ModelType("sigmoid", temperature_shape=(1,), tower_of_one_size="siglip_vision_model"),
     "siglip2": ModelType("sigmoid", temperature_shape=(1,)),
+    "tipsv2": ModelType(temperature="temperature", unused=".mask_token"),
     # With any vision tower, such as a ViT or a DINOv2, whose pretraining needs a mask token.
     "vision-text-dual-encoder": ModelType(tower_of_one_size="vit", unused=".mask_token"),
+}
+# Other models of transformers that encode two kinds of input, and why they do not fit.
+REFUSED = {
+    "blip-2": "an image has 32 vectors, of which the loss takes the one nearest to the text, and it has no scale",
+    "bridgetower": "its towers see each other, and it has three embeddings and three losses",
+    "clap": "it has a scale for each direction, and encodes sounds",
+    "clvp": "it encodes speech tokens",
+    "flava": "its features are those of all patches, and its contrastive head is in FlavaForPreTraining",
+    "pe_audio": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "pe_audio_video": "it has several pairs and scales",
+    "pe_video": "its embeddings are not normalised, and its logit_scale is no logarithm",
+    "videoprism": "it has no scale",
+    "xclip": "its text embeddings depend on the video",
 }
 _OF_ONE_IMAGE_SIZE = {kind.tower_of_one_size for kind in MODEL_TYPES.values()} - {None}
 
@@ -66,11 +81,28 @@ IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
+def type_of(model: nn.Module) -> ModelType | None:
+    """The type of a dual encoder of transformers or of one's own, or None.
+
+    One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
+    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1.
+    """
+    name = getattr(getattr(model, "config", None), "model_type", None)
+    base = getattr(model, "get_base_model", lambda: model)()
+    needed = ("get_image_features", "get_text_features", "logit_scale")
+    if type(base).__module__.startswith("transformers.") or name in MODEL_TYPES:
+        return MODEL_TYPES.get(name) if hasattr(model, needed[0]) else None  # type: ignore[arg-type]
+    if not all(hasattr(model, attribute) for attribute in needed):
+        return None
+    return ModelType("softmax" if getattr(model, "logit_bias", None) is None else "sigmoid")
+
+
 class DualEncoder:
-    """A view of a transformers model as two towers, a logit_scale and possibly a logit_bias.
+    """A view of a model as two towers, a logit_scale and possibly a logit_bias.
 
     Args:
-        model: a dual encoder of transformers, unwrapped (no DDP around it; PEFT adapters inside are fine).
+        model: a dual encoder of transformers or one's own (see `type_of`), unwrapped (no DDP around it; PEFT adapters
+            inside are fine).
 
     Raises:
         ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
@@ -85,13 +117,14 @@ class DualEncoder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        name = getattr(getattr(model, "config", None), "model_type", None)
-        kind = MODEL_TYPES.get(name)  # type: ignore[arg-type]  # a model of another library has any config
-        if kind is None or not hasattr(model, "get_image_features"):
+        kind = type_of(model)
+        if kind is None:
+            name = getattr(getattr(model, "config", None), "model_type", None)
+            reason = f": {REFUSED[name]}" if name in REFUSED else ""
             raise ValueError(
                 f"{type(model).__name__} (model_type {name!r}) is not a dual encoder that contrastive training can "
-                "split into image and text embeddings. Use the full model (such as CLIPModel) of one of the types "
-                f"{', '.join(MODEL_TYPES)}."
+                f"split into image and text embeddings{reason}. Use the full model (such as CLIPModel) of one of the "
+                f"types {', '.join(MODEL_TYPES)}, or your own towers in a TwoTowers."
             )
         # Only these three attributes reveal a split, one for each of the options below.
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
@@ -112,12 +145,16 @@ class DualEncoder:
     @property
     def vocabulary(self) -> int | None:
         """The number of token embeddings, if the config names it."""
-        return getattr(self.model.config.text_config, "vocab_size", None)
+        return getattr(self._config("text_config"), "vocab_size", None)
+
+    def _config(self, part: str) -> Any:
+        """The config of a tower, or None."""
+        return getattr(getattr(self.model, "config", None), part, None)
 
     def check_images(self, batch: Mapping[str, Any]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
-        config, pixel_values = self.model.config.vision_config, batch.get("pixel_values")
-        if config.model_type not in _OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
+        config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
+        if config is None or config.model_type not in _OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
             return
         if pixel_values is None or pixel_values.ndim != 4:
             return
@@ -201,7 +238,7 @@ class DualEncoder:
         if (features := batch.get(IMAGE_FEATURES)) is not None:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
-            inputs["pixel_values"] = None  # a forward has to get it, and gives it to the tower only
+            inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
@@ -220,6 +257,11 @@ class DualEncoder:
 
         Parameters on which no embedding depends are frozen in any case: DDP would wait for their gradients.
         """
+        if tower is not None and not hasattr(self.model, TOWERS[tower][0]):
+            raise ValueError(
+                f"freeze={tower!r} freezes {TOWERS[tower][0]}, which {type(self.model).__name__} does not have. Give "
+                "its towers these names, or freeze parameters by requires_grad_(False)."
+            )
         for name in () if tower is None else TOWERS[tower]:
             if (module := getattr(self.model, name, None)) is not None:
                 module.requires_grad_(False)
@@ -263,19 +305,27 @@ class DualEncoder:
 
         Frozen layers would then keep a graph. Only checkpointing with ``use_reentrant=True`` needs such an output.
         """
-        self.base.disable_input_require_grads()
+        if hasattr(self.base, "disable_input_require_grads"):  # of transformers
+            self.base.disable_input_require_grads()
 
     def frozen_towers(self) -> dict[str, nn.Module]:
         """The frozen towers by name, whether or not their projections train."""
-        towers = {name: getattr(self.model, names[0]) for name, names in TOWERS.items()}
-        return {name: tower for name, tower in towers.items() if not any(p.requires_grad for p in tower.parameters())}
+        return {
+            name: tower
+            for name, tower in self._towers().items()
+            if not any(p.requires_grad for p in tower.parameters())
+        }
+
+    def _towers(self) -> dict[str, nn.Module]:
+        """The towers by name. One's own model may give them other names; then none of them can be frozen."""
+        return {name: getattr(self.model, names[0]) for name, names in TOWERS.items() if hasattr(self.model, names[0])}
 
     def frozen_parts(self) -> list[nn.Module]:
         """The frozen towers and projections, and what is frozen up to a layer of a tower that trains."""
         parts = [getattr(self.model, name, None) for names in TOWERS.values() for name in names]
         frozen = [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
-        trained = [getattr(self.model, name) for name, _ in TOWERS.values()]
-        return frozen + [part for tower in trained if tower not in frozen for part in _frozen_begin(tower)]
+        trained = [tower for tower in self._towers().values() if tower not in frozen]
+        return frozen + [part for tower in trained for part in _frozen_begin(tower)]
 
     def eval_frozen_parts(self) -> None:
         """Sets what is frozen to evaluation mode: without dropout its output is the same in both passes."""

@@ -234,7 +234,7 @@ class Evaluator:
             return tokenize
         processor: Any = self._processing_class
         if hasattr(processor, "tokenizer"):
-            return ContrastiveCollator.for_model(processor, self._encoder.model.config).tokenize
+            return ContrastiveCollator.for_model(processor, getattr(self._encoder.model, "config", None)).tokenize
         raise ValueError(
             "Zero-shot evaluation must tokenize the prompts of the classes, but the data collator, a "
             f"{type(self._collator).__name__}, has no method tokenize(texts), and the processing_class, a "

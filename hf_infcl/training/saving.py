@@ -65,7 +65,7 @@ def save_weights(
         folder = str(args.output_dir if output_dir is None else output_dir)
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
-        if isinstance(collator, ContrastiveCollator):
+        if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             write_sentence_files(folder, model.config.model_type, collator.processor, **collator.text_options)
 
 
@@ -123,7 +123,7 @@ def _restore_end_of_text(encoder: DualEncoder) -> None:
     config. A tower loaded from the saved config would take its output at another position than the trained one.
     """
     trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
-    if trained is not None:
+    if trained is not None and hasattr(encoder.base, "config"):
         encoder.base.config.text_config.eos_token_id = trained
 
 

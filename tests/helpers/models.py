@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers as tf
 from torch.utils.data import Dataset, IterableDataset
+
+from hf_infcl import TwoTowers
 
 VOCABULARY, LENGTH, IMAGE = 64, 6, 16
 TEXT = {
@@ -138,6 +141,14 @@ def vision_text_dinov2() -> tf.VisionTextDualEncoderModel:
     return tf.VisionTextDualEncoderModel(config)
 
 
+def tipsv2() -> tf.Tipsv2Model:
+    # With its own initial values, all features are nearly equal, and gradients are 500.
+    drawn = {"initializer_range": 0.2, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**TEXT, **drawn, "pad_token_id": 0}
+    vision = {**drawn, "image_size": IMAGE, "patch_size": 8}
+    return tf.Tipsv2Model(tf.Tipsv2Config(text_config=text, vision_config=vision, temperature_init_value=0.1))
+
+
 BUILD = {
     "aimv2": lambda: tf.Aimv2Model(tf.Aimv2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)),
     "align": align,
@@ -161,11 +172,45 @@ BUILD = {
     "metaclip_2": lambda: tf.MetaClip2Model(
         tf.MetaClip2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)
     ),
+    "owlv2": lambda: tf.Owlv2Model(tf.Owlv2Config(text_config=TEXT, vision_config=VISION, projection_dim=12)),
     "owlvit": lambda: tf.OwlViTModel(tf.OwlViTConfig(text_config=TEXT, vision_config=VISION, projection_dim=12)),
     "siglip": siglip,
     "siglip2": _siglip2,
     "vision-text-dual-encoder": _vision_text,
+    **({"tipsv2": tipsv2} if hasattr(tf, "Tipsv2Model") else {}),  # since 5.22
 }
+
+
+class Own(torch.nn.Module):
+    """A dual encoder that has only what the trainer needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels = torch.nn.Linear(3 * IMAGE * IMAGE, 12)
+        self.words = torch.nn.EmbeddingBag(VOCABULARY, 12)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.logit_bias = torch.nn.Parameter(torch.tensor(-1.0))
+
+    def get_image_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.pixels(pixel_values.flatten(1))
+
+    def get_text_features(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.words(input_ids)
+
+    def forward(self, pixel_values: torch.Tensor, return_dict: bool = True, **texts: torch.Tensor) -> Any:
+        both = self.get_image_features(pixel_values), self.get_text_features(**texts)
+        images, words = (torch.nn.functional.normalize(features, dim=-1) for features in both)
+        return SimpleNamespace(image_embeds=images, text_embeds=words)
+
+
+def two_towers(bias: float | None = None) -> TwoTowers:
+    pixels = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * IMAGE * IMAGE, 20))
+    projections = torch.nn.Linear(20, 12), torch.nn.Linear(16, 12)
+    return TwoTowers(pixels, tf.BertModel(tf.BertConfig(**BERT)), *projections, scale=10, bias=bias)
+
+
+# Not of transformers.
+OWN = {"two towers": two_towers, "one's own": Own}
 
 
 def batch_for(kind: str, rows: int = 5) -> dict[str, torch.Tensor]:

@@ -1,0 +1,78 @@
+"""A dual encoder of any two modules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
+
+
+class _Tower(nn.Module):
+    """A module whose output is that of a tower of transformers: one vector for each input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(
+        self, pixel_values: Tensor | None = None, return_dict: bool = True, **texts: Tensor
+    ) -> BaseModelOutputWithPooling:
+        output = self.module(**texts) if pixel_values is None else self.module(pixel_values)
+        features = output if isinstance(output, Tensor) else output.pooler_output
+        return BaseModelOutputWithPooling(features[:, None], features)
+
+
+class TwoTowers(nn.Module):
+    """A dual encoder of any two modules, which `InfCLTrainer` trains like those of transformers.
+
+    Saved models hold its state dict, as model.safetensors; build the same modules to load it.
+
+    Args:
+        image_tower: called with images [images, 3, H, W] alone. It returns features [images, H1], or an output of
+            transformers with a ``pooler_output``.
+        text_tower: called with ``input_ids`` and ``attention_mask`` [texts, L], and whatever else the tokenizer
+            returns. It returns features [texts, H2], or such an output.
+        image_projection, text_projection: from these features to the embeddings, which need the same dimension; by
+            default the features are the embeddings.
+        scale: the initial multiplier of the cosines. ``logit_scale`` is its logarithm.
+        bias: the initial ``logit_bias``, with which the objective is sigmoid; None for softmax.
+    """
+
+    def __init__(
+        self,
+        image_tower: nn.Module,
+        text_tower: nn.Module,
+        image_projection: nn.Module | None = None,
+        text_projection: nn.Module | None = None,
+        *,
+        scale: float = 1 / 0.07,
+        bias: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vision_model, self.text_model = _Tower(image_tower), _Tower(text_tower)
+        self.visual_projection = nn.Identity() if image_projection is None else image_projection
+        self.text_projection = nn.Identity() if text_projection is None else text_projection
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
+
+    def get_image_features(self, **inputs: Tensor) -> Tensor:
+        """Embeddings [images, D], not normalised."""
+        features: Tensor = self.visual_projection(self.vision_model(**inputs).pooler_output)
+        return features
+
+    def get_text_features(self, **inputs: Tensor) -> Tensor:
+        """Embeddings [texts, D], not normalised."""
+        features: Tensor = self.text_projection(self.text_model(**inputs).pooler_output)
+        return features
+
+    def forward(self, pixel_values: Tensor, return_dict: bool = True, **texts: Any) -> ModelOutput:
+        """``image_embeds`` [images, D] and ``text_embeds`` [texts, D], of length 1."""
+        images = self.get_image_features(pixel_values=pixel_values)
+        return ModelOutput(
+            image_embeds=F.normalize(images, dim=-1), text_embeds=F.normalize(self.get_text_features(**texts), dim=-1)
+        )

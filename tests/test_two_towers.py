@@ -1,0 +1,90 @@
+"""One's own dual encoders: the example of the guide, and how they are saved, frozen, evaluated and refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.open_clip_models import letter_pairs
+from helpers.processors import tokenizer
+from helpers.trainers import trainer_for
+from safetensors.torch import load_model
+
+from hf_infcl import ImageTextDataset, load_pairs
+
+GUIDE = Path(__file__).parents[1] / "hf_infcl/training/README.md"
+
+
+def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
+    """With small towers: those of the example would have to be downloaded."""
+    (example,) = [
+        block for block in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL) if "timm" in block
+    ]
+    sizes = {"hidden_size": 768, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    bert = transformers.BertModel(transformers.BertConfig(vocab_size=28, **sizes))
+    small = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(4), torch.nn.Flatten(), torch.nn.Linear(48, 384))
+    monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=lambda *_, **__: small))
+    monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda _: bert)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer())
+    pairs, out = letter_pairs(tmp_path / "pairs", 8), tmp_path / "own"
+    short = "per_device_train_batch_size=2, use_cpu=True, max_steps=2, report_to=[], "
+    for shown, given in (
+        ("outputs/own", str(out)),
+        ("my/images", str(pairs)),
+        ("per_device_train_batch_size=64, ", short),
+    ):
+        assert shown in example
+        example = example.replace(shown, given)
+    names: dict[str, Any] = {}
+    before = small[2].weight.clone()
+    exec(compile(example, "example", "exec"), names)
+    trainer, model = names["trainer"], names["model"]
+    assert not torch.equal(small[2].weight, before)
+    assert trainer.args.global_batch_size == 8
+    assert trainer.state.global_step == 2
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_model(model, out / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in trained.items())
+    metrics = trainer.evaluate(ImageTextDataset(load_pairs(str(pairs), split="test"), all_captions=True))
+    assert 0 <= metrics["eval_text_retrieval_recall@1"] <= 1
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_tower_is_frozen_with_its_projection(tmp_path, tower):
+    model = models.two_towers(bias=-10)
+    trainer = trainer_for(tmp_path, model, freeze=tower)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer.train()
+    same = {name.split(".")[0] for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])}
+    frozen = {"image": {"vision_model", "visual_projection"}, "text": {"text_model", "text_projection"}}[tower]
+    assert frozen <= same
+    assert not {"logit_scale", "logit_bias"} & same
+    assert trainer.dual_encoder.objective == "sigmoid"
+
+
+def test_freezing_needs_towers_of_these_names(tmp_path):
+    with pytest.raises(ValueError, match="freeze='image' freezes vision_model, which Own does not have"):
+        trainer_for(tmp_path, models.Own(), freeze="image")
+
+
+def test_it_resumes(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    torch.manual_seed(0)
+    whole = trainer_for(tmp_path / "whole", models.two_towers(), **saving)
+    whole.train()
+    torch.manual_seed(1)
+    resumed = trainer_for(tmp_path / "whole", models.two_towers(), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert resumed.steps_trained == 1
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor), name
