@@ -240,7 +240,7 @@ def test_images_of_another_size_are_refused(tmp_path):
             trainer.train()
         with pytest.raises(ValueError, match=message):
             trainer.evaluate(ImageTextDataset(DATA))
-    of_any_size = {"align", "clipseg", "siglip2", "dinov2"}
+    of_any_size = {"align", "clipseg", "siglip2", "tipsv2", "dinov2"}
     for kind, build in {**models.BUILD, "dinov2": models.vision_text_dinov2}.items():
         batch = models.batch_for("clip" if kind == "dinov2" else kind)
         if kind != "siglip2":

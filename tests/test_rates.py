@@ -45,7 +45,7 @@ CLIP_TEXT = (
 )
 CLIP_IMAGE = ("embeddings.patch_embedding.weight", "encoder.layers.0.mlp.fc1.weight", "post_layernorm.weight", 1)
 PLACES: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(("clip", "clipseg", "metaclip_2", "owlvit"), (CLIP_IMAGE, CLIP_TEXT)),
+    **dict.fromkeys(("clip", "clipseg", "metaclip_2", "owlv2", "owlvit"), (CLIP_IMAGE, CLIP_TEXT)),
     "aimv2": (
         ("embeddings.patch_embed.weight", "encoder.layers.0.ffn.up_proj.weight", "head.cls_token", 1),
         ("embeddings.token_embedding.weight", "encoder.layers.0.ffn.up_proj.weight", "rms_norm.weight", 1),
@@ -69,6 +69,10 @@ PLACES: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("siglip", "siglip2"),
         (("embeddings.patch_embedding.weight", *CLIP_IMAGE[1:2], "head.probe", 1), (*CLIP_TEXT[:2], "head.weight", 1)),
+    ),
+    "tipsv2": (
+        ("embeddings.cls_token", "encoder.layer.0.mlp.fc1.weight", "layernorm.weight", 1),
+        CLIP_TEXT,
     ),
     "vision-text-dual-encoder": (CLIP_IMAGE, (*BERT[:2], "pooler.dense.weight", 1)),
 }
