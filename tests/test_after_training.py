@@ -20,7 +20,7 @@ from hf_infcl.conversion.sentence_transformers import write_sentence_files
 
 PAGE = (SCRIPTS / "AFTER_TRAINING.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", PAGE, flags=re.DOTALL)
-OPTIONAL = ("faiss",)  # packages of blocks that run only where these are installed
+OPTIONAL = ("faiss", "onnxruntime")  # packages of blocks that run only where these are installed
 
 
 @pytest.fixture(scope="module")
@@ -58,5 +58,13 @@ def test_blocks_with_optional_packages(page, package):
         pytest.skip(f"{package} is not installed")
     (block,) = (block for _, block in BLOCKS if f"import {package}" in block)
     exec(block, page)
-    cosines = page["outputs"].text_embeds.numpy() @ page["collection"]["embedding"].T
-    np.testing.assert_allclose(page["cosines"], -np.sort(-cosines, axis=1)[:, :5], atol=1e-6)
+    texts = page["outputs"].text_embeds.numpy()
+    if package == "faiss":
+        cosines = texts @ page["collection"]["embedding"].T
+        np.testing.assert_allclose(page["cosines"], -np.sort(-cosines, axis=1)[:, :5], atol=1e-6)
+    else:
+        np.testing.assert_allclose(page["embeddings"], texts, atol=1e-6)
+        images = page["onnxruntime"].InferenceSession("outputs/image.onnx")
+        pixels = page["inputs"]["pixel_values"].numpy()  # another batch size than that of the export
+        expected = page["outputs"].image_embeds.numpy()
+        np.testing.assert_allclose(images.run(None, {"pixel_values": pixels})[0], expected, atol=1e-6)
