@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, compare_versions
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from ..processes.collectives import failures_announced
@@ -84,6 +84,13 @@ def stock_shapes(encoder: DualEncoder, state_dict: Mapping[str, Tensor]) -> dict
         key: value.reshape(shape) if key.rpartition(".")[2] == encoder.temperature_name else value
         for key, value in state_dict.items()
     }
+
+
+def reshard(model: nn.Module) -> None:
+    """Releases the whole parameters that a forward under FSDP2 has left, before their parts are changed."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager

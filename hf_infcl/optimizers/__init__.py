@@ -1,6 +1,16 @@
-"""Muon for the matrices of a model and AdamW for its other parameters, in one optimizer."""
+"""Muon for the matrices of a model and AdamW for its other parameters, and a moving average of what either trains."""
 
 from .groups import divided, matching, parameter_groups, table_of_groups, words_of_groups
+from .moving_average import MovingAverage, update_average
 from .muon_adamw import MuonAdamW
 
-__all__ = ["MuonAdamW", "divided", "matching", "parameter_groups", "table_of_groups", "words_of_groups"]
+__all__ = [
+    "MovingAverage",
+    "MuonAdamW",
+    "divided",
+    "matching",
+    "parameter_groups",
+    "table_of_groups",
+    "update_average",
+    "words_of_groups",
+]

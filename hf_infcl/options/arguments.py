@@ -54,7 +54,7 @@ _RANGES = {
     **dict.fromkeys(("image_learning_rate", "text_learning_rate"), _FINITE),
     "layer_decay": _Range(Real, "a number of more than 0 and at most 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("weight_decay", "adam_epsilon", "warmup_steps"), _FINITE),
-    **dict.fromkeys(("adam_beta1", "adam_beta2"), _SHARE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay"), _SHARE),
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
     "early_stopping_patience": _FROM_1,
@@ -178,6 +178,16 @@ class InfCLTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "With optimizer=muon: regular expressions, found in the names of parameters to leave to AdamW."
+        },
+    )
+    ema_decay: float | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluate and save an exponential moving average of the trained weights with this decay, such as "
+            "0.999, in place of the last ones. It is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The "
+            "average takes the memory of the weights beside Adam's moments, in whose file checkpoints keep the last "
+            "weights, so that a resumed training continues to the bit. Running statistics of batch norms stay the "
+            "last. Not under DeepSpeed."
         },
     )
     freeze: str | None = field(

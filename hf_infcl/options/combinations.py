@@ -154,7 +154,7 @@ def check_support(args: Any) -> None:
         ("dataloader_drop_last", False, "it would drop rows of evaluations; training has full batches anyway"),
         ("batch_eval_metrics", False, "metrics are those of the whole set, not of batches"),
         ("eval_do_concat_batches", True, "metrics are those of the whole set, not of batches"),
-        ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itargs"),
+        ("enable_jit_checkpoint", False, "it saves a checkpoint at SIGTERM and SIGUSR1 by itself"),
         ("label_smoothing_factor", 0.0, "the contrastive loss has no labels"),
         ("neftune_noise_alpha", None, "it adds noise to the embeddings of language models"),
         ("dataloader_in_order", True, "evaluations would lose rows, and chance would order the training set"),

@@ -26,6 +26,10 @@ _OF_PARTS = {
 def training_settings(trainer: Any) -> dict[str, str]:
     """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
     rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    if trainer.args.ema_decay is not None:
+        rows["saved weights"] = (
+            f"exponential moving average of those that were trained, decay {trainer.args.ema_decay:g}"
+        )
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
     if trainer.optimizer is None:

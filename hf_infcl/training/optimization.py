@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..encoders.dual_encoder import DualEncoder
-from ..optimizers import divided, matching, table_of_groups
+from ..optimizers import MovingAverage, divided, matching, table_of_groups
 from ..options.arguments import InfCLTrainingArguments
 from .pushes import cause
 
@@ -93,9 +93,18 @@ def check_optimizer_options(
 
 
 def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
-    """Puts the weights to train, or those to evaluate and save, into the model; schedule-free optimizers have both."""
+    """Puts the weights to train, or those to evaluate and save, into the model.
+
+    Schedule-free optimizers and those with a `MovingAverage` have both.
+    """
     if callable(switch := getattr(optimizer, mode, None)):
         switch()
+
+
+def average_weights(optimizer: Any, args: InfCLTrainingArguments, before_switch: Callable[[], None]) -> None:
+    """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`."""
+    if args.ema_decay is not None and not hasattr(optimizer, "update_average"):
+        MovingAverage(optimizer, args.ema_decay, before_switch)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.sharding import reshard
 from ..loading import loaders
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
@@ -45,6 +46,7 @@ from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
 from .muon import create_muon
 from .optimization import (
+    average_weights,
     check_optimizer_options,
     check_trains,
     decaying,
@@ -276,6 +278,7 @@ class InfCLTrainer(Trainer):
             if self._start is not None and self.args.keep_weights:
                 names = set(self.get_decay_parameter_names(encoder.model))
                 self._start.pull(optimizer, lambda: self.dual_encoder.model, names, self.args.keep_weights)
+        average_weights(optimizer, self.args, lambda: reshard(self.dual_encoder.model))
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..averaging import (
@@ -23,6 +22,7 @@ from ..averaging import (
     with_halves,
 )
 from ..averaging.weights import scales_by_depth
+from ..encoders.sharding import reshard
 from ..processes.collectives import Processes
 from .trainer import InfCLTrainer
 
@@ -151,9 +151,7 @@ def _on_main_process(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _set_from_main_process(model: nn.Module, state: dict[str, Any]) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves some parameters whole
+    reshard(model)
     several = Processes().world_size > 1
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
     with torch.no_grad():

@@ -1,0 +1,123 @@
+"""An exponential moving average of the weights that an optimizer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+AVERAGE = "moving_average"  # in the state of each parameter
+UPDATES, EVALUATES = "moving_average_updates", "moving_average_evaluates"  # in the first group of the optimizer
+
+
+class MovingAverage:
+    """Keeps an exponential moving average of the weights in the state of their optimizer, beside Adam's moments.
+
+    It is therefore sharded, saved and loaded as these are, to the bit. The optimizer gets the methods ``eval``, which
+    puts the average into the model, and ``train``, which returns the weights that are trained; Trainer and
+    `InfCLTrainer` call them where they call those of schedule-free optimizers. The one that is not in the model is in
+    the state.
+
+    Update n, counted from 0, is average ← d · average + (1 − d) · weights with d = min(decay, (1 + n) / (10 + n)), so
+    that the first weights are soon forgotten. The average begins with the weights after the first step.
+
+    Args:
+        optimizer: of the weights, before its first step.
+        decay: in [0, 1).
+        before_switch: called before the weights of the model change.
+
+    Raises:
+        ValueError: the optimizer averages its weights itself, or some weights are not in fp32.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, decay: float, before_switch: Callable[[], None] = lambda: None
+    ) -> None:
+        if callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"{type(optimizer).__name__} averages the weights itself, so ema_decay would average them twice. Leave "
+                "one of them out."
+            )
+        kinds = {p.dtype for group in optimizer.param_groups for p in group["params"]} - {torch.float32}
+        if kinds:
+            raise ValueError(
+                f"ema_decay averages weights in fp32, but some are in {', '.join(map(str, kinds))}, in which the "
+                "average would not move. Load the model with dtype=torch.float32; bf16=True computes in bf16 all the "
+                "same."
+            )
+        self._optimizer, self._decay, self._before_switch = optimizer, decay, before_switch
+        self._stepped = False
+        self._first.update({UPDATES: 0, EVALUATES: False})
+        optimizer.register_step_post_hook(self._note_step)
+        # Instance attributes: the class of the optimizer stays what it is.
+        vars(optimizer).update({"eval": self.evaluate, "train": self.train, "update_average": self.update})
+
+    @property
+    def _first(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[0]
+
+    def _note_step(self, *_: Any) -> None:
+        """Begins the average of weights that were updated for the first time.
+
+        Not earlier, because optimizers take an empty state for that of a new parameter.
+        """
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._stepped = True
+                    if AVERAGE not in self._optimizer.state[p]:
+                        self._optimizer.state[p][AVERAGE] = p.detach().clone()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adds the weights to their average, if the optimizer has updated them since the last call."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        pairs = list(self._pairs())
+        number = self._first.get(UPDATES, 0)  # a loaded optimizer may have been without average
+        decay = min(self._decay, (1 + number) / (10 + number))
+        if pairs:
+            averages, weights = zip(*pairs, strict=True)
+            get_ema_multi_avg_fn(decay)(averages, weights, number)
+        self._first[UPDATES] = number + 1
+
+    def evaluate(self) -> None:
+        """Puts the average into the model."""
+        self._switch(evaluates=True)
+
+    def train(self) -> None:
+        """Puts the weights that are trained into the model."""
+        self._switch(evaluates=False)
+
+    @torch.no_grad()
+    def _switch(self, *, evaluates: bool) -> None:
+        if self._first.get(EVALUATES, False) == evaluates:
+            return
+        self._before_switch()
+        for average, weights in self._pairs():
+            before = weights.clone()
+            weights.copy_(average)
+            average.copy_(before)
+        self._first[EVALUATES] = evaluates
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(the one in the state, the one in the model) of each parameter, this process's part of them."""
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if AVERAGE in (state := self._optimizer.state.get(p, {})):
+                    yield _local(state[AVERAGE]), _local(p)
+
+
+def update_average(optimizer: Any) -> None:
+    """Updates the moving average of an optimizer, or of the one that accelerate has wrapped, if it has one."""
+    if callable(update := getattr(getattr(optimizer, "optimizer", optimizer), "update_average", None)):
+        update()
+
+
+def _local(tensor: Any) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
