@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl
 
 from ..loading.training_data import TrainingData
+from ..optimizers import update_average
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 
@@ -46,6 +47,7 @@ class LoopEvents(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self._step.after_optimizer_step(optimizer)
+        update_average(optimizer)  # of the clamped logit_scale
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._data.end_window()

@@ -17,7 +17,6 @@ from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
 from ..loss import OBJECTIVES
-from ..optimizers import update_average
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.graph_budget import GraphBudget
 from ..passes.offload import Fetcher
@@ -218,7 +217,7 @@ class WindowStep:
         self.checks.before_optimizer_step(optimizer)
 
     def after_optimizer_step(self, optimizer: Any) -> None:
-        """Counts the window, keeps logit_scale between 1 and its largest value, and updates a moving average."""
+        """Counts the window after the optimizer's step, and keeps logit_scale between 1 and its largest value."""
         self.checks.after_optimizer_step(optimizer)
         scale = self._encoder.temperature_parameters[0]
         largest_scale = self._args.max_logit_scale
@@ -226,7 +225,6 @@ class WindowStep:
             largest_scale = OBJECTIVES[self._objective].largest_scale
         if largest_scale is not None and scale.requires_grad:
             self._wrapper.change(scale, partial(self._encoder.clamp_temperature, maximum=largest_scale))
-        update_average(optimizer)
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
         """The metrics of the last windows; collective. Warns once of a loss and a gradient that are exactly 0.

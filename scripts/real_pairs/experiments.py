@@ -47,7 +47,7 @@ METRICS += tuple(f"{name}_{metric}" for name in SETS[3:] for metric in ("acc1", 
 METRICS += tuple(f"{name}_{kind}_swaps" for name in SETS[1:3] for kind in KINDS)
 COLUMNS = (
     *(field.name for field in dataclasses.fields(Run)),
-    *("steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
+    *("path", "alpha", "steps", "samples_seen", "finished", "seconds", "logit_scale", "peak_gib"),
     *("alone", "processes_per_gpu", "torch_compile"),
     *METRICS,
     *("concepts_examples", "vendor_examples"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import tempfile
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.averaging import ALPHAS, PATHS, interpolated, with_factors_of_end
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
+from hf_infcl.training.optimization import switch_weights
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, as_it_is, normalised
 from .swaps import KINDS
@@ -56,6 +59,7 @@ class Run:
         optimizer: "adamw" or "muon"; the learning rate is that of Muon's matrices then (see `adamw_rate`).
         way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
         options: further options of `InfCLTrainingArguments`, in JSON.
+        averages: a fine-tuning also measures the averages of the weights before and after it.
     """
 
     experiment: str
@@ -74,6 +78,7 @@ class Run:
     optimizer: str = "adamw"
     way: str = ""
     options: str = ""
+    averages: bool = False
 
     @property
     def adamw_rate(self) -> float:
@@ -251,7 +256,9 @@ class Measure(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
         self._since = self._now()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         points = max(1, self._run.evaluations)
         due = {round(state.max_steps * (k + 1) / points) for k in range(points)}
         if state.global_step not in due and self._run.evaluations:
@@ -260,6 +267,7 @@ class Measure(TrainerCallback):
         self.step_seconds.append(now - self._since)
         self._seconds += now - self._since
         if state.global_step in due:
+            switch_weights(optimizer, "eval")  # with ema_decay, the average is measured
             row = {
                 **vars(self._run),
                 "steps": state.global_step,
@@ -271,6 +279,7 @@ class Measure(TrainerCallback):
                 **(measure(model, self._data, SETS) if self._run.evaluations else {}),
                 **self._origin,
             }
+            switch_weights(optimizer, "train")
             model.train()
             self.rows.append(row)
         self._since = self._now()
@@ -407,8 +416,22 @@ def fine_tune(
     elif run.way == "locked image tower":
         tuned.vision_model.requires_grad_(False)
         tuned.visual_projection.requires_grad_(False)
-    rows, _ = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
-    return [row for row in rows if row["finished"]]
+    start = copy.deepcopy(tuned.state_dict())
+    rows, tuned = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
+    (row,) = [row for row in rows if row["finished"]]
+    averages = _averages(start, tuned, row, data) if run.averages else ()
+    return [*averages, row]
+
+
+def _averages(start: dict[str, Tensor], tuned: Any, row: Row, data: dict) -> Iterator[Row]:
+    """Rows of the averages between a fine-tuning's start and end, which are not of a finished run but say their α."""
+    end = copy.deepcopy(tuned.state_dict())
+    start = with_factors_of_end(start, end)
+    for path in PATHS:
+        for alpha in ALPHAS[1:-1]:
+            tuned.load_state_dict(interpolated(start, end, alpha, path))
+            found = {**measure(tuned, data, SETS), "logit_scale": round(tuned.logit_scale.exp().item(), 4)}
+            yield {**row, **found, "path": path, "alpha": alpha, "finished": False}
 
 
 def _by_source(sets: dict) -> dict:
