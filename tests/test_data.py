@@ -29,7 +29,7 @@ from hf_infcl.data import (
     caption_pair_id,
     load_pairs,
 )
-from hf_infcl.shards.sources import find_shards
+from hf_infcl.shards.opening import find_shards
 
 
 @pytest.fixture(autouse=True)

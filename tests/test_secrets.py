@@ -21,7 +21,7 @@ from hf_infcl import ImageTextStream, load_pairs
 from hf_infcl.cli import description
 from hf_infcl.cli.command_options import DataOptions
 from hf_infcl.publishing import Evaluation, Source
-from hf_infcl.shards import sources
+from hf_infcl.shards import opening
 from hf_infcl.shards.urls import Url, without_secrets
 from hf_infcl.training.pushes import cause
 
@@ -94,7 +94,7 @@ def test_messages_hide_the_secrets_of_a_source():
     refused = OSError("403 Forbidden for https://lfs.example/file?X-Amz-Signature=hunter2")
     assert cause(refused) == "OSError: 403 Forbidden for https://lfs.example/file?***"
     moved = [f"http://{USER}:{password}@{host}/0.tar" for password, host in (("a", "x"), ("b", "y"))]
-    assert sources.shard_names(moved) == ["***@x/0.tar", "***@y/0.tar"], "a new password is no new order"
+    assert opening.shard_names(moved) == ["***@x/0.tar", "***@y/0.tar"], "a new password is no new order"
 
 
 class Tracker(TrainerCallback):
@@ -121,7 +121,7 @@ def write_shards(demo: Path, folder: Path) -> None:
 
 def test_a_run_tells_no_secret_anywhere(small, demo, tmp_path, monkeypatch, capfd, caplog):
     caplog.set_level(logging.DEBUG, "hf_infcl")
-    monkeypatch.setattr(sources, "RETRY_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(opening, "RETRY_SECONDS", (0, 0, 0))
     monkeypatch.setattr(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS, Tracker])
     monkeypatch.setattr(Tracker, "received", [])
     write_shards(demo, tmp_path / "served")

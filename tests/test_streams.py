@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 from hf_infcl.data import ImageTextStream, stream_batches
 from hf_infcl.data.pairs import caption_pair_id
-from hf_infcl.shards import readers, sources
+from hf_infcl.shards import opening, readers
+from hf_infcl.shards.opening import find_shards, shard_names
 from hf_infcl.shards.readers import Columns, DamagedShardError, ParquetReader, TarReader
-from hf_infcl.shards.sources import find_shards, shard_names
 
 
 def numbers(items):
@@ -735,8 +735,8 @@ def test_a_stream_shorter_than_a_global_batch(make, monkeypatch):
 @pytest.fixture
 def no_waiting(monkeypatch):
     """Retries do not wait, and files are read in small parts."""
-    monkeypatch.setattr(sources, "RETRY_SECONDS", (0, 0, 0))
-    monkeypatch.setattr(readers, "open_shard", functools.partial(sources.open_shard, buffer=4096))
+    monkeypatch.setattr(opening, "RETRY_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(readers, "open_shard", functools.partial(opening.open_shard, buffer=4096))
 
 
 @pytest.fixture
@@ -777,7 +777,7 @@ def test_read_errors_are_tried_again_from_the_offset_and_never_count_as_bad(
     assert run.states()[0]["lanes"]["0"]["skipped"] == 0
     assert re.search(r"failed at byte [1-9]\d+: OSError: reset by peer. It is tried again", caplog.text)
     remote[:] = [TimeoutError("no answer")] * 1000
-    with pytest.raises(sources.ReadError, match=r"'memory:///data/000\d\d.tar' failed at byte \d+: .*tried 4 times"):
+    with pytest.raises(opening.ReadError, match=r"'memory:///data/000\d\d.tar' failed at byte \d+: .*tried 4 times"):
         run.take(100)
 
 

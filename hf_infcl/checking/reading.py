@@ -14,8 +14,8 @@ from transformers.utils.logging import tqdm
 
 from ..data import ImageTextStream, ZeroShotDataset
 from ..data.images import ImageDataset
+from ..shards.opening import open_shard
 from ..shards.readers import DamagedShardError
-from ..shards.sources import open_shard
 from .looking import Look, Looker
 
 ROWS = 32  # of a table, or samples of a shard, that a worker gives back at once
@@ -54,7 +54,7 @@ def read(
         ValueError: the tokenizer does not fit the model.
     """
     parts: _Parts = (
-        _ShardParts(data, looker, samples) if isinstance(data, ImageTextStream) else _Rows(data, looker, samples)
+        _ShardParts(data, looker, samples) if isinstance(data, ImageTextStream) else _RowParts(data, looker, samples)
     )
     # Without a generator of its own, the loader would draw from torch's random state, and change a training.
     loader: DataLoader[Part] = DataLoader(
@@ -95,7 +95,7 @@ class _Parts(IterableDataset[Part]):
         raise NotImplementedError
 
 
-class _Rows(_Parts):
+class _RowParts(_Parts):
     def __init__(self, data: ImageDataset, looker: Looker, samples: int | None) -> None:
         self._data, self._looker = data, looker
         every = range(len(data))

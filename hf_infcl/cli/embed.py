@@ -9,7 +9,7 @@ from typing import Any
 from ..data import ImageTextStream, load_pairs
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
-from ..embedding.sources import ShardSource, Source, TableSource
+from ..embedding.sources import ItemSource, ShardSource, TableSource
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -53,7 +53,7 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     leave(trainer)
 
 
-def source_of(data: str, options: EmbedOptions, columns: ColumnOptions, given: set[str]) -> Source:
+def source_of(data: str, options: EmbedOptions, columns: ColumnOptions, given: set[str]) -> ItemSource:
     """The images and captions that the options name."""
     if options.streaming:
         if options.key_column:

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.opening import digest
 from ..shards.readers import DamagedShardError
-from ..shards.sources import digest
 from .images import BadSampleError
 
 logger = logging.getLogger(__name__)

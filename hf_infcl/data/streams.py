@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import Shard
+from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, DamagedShardError, reader_of
-from ..shards.sources import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.urls import Url
 from .augmentation import Augmentation, augment, check_augmentation
 from .images import BadSampleError, decode_rgb
@@ -57,7 +57,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     `InfCLTrainer` accepts a stream as its training set. In your own training loop, use the micro-batches of `batches`.
 
     Args:
-        sources: names of shards, in any form that `hf_infcl.shards.sources.find_shards` accepts: files, globs, ranges
+        sources: names of shards, in any form that `hf_infcl.shards.opening.find_shards` accepts: files, globs, ranges
             such as ``shards/{00000..00127}.tar``, folders, Hub ids.
         weights: one per source. Samples are drawn from the sources in this proportion, and an exhausted source starts
             its next pass. Without weights, the shards of all sources form one set, and each pass contains every sample

@@ -8,7 +8,7 @@ import posixpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shards.sources import name_or_folder
+from ..shards.opening import name_or_folder
 from ..shards.urls import Url
 from .columns import find_image_column
 from .images import holds_images, is_value

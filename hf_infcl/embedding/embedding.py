@@ -16,13 +16,13 @@ from ..encoders.dual_encoder import DualEncoder
 from ..loading.feature_cache import fingerprint, for_each_missing
 from ..processes.collectives import Processes, failures_announced
 from .files import Rows, begin, write
-from .sources import Collator, Source
+from .sources import Collator, ItemSource
 
 logger = logging.get_logger(__name__)
 
 
 def embed(
-    source: Source,
+    source: ItemSource,
     folder: str | Path,
     encoder: DualEncoder,
     collator: ContrastiveCollator,

@@ -21,7 +21,7 @@ Item = dict[str, Any]  # its row, its key, perhaps its image and its captions; o
 ROWS_OF_PART = 8192  # of a table
 
 
-class Source(Protocol):
+class ItemSource(Protocol):
     """What is embedded.
 
     Attributes:
@@ -86,7 +86,7 @@ class TableSource:
                 f"The data has neither images nor captions that could be found: its columns are {names}. Name them "
                 "with --image_column and --caption_column."
             )
-        self._rows = _Rows(table, **found, folder=folder, skips=skips)
+        self._rows = _TableRows(table, **found, folder=folder, skips=skips)
         self.kinds = tuple(
             kind for kind, option in (("images", "image_column"), ("texts", "caption_column")) if found[option]
         )
@@ -106,7 +106,7 @@ class TableSource:
         return self._rows.image_fingerprint()
 
 
-class _Rows(Dataset[Item]):
+class _TableRows(Dataset[Item]):
     def __init__(
         self,
         table: datasets.Dataset,
