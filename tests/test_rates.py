@@ -88,8 +88,7 @@ def test_the_rate_falls_with_the_depth_in_every_type_of_model(kind, tmp_path):
             expected[after] = 1.0
         assert {name: found[f"{tower}.{name}"] / RATE for name in expected} == pytest.approx(expected)
     rest = {name for name in found if not name.startswith(("vision_model.", "text_model."))}
-    assert rest
-    assert {found[name] for name in rest} == {RATE}
+    assert {found[name] for name in rest} == {RATE}, "projections and temperature"
     assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -266,6 +265,11 @@ def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
 def test_what_cannot_be_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         trainer_for(tmp_path, deep_clip(), **options)
+
+
+def test_a_module_that_names_no_towers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Own has no vision_model, so its image tower cannot have a rate or frozen"):
+        trainer_for(tmp_path, models.Own(), freeze_layers=1)
 
 
 def test_rates_of_an_optimizer_that_was_passed_are_refused(tmp_path):

@@ -270,10 +270,18 @@ class DualEncoder:
                 parameter.requires_grad_(False)
 
     def places(self) -> dict[nn.Parameter, Place]:
-        """Where each parameter of the towers and projections is; the temperature is in none."""
+        """Where each parameter of the towers and projections is; the temperature is in none.
+
+        Raises:
+            ValueError: a module of one's own does not name its towers.
+        """
         found: dict[nn.Parameter, Place] = {}
         for name, (tower_name, projection) in TOWERS.items():
-            tower = getattr(self.model, tower_name)
+            if (tower := getattr(self.model, tower_name, None)) is None:
+                raise ValueError(
+                    f"{type(self.base).__name__} has no {tower_name}, so its {name} tower cannot have a rate or frozen "
+                    "layers of its own. Name its towers as `TwoTowers` does, or leave these options out."
+                )
             depth_of, layers = depths(dict(tower.named_parameters()))
             found |= {p: Place(name, depth_of[n], layers) for n, p in tower.named_parameters()}
             if (module := getattr(self.model, projection, None)) is not None:
