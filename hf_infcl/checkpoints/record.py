@@ -52,7 +52,8 @@ class RunRecord:
         skipped_samples: the number of bad samples that the data has skipped; None if the data does not count them.
         processes: the number of processes that wrote the checkpoint, each with its random state.
         only_model: whether the checkpoint was written with ``save_only_model``, so that no run can resume from it.
-        stream: the position in an `ImageTextStream` that each process has reached; None for other data.
+        stream: the position in an `ImageTextStream`, or in new and old pairs, that each process has reached; None for
+            other data.
         skipped_windows: the number of windows not trained because their numbers were not finite or their loss exploded.
         skipped_in_a_row: the number of windows skipped just before the checkpoint because of numbers not finite.
         losses: the losses of the last trained windows, with which `SkippedWindows` compares the next ones.

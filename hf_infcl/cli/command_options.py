@@ -112,6 +112,25 @@ class DataOptions:
             "divides it. Defaults to that product at the start."
         },
     )
+    replay_dataset: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Old pairs of which every global batch gets --replay_share, so that the model does not forget "
+            "them: Hub ids or folders, or with --replay_streaming shards. Several are read as one set. Options of the "
+            "training data, such as --augmentation, apply to them as well."
+        },
+    )
+    replay_streaming: bool = field(
+        default=False, metadata={"help": "Read every --replay_dataset as a stream of shards, like --streaming."}
+    )
+    replay_split: str = field(default="train", metadata={"help": "Split of each --replay_dataset."})
+    replay_image_column: str | None = field(
+        default=None, metadata={"help": "Column of images in each --replay_dataset, if it differs from --image_column."}
+    )
+    replay_caption_column: str | None = field(
+        default=None,
+        metadata={"help": "Column of captions in each --replay_dataset, if it differs from --caption_column."},
+    )
     check_samples: int | None = field(
         default=None,
         metadata={

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
+
 from ..averaging import halves
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
+from ..data.images import is_string
 from ..data.tables import find_split
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import source_name
@@ -21,15 +24,7 @@ def training_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ImageTextStream:
     """The pairs to train on: a table, or a stream of shards."""
-    options: dict[str, Any] = {
-        "seed": args.seed if args.data_seed is None else args.data_seed,
-        "on_bad_sample": data.on_bad_sample,
-        "augmentation": data.augmentation,
-        "min_side": data.min_side,
-        "captions_per_image": data.captions_per_image,
-        "negative_caption_column": data.negative_caption_column,
-        **columns.of_pairs,
-    }
+    options = {**_options_of_items(data, args), **columns.of_pairs}
     if data.streaming:
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
@@ -59,6 +54,64 @@ def training_set(
         if columns.pair_id_column == columns.caption_column:
             options["pair_id_column"] = options["caption_column"]
         return _with_name(ImageTextDataset(rows, **options), name)
+
+
+def replay_set(
+    data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+) -> ConcatDataset[Any] | ImageTextStream | None:
+    """The old pairs to replay, if any: tables one after the other, or a stream of shards.
+
+    Raises:
+        ValueError: a set cannot be read; there are options of old pairs, but none of these.
+    """
+    if not data.replay_dataset:
+        own = ("replay_streaming", "replay_image_column", "replay_caption_column")
+        if given := [f"--{name}" for name in own if getattr(data, name)]:
+            raise ValueError(f"{' and '.join(given)} had no effect without --replay_dataset. Pass it as well.")
+        return None
+    options = _options_of_items(data, args)
+    own_columns = data.replay_image_column, data.replay_caption_column
+    if not data.replay_streaming:
+        tables = [_old_pairs(source, data, columns, options) for source in data.replay_dataset]
+        return ConcatDataset(tables)
+    images, captions = own_columns[0] or columns.image_column, own_columns[1] or columns.caption_column
+    ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
+    options |= {"image_column": images, "caption_column": captions, "pair_id_column": ids}
+    with _named("replay_dataset", " ".join(data.replay_dataset)):
+        return ImageTextStream(
+            data.replay_dataset,
+            split=data.replay_split,
+            shuffle_buffer=data.shuffle_buffer,
+            lanes=data.lanes,
+            **options,
+        )
+
+
+def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
+    """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
+    images, captions = data.replay_image_column, data.replay_caption_column
+    with _named("replay_dataset", source) as name:
+        rows = load_pairs(source, split=data.replay_split, image_column=images or columns.image_column)
+        images = _column(rows, "replay_image_column", images, columns.image_column, find_image_column)
+        captions = _column(rows, "replay_caption_column", captions, columns.caption_column, find_caption_column)
+        ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
+        options = {**options, "image_column": images, "caption_column": captions, "pair_id_column": ids}
+        for option in ("pair_id_column", "negative_caption_column"):
+            options[option] = options[option] if options[option] in rows.column_names else None
+        if is_string(rows.features[captions]):
+            options["captions_per_image"] = 1
+        return _with_name(ImageTextDataset(rows, **options), name)
+
+
+def _options_of_items(data: DataOptions, args: InfCLTrainingArguments) -> dict[str, Any]:
+    return {
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "on_bad_sample": data.on_bad_sample,
+        "augmentation": data.augmentation,
+        "min_side": data.min_side,
+        "captions_per_image": data.captions_per_image,
+        "negative_caption_column": data.negative_caption_column,
+    }
 
 
 def guard_names(datasets: Sequence[str] | None) -> list[str]:

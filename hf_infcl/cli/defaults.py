@@ -7,7 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.trainer_utils import has_length
+
 from ..evaluation.metrics import METRICS, metrics_of_kind
+from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
 from .datasets import guard_names
@@ -88,20 +91,23 @@ def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
     return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
 
 
-def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: int) -> None:
+def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: Any) -> None:
     """Prints the options that `intervals` has chosen, and the factors of the global batch.
 
     Args:
-        pairs: the pairs of an epoch.
+        pairs: the training set.
     """
     if chosen:
-        print("Chosen by default:", in_steps(chosen, steps_of(args, pairs)))
+        epoch = len(pairs) if has_length(pairs) else 0
+        print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
     steps = args.gradient_accumulation_steps
     print(
         f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
         f"{steps} accumulation step{'s' if steps > 1 else ''} × "
         f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
     )
+    if isinstance(pairs, Replayed):
+        print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
 
 
 def doubtful_rate(args: InfCLTrainingArguments) -> str | None:

@@ -10,6 +10,7 @@ from huggingface_hub import HfApi
 from transformers.utils import logging
 
 from ..data import ImageTextDataset, ZeroShotDataset
+from ..loading.replay import Replayed
 from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
@@ -29,7 +30,8 @@ def describe_run(
     conversion: Sequence[str] = (),
 ) -> functools.partial[TrainingFacts]:
     """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
-    pairs = trainer.train_dataset
+    trained: Any = trainer.train_dataset
+    pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
     return functools.partial(
@@ -38,6 +40,7 @@ def describe_run(
         model_class=model_class,
         start=model.model.removeprefix("hf-hub:"),
         sources=sources_of(data),
+        replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
         pair_id_column=columns.pair_id_column,
         captions_per_image=data.captions_per_image,
@@ -56,12 +59,13 @@ def describe_run(
 def sources_of(options: DataOptions) -> list[Source]:
     """The training data for the card, with the licences that the Hub states."""
     weights = options.dataset_weights
-    found = []
-    for number, dataset in enumerate(options.dataset):
-        name, is_on_hub = source_name(dataset)
-        share = None if weights is None else weights[number] / sum(weights)
-        found.append(Source(name, is_on_hub, options.split, _licence(name) if is_on_hub else None, share))
-    return found
+    shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
+    return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
+
+
+def _source(dataset: str, split: str, share: float | None = None) -> Source:
+    name, is_on_hub = source_name(dataset)
+    return Source(name, is_on_hub, split, _licence(name) if is_on_hub else None, share)
 
 
 def _licence(dataset: str) -> str | None:

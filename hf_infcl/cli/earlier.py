@@ -71,6 +71,7 @@ def check_output_folder(
     place = Path(output_dir).resolve()
     datasets = [
         *(("dataset", name) for name in data.dataset),
+        *(("replay_dataset", name) for name in data.replay_dataset or []),
         *(("guard_dataset", name) for name in guards.guard_dataset or []),
         *(("eval_dataset", evaluation.eval_dataset), ("zero_shot_dataset", evaluation.zero_shot_dataset)),
     ]

@@ -18,7 +18,7 @@ from ..training.with_start import AverageWithStart
 from .adapters import ADAPTER_FILES, merge_adapters, with_adapters
 from .averages import check_average
 from .check import short_check
-from .datasets import describe_sets, evaluation_datasets, guard_datasets, training_set
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
 from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
@@ -54,7 +54,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
         if earlier and not data.overwrite_output_dir:
             raise holds_earlier_run(args.output_dir, earlier)
-        train_dataset = training_set(data, columns, args)
+        train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
         gains = evaluation_datasets(columns, evaluation, data)
         eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
         check_best_metric(namespace, eval_datasets)
@@ -72,7 +72,12 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if lora.lora_rank is not None:
             model = with_adapters(model, lora.lora_rank, lora.lora_targets)
         trainer = InfCLTrainer(
-            model, args, train_dataset=train_dataset, eval_dataset=eval_datasets or None, processing_class=processor
+            model,
+            args,
+            train_dataset=train_dataset,
+            replay_dataset=old_pairs,
+            eval_dataset=eval_datasets or None,
+            processing_class=processor,
         )
         average = None
         if keep.average_with_start is not None:
@@ -92,7 +97,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     trainer.add_callback(GroupsTold(trainer))
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
-        tell_choices(args, chosen, data.samples_per_epoch or 0 if data.streaming else len(train_dataset))
+        tell_choices(args, chosen, trainer.train_dataset)
         for line in describe_sets(eval_datasets):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):

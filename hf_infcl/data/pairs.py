@@ -203,6 +203,12 @@ class ImageTextDataset(ImageDataset):
             "min_side": self._min_side,
         }
 
+    @property
+    def optional_keys(self) -> set[str]:
+        """The keys of its items that not all datasets give."""
+        skips = self._on_bad_sample == "skip"
+        return {*(["pair_id"] if skips or self.pair_id_column else []), *(["skipped"] if skips else [])}
+
     def content_fingerprint(self) -> str:
         """A fingerprint of the captions and pair ids of up to 64 rows, which tells datasets of equal length apart."""
         rows = range(0, len(self), math.ceil(len(self) / 64))

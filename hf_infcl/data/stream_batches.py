@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -48,6 +49,50 @@ class Samples(Protocol):
         """The item of a raw sample, after this many passes."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """How many pairs of each micro-batch come from one of two sources, new pairs and old ones.
+
+    Every global batch has the same number of old pairs, and each of its micro-batches equally many but for one. Which
+    ones have one more is drawn for each global batch, so that all lanes of a stream are read at the same pace; the
+    processes differ by at most one pair. Nothing depends on the number of processes.
+
+    Args:
+        batch_size: the pairs of a micro-batch.
+        micro_batches: the micro-batches of a global batch, on all processes together.
+        old: the old pairs of a global batch.
+        is_old: whether this is the share of the old pairs.
+    """
+
+    batch_size: int
+    micro_batches: int
+    old: int = 0
+    is_old: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """The pairs of a global batch that come from this source."""
+        return self.old if self.is_old else self.batch_size * self.micro_batches - self.old
+
+    @property
+    def words(self) -> str:
+        return f"its {self.pairs} pairs of one global batch" if self.old else f"one global batch of {self.pairs} pairs"
+
+    def of(self, number: int) -> int:
+        """The pairs of a micro-batch that come from this source."""
+        return self.before(number, 1) - self.before(number)
+
+    def before(self, number: int, more: int = 0) -> int:
+        """The pairs from this source in the micro-batches of a global batch before this one and ``more``."""
+        window, place = divmod(number, self.micro_batches)
+        place += more
+        each, left = divmod(self.old, self.micro_batches)
+        start = random.Random(window).randrange(self.micro_batches)  # the micro-batches from here on have one more
+        end, again = start + left, start + left - self.micro_batches
+        old = each * place + min(place, end) - min(place, start) + max(0, min(place, again))
+        return old if self.is_old else self.batch_size * place - old
+
+
 class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     """The endless micro-batches of an `ImageTextStream` for one process, and the record of those consumed.
 
@@ -57,7 +102,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     Args:
         stream: the source of the pairs, an `ImageTextStream`.
-        batch_size: the number of pairs of a micro-batch.
+        batch_size: the number of pairs of a micro-batch; or the `Share` of them that comes from this stream.
         collate: turns a list of items into a batch.
         rank, world_size: this process and the number of processes.
         num_workers: the number of workers of the DataLoader.
@@ -73,7 +118,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     def __init__(
         self,
         stream: Samples,
-        batch_size: int,
+        batch_size: int | Share,
         collate: Callable[[list[dict[str, Any]]], Any] = list,
         *,
         rank: int = 0,
@@ -82,14 +127,17 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         accumulation_steps: int = 1,
         states: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._stream, self._batch_size, self._collate = stream, batch_size, collate
+        self._stream, self._collate = stream, collate
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._first_window = accumulation_steps * world_size
+        alone = isinstance(batch_size, int)
+        self._share = Share(batch_size, self._first_window) if isinstance(batch_size, int) else batch_size
         checkpoint = _merged(states) if states else None
         lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
         self._order.check_shares(world_size, self._workers)
-        self._identity = {"version": VERSION, "batch_size": batch_size, **asdict(self._order)}
+        share = {"batch_size": self._share.batch_size} if alone else asdict(self._share)
+        self._identity = {"version": VERSION, **share, **asdict(self._order)}
         self._identity["sources"] = [
             [weight, len(group), digest([stream.shards[number].name for number in group])]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
@@ -192,22 +240,22 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
             began = time.perf_counter()
             lane = number % self._order.lanes
             if lane not in lanes:
-                lanes[lane] = self._lane(lane, cursors.get(lane))
+                lanes[lane] = self._lane(lane, cursors.get(lane), number)
             items, passes, cursor = next(lanes[lane])
             if passes and number < self._first_window and len(self._pieces) == 1:
                 raise ValueError(
-                    f"The stream is shorter than one global batch of {self._first_window * self._batch_size} pairs: "
-                    f"lane {lane} of {self._order.lanes}, each of which a worker reads, has read its share of the "
-                    f"{len(self._stream.shards)} shards such as {self._stream.shards[0].url!r} before the first one "
-                    "was full. Lower the batch, use more data, or fewer workers."
+                    f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
+                    f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
+                    f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
+                    "fewer workers."
                 )
             batch = self._collate(items)
             yield batch, {"number": number, "lane": lane, "cursor": cursor, "seconds": time.perf_counter() - began}
 
     def _lane(
-        self, lane: int, cursor: dict[str, Any] | None
+        self, lane: int, cursor: dict[str, Any] | None, first: int
     ) -> Iterator[tuple[list[dict[str, Any]], int, dict[str, Any]]]:
-        """(items, number of passes before the last one, cursor after them) of the micro-batches of a lane."""
+        """(items, number of passes before the last one, cursor after them) of a lane, from micro-batch ``first`` on."""
         stream = self._stream
         cursor = cursor or {"drawn": 0, "skipped": 0, "sources": [None] * len(self._pieces)}
         drawn, skipped = cursor["drawn"], cursor["skipped"]
@@ -218,10 +266,10 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         samples = [iter(source) for source in sources]
         draws: list[int] = []
         in_succession = passes = 0
-        while True:
+        for number in itertools.count(first, self._order.lanes):
             items: list[dict[str, Any]] = []
-            reported = skipped
-            while len(items) < self._batch_size:
+            reported, size = skipped, self._share.of(number)
+            while len(items) < size:
                 if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
                     rng = self._order.random("mixture", lane, drawn // _DRAWS)
                     draws = rng.choices(range(len(sources)), stream.weights, k=_DRAWS)

@@ -31,7 +31,7 @@ from .pairs import (
     draw_captions,
     usable_captions,
 )
-from .stream_batches import StreamBatches
+from .stream_batches import Share, StreamBatches
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +159,11 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             "min_side": self._min_side,
         }
 
+    @property
+    def optional_keys(self) -> set[str]:
+        """As `ImageTextDataset.optional_keys`."""
+        return {"pair_id", *(["skipped"] if self.on_bad_sample == "skip" else [])}
+
     def content_fingerprint(self) -> str:
         """The number of shards, and a fingerprint of the sizes of local ones and the revisions of those on the Hub."""
         return self._content
@@ -223,7 +228,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return [captions for captions in found if captions]
 
     def batches(
-        self, batch_size: int, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
+        self, batch_size: int | Share, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
     ) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)

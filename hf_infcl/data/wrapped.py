@@ -32,6 +32,11 @@ def negative_caption_columns(dataset: Any) -> list[str]:
     return sorted({column for column in columns if column})
 
 
+def gives(dataset: Any, key: str) -> bool:
+    """Whether the items of a dataset have this one of the keys that not all datasets give."""
+    return any(key in getattr(part, "optional_keys", ()) for part in parts_of(dataset))
+
+
 def content_fingerprint(dataset: Any) -> str:
     """A fingerprint of the contents of a dataset and of all datasets that it wraps; empty if none has one."""
     found = [part.content_fingerprint() for part in parts_of(dataset) if hasattr(part, "content_fingerprint")]

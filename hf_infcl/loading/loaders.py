@@ -23,6 +23,7 @@ from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
 from .feature_cache import CachedImages, cache_images, check_cacheable
+from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
 
@@ -47,7 +48,7 @@ class LoaderParts:
         rows: the dataset, if it has a length and a method ``set_epoch``.
         sampler: that of a dataset with a length.
         stream: the dataset, if it has no length.
-        stream_loader: the loader itself, for an `ImageTextStream`.
+        stream_loader: the loader itself, for an `ImageTextStream` or a `Replayed`.
         dispatcher: the loader itself, for a stream that the main process reads for all.
         worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
     """
@@ -80,6 +81,10 @@ class LoaderParts:
 
 def check_data_seed(dataset: Any, data_seed: int | None) -> None:
     """Raises a ValueError if ``data_seed`` would have no effect on the training set."""
+    if isinstance(dataset, Replayed):
+        for part in dataset.datasets:
+            check_data_seed(part, data_seed)
+        return
     if data_seed is None or not isinstance(dataset, IterableDataset):
         return
     seed = dataset.seed if isinstance(dataset, ImageTextStream) else "its own"
@@ -92,13 +97,13 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
 
 
 def stream_loader(
-    stream: ImageTextStream,
+    stream: ImageTextStream | Replayed,
     collator: Callable[[list[Any]], Any],
     vocabulary: int | None,
     args: InfCLTrainingArguments,
     states: Sequence[Mapping[str, Any]],
 ) -> StreamLoader:
-    """The training loader of an `ImageTextStream`, at the position of ``states``; see `StreamLoader`."""
+    """The training loader of a stream or of new and old pairs, at the position of ``states``; see `StreamLoader`."""
     device = None if args.offload_inputs else args.device
     return StreamLoader(stream, CheckingCollator(collator, vocabulary), args, device=device, states=states)
 
@@ -268,12 +273,15 @@ def with_cached_images(
     collator: Any,
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
     interruptions: Interruptions,
-) -> CachedImages:
+) -> CachedImages | Replayed:
     """The training set with features instead of images; computes those that ``args.cache_features`` lacks; collective.
 
     Raises:
         ValueError: the features of the images are not the same at every step, or cannot be used.
     """
+    if isinstance(pairs, Replayed):
+        more = setup, collator, prepare_inputs, interruptions
+        return pairs.with_datasets([with_cached_images(part, *more) for part in pairs.datasets])
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing image features")
     tower: Any = encoder.frozen_towers().get("image")

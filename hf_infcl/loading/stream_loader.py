@@ -1,4 +1,4 @@
-"""Loads the batches of an `ImageTextStream` for training, and records the position that the training has reached."""
+"""Loads the batches of a stream, or of new and old pairs, and records the position that a training has reached."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ..data import ImageTextStream
 from ..options.arguments import InfCLTrainingArguments
+from .replay import Replayed
 
 
 class StreamLoader(DataLoader[Any]):
@@ -21,7 +22,7 @@ class StreamLoader(DataLoader[Any]):
     workers of its own, and begins with the batch that follows the consumed ones.
 
     Args:
-        stream: the training set.
+        stream: the training set. Of a `Replayed` an epoch is that of its new pairs.
         collate: the data collator.
         args: the arguments of the training.
         device: the device to which batches are moved; None leaves them in host memory.
@@ -33,7 +34,7 @@ class StreamLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        stream: ImageTextStream,
+        stream: ImageTextStream | Replayed,
         collate: Callable[[list[dict[str, Any]]], Any],
         args: InfCLTrainingArguments,
         *,

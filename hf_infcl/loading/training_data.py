@@ -182,7 +182,8 @@ class TrainingData:
         main process.
 
         For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, stream_shards,
-        the shards opened since then, and loader_samples_per_second, the rate that the workers can reach.
+        the shards opened since then, and loader_samples_per_second, the rate that the workers can reach. With replay,
+        replay_samples are the old pairs trained since the run began.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
@@ -198,7 +199,10 @@ class TrainingData:
             logs["data_wait"] = round(max(recent), 4)
         if progress is not None:
             totals = dict(zip(progress, map(sum, sums), strict=True))
-            logs["stream_samples"], logs["stream_shards"] = int(totals["samples"]), int(totals["shards"])
+            if "replayed" in totals:
+                logs["replay_samples"] = int(totals["replayed"])
+            if "shards" in totals:
+                logs["stream_samples"], logs["stream_shards"] = int(totals["samples"]), int(totals["shards"])
             logs["loader_samples_per_second"] = round(totals["rate"], 1)
         if wait.windows >= WAIT_WINDOWS and max(overall) > WAIT_SHARE and not self._has_warned_of_wait:
             self._has_warned_of_wait = True

@@ -56,6 +56,7 @@ _RANGES = {
     **dict.fromkeys(("weight_decay", "adam_epsilon", "warmup_steps"), _FINITE),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "ema_decay"), _SHARE),
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
+    "replay_share": _Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
     "early_stopping_patience": _FROM_1,
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),
@@ -226,6 +227,20 @@ class InfCLTrainingArguments(TrainingArguments):
             "training reads them instead of the images, which must not be augmented. Many runs can share the folder."
         },
     )
+    replay_share: float | None = field(
+        default=None,
+        metadata={
+            "help": "With old pairs to replay: their share of every global batch, rounded to whole pairs. Defaults to "
+            "0.5."
+        },
+    )
+    replay_as: str | None = field(
+        default=None,
+        metadata={
+            "help": "With old pairs to replay: 'negatives', the default, if old and new pairs are each other's "
+            "negatives; 'own' if both are contrasted among themselves, in two losses weighted by their pairs."
+        },
+    )
     retain_graphs: str = field(
         default="1",
         metadata={
@@ -358,6 +373,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("equal_ids", self.equal_ids, (None, *EQUAL_IDS)),
             ("optimizer", self.optimizer, (None, "muon")),
             ("freeze", self.freeze, (None, *TOWERS)),
+            ("replay_as", self.replay_as, (None, "negatives", "own")),
             ("on_divergence", self.on_divergence, ("stop", "roll_back")),
         ):
             if value not in known:

@@ -37,7 +37,7 @@ def model_card(
         A card with model-index metadata; ``card.save(path)`` writes it.
     """
     evaluations = facts.evaluations
-    datasets = [source.dataset for source in facts.sources if source.on_hub]
+    datasets = [source.dataset for source in (*facts.sources, *facts.replay_sources) if source.on_hub]
     data = ModelCardData(
         model_name=facts.name,
         library_name="peft" if facts.adapter else "transformers",
@@ -105,13 +105,16 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     same = facts.steps * facts.global_batch_size  # pairs, if all steps had this batch
     seen = same if facts.samples is None else facts.samples
     epochs, earlier = "", "" if seen == same else "; earlier steps had other sizes"
-    if facts.pairs is not None and (batches := facts.pairs // facts.global_batch_size):
+    new = facts.global_batch_size - facts.replayed
+    if facts.pairs is not None and (batches := facts.pairs // new):
         full = f" of {batches:,} full batch{'es' if batches > 1 else ''}" if seen == same else ""
-        trained = batches * facts.global_batch_size if full else facts.pairs
-        epochs = f", {seen / trained:.1f} epochs{full}"
+        trained = batches * new if full else facts.pairs
+        epochs = f", {seen * new / facts.global_batch_size / trained:.1f} epochs{full}"
     of_total = "" if facts.pairs is None else f"{facts.pairs:,} images with captions: "
     yield "start", _code(facts.start)
     yield "data", of_total + _joined([_describe_source(source) for source in facts.sources])
+    if facts.replayed:
+        yield "replay", _replay(facts)
     if facts.skipped:
         yield "bad samples", f"{facts.skipped:,} replaced by another row or left out"
     yield "objective", OBJECTIVES[facts.objective].words
@@ -136,6 +139,15 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     if facts.peak_memory is not None:
         yield "peak memory", f"{facts.peak_memory / 2**30:.1f} GiB on one GPU"
     yield "versions", ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+
+
+def _replay(facts: TrainingFacts) -> str:
+    sources = [_describe_source(source) for source in facts.replay_sources]
+    of_sources = f" of {_joined(sources)}" if sources else ""
+    apart = facts.replay_as == "own"
+    role = "contrasted among themselves" if apart else "negatives of the new pairs, and these of them"
+    share = facts.replayed / facts.global_batch_size
+    return f"{facts.replayed:,} old pairs in each global batch ({share:.1%}){of_sources}; {role}"
 
 
 def _captions(limit: int, cut: Mapping[str, float]) -> str:

@@ -18,6 +18,7 @@ from transformers import TrainerState
 
 from .. import __version__
 from ..averaging import Averaged, Measured
+from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..shards.urls import Url, without_secrets
 from .settings import training_settings
@@ -114,6 +115,9 @@ class TrainingFacts:
         negative_caption_column: the column of the captions that were negatives of all images.
         caption_limit: the tokens of a caption that the model reads, if they are known; the rest is cut off.
         cut_captions: the shares of the captions that are longer, by the name of the dataset.
+        replayed: the old pairs in each global batch, which are not among ``pairs``.
+        replay_sources: their datasets.
+        replay_as: "negatives", or "own" if old and new pairs were contrasted apart.
         frozen: the tower that did not train, "image" or "text".
         steps: the optimizer steps.
         settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
@@ -155,6 +159,9 @@ class TrainingFacts:
     negative_caption_column: str | None = None
     caption_limit: int | None = None
     cut_captions: Mapping[str, float] = field(default_factory=dict)
+    replayed: int = 0
+    replay_sources: Sequence[Source] = ()
+    replay_as: str = "negatives"
     frozen: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     peak_memory: int | None = None
@@ -185,6 +192,7 @@ class TrainingFacts:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["sources"] = [Source(**source) for source in values["sources"]]
+            values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
             if (average := values.get("average")) is not None:
                 average["measured"] = [Measured(**one) for one in average["measured"]]
@@ -208,6 +216,7 @@ def training_facts(
     start: str,
     sources: Sequence[Source],
     pair_id_column: str | None,
+    replay_sources: Sequence[Source] = (),
     pairs: int | None = None,
     captions_per_image: int = 1,
     negative_caption_column: str | None = None,
@@ -259,6 +268,9 @@ def training_facts(
         negative_caption_column=negative_caption_column,
         caption_limit=caption_limit,
         cut_captions={name: cut.share for name, cut in trainer.caption_notices.cut.items()},
+        replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
+        replay_sources=replay_sources,
+        replay_as=args.replay_as or "negatives",
         frozen=args.freeze,
         steps=state.global_step,
         samples=trainer.samples_seen,

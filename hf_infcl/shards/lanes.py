@@ -88,7 +88,7 @@ class LaneSource:
     ) -> None:
         self._shards, self._pieces, self._order, self._lane, self._source = shards, pieces, order, lane, source
         self._start = cursor or {"pass": 0, "buffer": 0, "next": 0, "open": [], "taken": 0, "opened": 0}
-        self._taken, self._reached = self._start["taken"], 0
+        self._taken, self._reached = self._start["taken"], self._start.get("reached", 0)
 
     def cursor(self) -> dict[str, Any]:
         """The position after the last sample returned."""

@@ -13,6 +13,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed
+from ..loading.replay import Replayed
 from ..options.arguments import RATES, InfCLTrainingArguments
 from .formats import check_formats
 
@@ -114,3 +115,19 @@ def with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]
     if others.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         return {**others, "processing_class": data_collator.processor}
     return others
+
+
+def with_replay(args: Any, others: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of Trainer's constructor with new and old pairs as one training set.
+
+    Raises:
+        ValueError: as `Replayed`; there are options of a replay, but no old pairs, or old pairs only.
+    """
+    old = others.pop("replay_dataset", None)
+    if old is None:
+        if given := [name for name in ("replay_share", "replay_as") if getattr(args, name, None) is not None]:
+            raise ValueError(f"{' and '.join(given)} had no effect without old pairs. Pass a replay_dataset.")
+        return others
+    if others.get("train_dataset") is None:
+        raise ValueError("A replay_dataset is mixed into a train_dataset, which is missing. Pass both.")
+    return {**others, "train_dataset": Replayed(others["train_dataset"], old, args)}

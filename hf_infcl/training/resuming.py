@@ -17,6 +17,7 @@ from ..checkpoints.files import choose
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, differences
 from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
+from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
@@ -42,12 +43,6 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
         collator: the data collator.
     """
     args, model = setup.args, setup.encoder.model
-    rows = f", {len(data)} rows" if has_length(data) else ""
-    captions = f", {most} captions per image" if (most := most_captions(data)) > 1 else ""
-    if columns := negative_caption_columns(data):
-        captions += f", negative captions {' and '.join(columns)}"
-    shuffled = args.train_sampling_strategy == "random"
-    order = f", {'shuffled' if shuffled else 'in order'}, seed {args.seed_of_data}"
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
     optimizer = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
@@ -56,7 +51,7 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
         global_batch_size=args.global_batch_size,
         objective=setup.objective,
         model=f"{kind} with {sum(p.numel() for p in model.parameters()):,} parameters",
-        data=type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order),
+        data=_described(data, args),
         content=content_fingerprint(data),
         equal_ids=setup.equal_ids,
         optimizer=f"{optimizer} of {trained:,} parameters",
@@ -67,6 +62,20 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
             **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
         },
     )
+
+
+def _described(data: Any, args: InfCLTrainingArguments) -> str:
+    """Class, length, captions and order of a training set."""
+    if isinstance(data, Replayed):
+        new, old = (_described(part, args) for part in data.datasets)
+        return f"{new}; {data.old} old pairs in a global batch from {old}"
+    rows = f", {len(data)} rows" if has_length(data) else ""
+    captions = f", {most} captions per image" if (most := most_captions(data)) > 1 else ""
+    if columns := negative_caption_columns(data):
+        captions += f", negative captions {' and '.join(columns)}"
+    shuffled = args.train_sampling_strategy == "random"
+    order = f", {'shuffled' if shuffled else 'in order'}, seed {args.seed_of_data}"
+    return type(data).__name__ + rows + captions + ("" if isinstance(data, IterableDataset) else order)
 
 
 def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str | bool | None) -> None:
@@ -112,6 +121,13 @@ def resumption_of(run: Run, args: InfCLTrainingArguments, data: Any, resumes: st
     return resumption
 
 
+def _position_of(record: RunRecord | None) -> str:
+    """What the record has a position in; empty for rows, whose position is their epoch's."""
+    if record is None or not record.stream:
+        return ""
+    return "new and old pairs" if "parts" in record.stream[0] else "a stream"
+
+
 class Resumption:
     """The checkpoint from which a training resumes, if any, and whether it may.
 
@@ -137,10 +153,11 @@ class Resumption:
         checkpoint, record = self.checkpoint, self.record
         if checkpoint is None:
             return
-        if isinstance(data, ImageTextStream) and not (record and record.stream):
+        kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
+        if isinstance(data, (Replayed, ImageTextStream)) and _position_of(record) != kind:
             raise ValueError(
-                f"{checkpoint} holds no position in a stream, because it was not written by a training on one. Start a "
-                "new run from its model."
+                f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
+                "Start a new run from its model."
             )
         if record is None:
             logger.warning(

@@ -27,6 +27,7 @@ from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..loading import loaders
+from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
@@ -40,7 +41,7 @@ from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
 from . import pushes
-from .construction import check_construction, check_overrides, collator_of, with_processor
+from .construction import check_construction, check_overrides, collator_of, with_processor, with_replay
 from .early_stopping import EarlyStopping
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
@@ -80,7 +81,9 @@ class InfCLTrainer(Trainer):
         data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
             `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 is the index of each text's
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
-        **kwargs: the other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction with the
+        **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
+            length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``); and the
+            other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction with the
             predictions and labels of the whole set that `Evaluator.embed` describes for a batch.
 
     Attributes:
@@ -111,7 +114,7 @@ class InfCLTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args
-        kwargs = with_processor(data_collator, kwargs)
+        kwargs = with_replay(args, with_processor(data_collator, kwargs))
         check_construction(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
         # ---- Parts that Trainer's constructor needs ----
@@ -307,13 +310,13 @@ class InfCLTrainer(Trainer):
         training began.
         """
         pairs: Any = self.train_dataset
-        if isinstance(pairs, ImageTextStream):
-            states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
-            return loaders.stream_loader(pairs, self.data_collator, vocabulary, self.args, states)
         if pairs is not None and self.args.cache_features is not None:
             pairs = loaders.with_cached_images(
                 pairs, self.setup, self.data_collator, self._prepare_inputs, self.interruptions
             )
+        if isinstance(pairs, (ImageTextStream, Replayed)):
+            states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
+            return loaders.stream_loader(pairs, self.data_collator, vocabulary, self.args, states)
         return self._training_loader(pairs)
 
     def _training_loader(self, pairs: Any) -> DataLoader:

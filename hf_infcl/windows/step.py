@@ -28,7 +28,7 @@ from .number_checks import NumberChecks, RowsOfDataset
 from .setup import Setup
 from .skipping import SkippedWindows
 from .start import squared_distance
-from .window import MicroBatch, Window, positive_cosine, window_loss
+from .window import MicroBatch, Window, positive_cosines, window_loss
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +77,7 @@ class WindowStep:
         self._objective = setup.objective
         self._loss_options: dict[str, Any] = {
             **{"rank": args.process_index, "equal_ids": setup.equal_ids, "objective": setup.objective},
-            **{"strategy": args.strategy, "backend": args.backend},
+            **{"strategy": args.strategy, "backend": args.backend, "replay_as": args.replay_as},
             "in_bf16": setup.accelerator.mixed_precision == "bf16",  # accelerate returns fp32 from an autocast forward
         }
         self._prepare_inputs, self._roll_back = prepare_inputs, roll_back
@@ -95,7 +95,8 @@ class WindowStep:
         self._tower_gradients = TowerGradients(encoder)
         self._start = setup.start if args.keep_features else None
         self._kept: Tensor | None = None  # this process's part of keep_features' term in the last window
-        self._positive_cosine: Tensor | None = None  # the mean over this process's pairs of the last window
+        self._positive_cosines: Tensor | None = None  # of the last window
+        self._losses: list[Tensor] = []  # its parts, see `Window`
         self._has_warned_of_zero = False
 
     def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
@@ -168,7 +169,7 @@ class WindowStep:
         # The other processes learn of an error here when they exchange the inputs of the loss.
         with failures_announced_unless_sharded(self._accelerator), record_function("infcl: first pass"):
             features = cached.encode()
-        finite, cosine = finite_rows(features), positive_cosine(window, features)
+        finite, cosines = finite_rows(features), positive_cosines(window, features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
             at_start = tuple(map(torch.cat, zip(*(micro_batch.at_start for micro_batch in micro_batches), strict=True)))
@@ -177,7 +178,7 @@ class WindowStep:
         if reason := self.checks.check_loss(loss, finite, window, step):
             self._roll_back(reason)
         if not self.skipped.skipping:
-            self._positive_cosine = cosine
+            self._positive_cosines, self._losses = cosines, window.losses
         return cached
 
     def _encode(self, model: nn.Module, window: Window, micro_batch: MicroBatch) -> Features:
@@ -230,7 +231,8 @@ class WindowStep:
         """The metrics of the last windows; collective. Warns once of a loss and a gradient that are exactly 0.
 
         These are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the positives
-        of the last global batch; keep_features_loss, the term of ``keep_features``, if any, which the loss does not
+        of the last global batch, and with replay also that of its new and of its old pairs; with ``replay_as="own"``
+        the losses of both; keep_features_loss, the term of ``keep_features``, if any, which the loss does not
         contain; grad_norm_image and grad_norm_text, the gradient norms of the towers in the last step
         before clipping (not under DeepSpeed); and skipped_windows, the number since the run began, if any.
 
@@ -238,9 +240,11 @@ class WindowStep:
             logs: Trainer's, with ``loss`` and ``grad_norm``.
         """
         found = self._tower_gradients.logs()
-        if (cosine := self._positive_cosine) is not None:
-            processes = Processes()
-            found["positive_cosine"] = processes.sum(cosine).item() / processes.world_size
+        if (cosines := self._positive_cosines) is not None:
+            sums, counts = Processes().sum(cosines)
+            names = ("positive_cosine", "new_positive_cosine", "replay_positive_cosine")
+            found |= dict(zip(names, (sums / counts).tolist(), strict=False))
+        found |= {name: loss.item() for name, loss in zip(("new_loss", "replay_loss"), self._losses, strict=False)}
         if self._kept is not None:
             found["keep_features_loss"] = Processes().sum(self._kept).item() / Processes().world_size
         scale, bias = self._encoder.scale_and_bias()

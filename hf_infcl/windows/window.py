@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class Window:
         cached: the two passes, from the first pass to the last backward.
         encoded: the number of forwards so far, in both passes.
         next_micro_batch: the index of the micro-batch whose backward comes next.
+        losses: with ``replay_as="own"`` the losses of the global batch's new pairs and of its old ones, once known.
     """
 
     def __init__(self, batches: list[Any]) -> None:
@@ -43,6 +44,7 @@ class Window:
         self.cached: CachedWindow | None = None
         self.encoded = 0
         self.next_micro_batch = 0
+        self.losses: list[Tensor] = []
         self._arriving: Iterator[dict[str, Any]] | None = None
 
     def __len__(self) -> int:
@@ -71,6 +73,10 @@ class Window:
         ids = [batch["pair_ids"] for batch in self.batches if "pair_ids" in batch]
         return torch.cat(ids) if ids else None
 
+    def replayed(self) -> Tensor | None:
+        """[images] bool on the CPU: which pairs are old; None without replay."""
+        return torch.cat([batch["replayed"].cpu() for batch in self.batches]) if "replayed" in self.batches[0] else None
+
     def caption_image(self) -> Tensor | None:
         """[texts] int64 on the CPU: the image of the window that each text belongs to, or -1 for negative captions.
 
@@ -95,6 +101,7 @@ def window_loss(
     rank: int,
     equal_ids: str,
     in_bf16: bool,
+    replay_as: str | None = None,
     **options: Any,
 ) -> Tensor:
     """The loss of the global batch as a function of this process's features; collective.
@@ -107,19 +114,54 @@ def window_loss(
         equal_ids: ``"exclude"`` or ``"positive"``, as in `InfCLTrainingArguments`.
         in_bf16: whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch,
             gradients of features would underflow where no loss scale helps.
+        replay_as: with ``"own"`` new and old pairs are not each other's negatives: the loss is the mean of the losses
+            of both parts of the global batch, weighted by their pairs. Negative captions belong to both.
         options: objective, strategy and backend of `hf_infcl.contrastive_loss`.
     """
     images, texts = (feature.bfloat16() if in_bf16 else feature for feature in features)
+    parts = _Part(images, texts, window.caption_image(), window.pair_ids())
+    with_ids = {"rank": rank, "equal_ids": equal_ids, **options}
+    replayed = window.replayed() if replay_as == "own" else None
+    if replayed is None:
+        return _loss_of(parts, logit_scale, logit_bias, **with_ids)
+    new, old = (_loss_of(parts.only(chosen), logit_scale, logit_bias, **with_ids) for chosen in (~replayed, replayed))
+    window.losses = [new.detach(), old.detach()]
+    return torch.lerp(new, old, replayed.float().mean().item())
+
+
+class _Part(NamedTuple):
+    """The pairs of this process of which one loss is computed."""
+
+    images: Tensor  # [images, D]
+    texts: Tensor  # [texts, D]
+    caption_image: Tensor | None  # as `Window.caption_image`
+    pair_ids: Tensor | None  # [images] int64
+
+    def only(self, chosen: Tensor) -> _Part:
+        """Those of some images, [images] bool on the CPU, with their captions and all negative ones."""
+        places = chosen.nonzero().flatten()
+        texts, caption_image = places, self.caption_image
+        if caption_image is not None:
+            texts = (chosen[caption_image] | (caption_image < 0)).nonzero().flatten()
+            caption_image = caption_image[texts]
+            caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
+        ids = None if self.pair_ids is None else self.pair_ids[places.to(self.pair_ids.device)]
+        device = self.images.device
+        return _Part(self.images[places.to(device)], self.texts[texts.to(device)], caption_image, ids)
+
+
+def _loss_of(
+    part: _Part, logit_scale: Tensor, logit_bias: Tensor | None, *, rank: int, equal_ids: str, **options: Any
+) -> Tensor:
+    images, texts, caption_image, pair_ids = part
     device = texts.device
     negatives = texts[:0]
-    caption_image = window.caption_image()
     if caption_image is not None:
         order = caption_image.argsort(stable=True)  # negative captions first
         count = int((caption_image < 0).sum())
         sorted_texts = texts[order.to(device)]
         negatives, texts = sorted_texts[:count], sorted_texts[count:]
         caption_image = caption_image[order[count:]]
-    pair_ids = window.pair_ids()
     ids: dict[str, Any] = {}
     if equal_ids == "exclude":
         if pair_ids is not None:
@@ -133,15 +175,24 @@ def window_loss(
     return contrastive_loss(images, texts, logit_scale, logit_bias, **ids, negative_texts=negatives, **options)
 
 
-def positive_cosine(window: Window, features: Features) -> Tensor:
-    """The mean over the images of their mean cosine with their captions, a scalar."""
+def positive_cosines(window: Window, features: Features) -> Tensor:
+    """The sum over this process's images of their mean cosine with their captions, and their number: [2, 1] fp32.
+
+    With replay [2, 3]: all images, the new ones and the old ones.
+    """
     images, texts = features
-    caption_image = window.caption_image()
+    caption_image, replayed = window.caption_image(), window.replayed()
     if caption_image is None:
-        return torch.linalg.vecdot(images, texts).float().mean()
-    captions = (caption_image >= 0).nonzero().flatten()
-    image_of_each = caption_image[captions]
-    shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
-    device = images.device
-    cosines = torch.linalg.vecdot(images[image_of_each.to(device)], texts[captions.to(device)]).float()
-    return (cosines * shares.to(device)).sum() / len(images)
+        cosines = torch.linalg.vecdot(images, texts).float()
+    else:
+        captions = (caption_image >= 0).nonzero().flatten()
+        image_of_each = caption_image[captions]
+        shares = 1 / torch.bincount(image_of_each, minlength=len(images))[image_of_each]
+        of_images, of_texts = (places.to(images.device) for places in (image_of_each, captions))
+        cosines_of_captions = torch.linalg.vecdot(images[of_images], texts[of_texts]).float() * shares.to(images.device)
+        cosines = images.new_zeros(len(images), dtype=torch.float32).index_add_(0, of_images, cosines_of_captions)
+    parts = torch.ones(1, len(images))
+    if replayed is not None:
+        parts = torch.stack((parts[0], ~replayed, replayed))
+    parts = parts.to(images.device)
+    return torch.stack(((parts * cosines).sum(1), parts.sum(1)))

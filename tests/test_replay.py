@@ -1,0 +1,361 @@
+"""Replay: exact shares of old pairs in every global batch, from tables and streams, in one loss or in two."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from helpers import models
+from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
+from helpers.processors import clip_processor
+from helpers.shards import number_of, png, write_tars
+from helpers.streams import PAIRS, collate, stream_of
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters
+from torch.utils.data import DataLoader, default_collate
+
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
+from hf_infcl.data.stream_batches import Share
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.replay import Replayed
+from hf_infcl.windows.window import Window, window_loss
+
+NEW, OLD = range(60), range(500, 540)  # the numbers of the pairs, which their images hold
+KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream")]
+
+
+def table(numbers: Any, **options: Any) -> ImageTextDataset:
+    """Pairs with five captions each, one of which is drawn in each pass."""
+    images = [{"bytes": png(number), "path": None} for number in numbers]
+    captions = [[f"caption {number} {letter}" for letter in "abcde"] for number in numbers]
+    rows = datasets.Dataset.from_dict({"image": images, "caption": captions})
+    return ImageTextDataset(rows.cast_column("image", datasets.Image()), **options)
+
+
+def pairs_of(kind: str, numbers: Any, folder: Path) -> Any:
+    if kind == "table":
+        return table(numbers)
+    write_tars(folder, [len(numbers) // 10] * 10, first=numbers[0])
+    return stream_of(folder)
+
+
+def replayed(new: Any, old: Any, folder: Any = "unused", **options: Any) -> Replayed:
+    """Global batches of 16 pairs, of which 5 are old."""
+    options = {"gradient_accumulation_steps": 4, "replay_share": 0.3, **options}
+    return Replayed(new, old, arguments(folder, **options))
+
+
+def numbers_and_captions(items: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    return [(number_of(item), item["caption"][0]) for item in items]
+
+
+def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, states: Any = ()) -> Any:
+    """The (number, caption) of the pairs of each global batch, and the states of all processes after them."""
+    steps, found, after = 4 // processes, [[] for _ in range(windows)], []
+    for rank in range(processes):
+        where = {"rank": rank, "world_size": processes, "num_workers": workers, "accumulation_steps": steps}
+        batches = pairs.batches(
+            4, lambda items: [(number_of(i), i["caption"][0]) for i in items], **where, states=states
+        )
+        loader = iter(DataLoader(batches, batch_size=None, num_workers=workers))
+        for window in found:
+            for _ in range(steps):
+                batch, tag = next(loader)
+                assert len(batch) == 4
+                window += batch
+                batches.consume(tag)
+        after.append(json.loads(json.dumps(batches.state())))
+    return found, after
+
+
+# ---- Which pairs ----
+
+
+@pytest.mark.parametrize("old", [1, 5, 8, 15])
+@pytest.mark.parametrize("micro_batches", [1, 4, 12])
+def test_shares_are_exact_balanced_and_drawn_anew(old, micro_batches):
+    share = Share(4, micro_batches, old, is_old=True)
+    rest = Share(4, micro_batches, old)
+    if old > 4 * micro_batches:
+        return
+    extra = Counter()
+    for window in range(300):
+        numbers = range(window * micro_batches, (window + 1) * micro_batches)
+        sizes = [share.of(number) for number in numbers]
+        assert sum(sizes) == old
+        assert [4 - size for size in sizes] == [rest.of(number) for number in numbers]
+        assert [share.before(number) for number in numbers] == np.cumsum([0, *sizes[:-1]]).tolist()
+        assert max(sizes) - min(sizes) <= 1
+        for processes in (2, 3, 4):
+            if micro_batches % processes == 0:
+                of_each = [sum(sizes[rank::processes]) for rank in range(processes)]
+                assert max(of_each) - min(of_each) <= (old % processes > 0), "equal for a whole number of pairs each"
+        extra.update(place for place, size in enumerate(sizes) if size > min(sizes))
+    if old % micro_batches:
+        assert min(extra.values()) > 0.4 * max(extra.values()), "no lane of a stream is left out"
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_global_batches_are_those_of_any_split_and_after_a_resume(tmp_path, kinds):
+    """Two processes, then one with two workers: the same pairs and captions as without an interruption."""
+    new, old = (
+        pairs_of(kind, numbers, tmp_path / f"{numbers[0]}") for kind, numbers in zip(kinds, (NEW, OLD), strict=True)
+    )
+    whole, _ = read(replayed(new, old), 20)
+    first, states = read(replayed(new, old), 9, processes=2)
+    rest, _ = read(replayed(new, old), 11, workers=2, states=states)
+    assert [sorted(window) for window in first + rest] == [sorted(window) for window in whole]
+    of_old = [[number for number, _ in window if number in OLD] for window in whole]
+    assert [len(window) for window in of_old] == [5] * 20
+    counts = Counter(number for window in of_old for number in window)
+    assert counts.keys() == set(OLD), "every old pair"
+    if kinds[1] == "table":  # eight global batches are a pass
+        passes = [list(itertools.chain(*of_old[first : first + 8])) for first in (0, 8)]
+        assert all(sorted(one) == list(OLD) for one in passes)
+        assert passes[0] != passes[1], "shuffled anew"
+        captions = {caption for window in whole for number, caption in window if number == OLD[0]}
+        assert len(captions) > 1, "captions are drawn anew"
+    if kinds[0] == "table":  # five global batches of eleven are an epoch
+        for first in range(0, 20, 5):
+            epoch = [number for window in whole[first : first + 5] for number, _ in window if number in NEW]
+            assert len(set(epoch)) == 55
+
+
+def test_sets_of_one_length_do_not_always_meet_in_the_same_pairs():
+    windows, _ = read(replayed(table(range(40)), table(range(500, 540)), replay_share=0.5), 10)
+    together = {(a, b - 500) for window in windows for a, _ in window for b, _ in window if a < 500 <= b}
+    assert len(together) > 300, "of 640 meetings"
+
+
+def test_every_pair_has_an_id_and_a_count_of_skipped_ones_if_any_has(tmp_path):
+    write_tars(tmp_path, [4] * 10, first=500)
+    pairs = replayed(table(NEW), stream_of(tmp_path, on_bad_sample="skip"))
+    collator = ContrastiveCollator(clip_processor())
+    for processes in (1, 2):
+        batches = [
+            batch
+            for rank in range(processes)
+            for (batch, _), _ in zip(
+                pairs.batches(4, collator, rank=rank, world_size=processes, accumulation_steps=4 // processes),
+                range(4 // processes),
+                strict=False,
+            )
+        ]
+        ids = torch.cat([batch["pair_ids"] for batch in batches])
+        assert len(ids.unique()) == 16, "each its own"
+        assert all((batch["skipped"] == 0).all() for batch in batches)
+        assert sum(int(batch["replayed"].sum()) for batch in batches) == 5
+
+
+# ---- The loss ----
+
+WHOLE_NEW, WHOLE_OLD = models.Pairs(16), models.Pairs(8, seed=1)  # a global batch of all pairs
+
+
+def rank_gradients(rank: int, world_size: int, cells: list[tuple]) -> list[Any]:
+    found = []
+    for objective, replay_as, steps in cells:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"replay_share": 1 / 3, "replay_as": replay_as, "max_steps": 1, "max_grad_norm": 0.0}
+            size = {"per_device_train_batch_size": 24 // world_size // steps, "gradient_accumulation_steps": steps}
+            gradients = Gradients()
+            trainer = InfCLTrainer(
+                MODELS[objective](),
+                arguments(folder, **options, **size),
+                default_collate,
+                train_dataset=WHOLE_NEW,
+                replay_dataset=WHOLE_OLD,
+                callbacks=[gradients],
+            )
+            trainer.train()
+        found.append((trainer.state.log_history[0], gradients.seen))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_equal_plain_autograd(ranks, world_size):
+    """All pairs in one loss, or old and new ones in two, on one or two processes with and without accumulation."""
+    cells = [(o, a, k) for o in MODELS for a in ("negatives", "own") for k in (1, 3)]
+    by_rank = ranks.run(rank_gradients, world_size, cells, always_ring=True)
+    for cell, *results in zip(cells, *by_rank, strict=True):
+        objective, replay_as, _ = cell
+        model = MODELS[objective]().train()
+        encoder = DualEncoder(model)
+        encoder.initialise_sigmoid()
+        parts = [encoder.embed(model, data.batch()) for data in (WHOLE_NEW, WHOLE_OLD)]
+        scalars = encoder.scale_and_bias()
+        losses = [reference.contrastive_loss(*part, *scalars, objective=objective) for part in parts]
+        loss = losses[0] * 2 / 3 + losses[1] / 3
+        if replay_as == "negatives":
+            images, texts = (torch.cat(column) for column in zip(*parts, strict=True))
+            loss = reference.contrastive_loss(images, texts, *scalars, objective=objective)
+        loss.sum().backward()
+        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        whole = torch.stack([g.norm() for g in expected.values()]).norm()
+        cosines = [torch.linalg.vecdot(*part).mean().item() for part in parts]
+        for logs, gradients in results:
+            assert logs["loss"] == pytest.approx(loss.item(), rel=TOLERANCE), cell
+            assert [logs[f"{part}_positive_cosine"] for part in ("new", "replay")] == pytest.approx(cosines, rel=1e-4)
+            assert logs["replay_samples"] == 8
+            if replay_as == "own":
+                found = [logs["new_loss"], logs["replay_loss"]]
+                assert found == pytest.approx([part.item() for part in losses], rel=TOLERANCE)
+            else:
+                assert "new_loss" not in logs
+            for name, gradient in expected.items():
+                error = (gradients[name].reshape(gradient.shape) - gradient).norm()
+                assert error <= TOLERANCE * gradient.norm() + FLOOR * whole, (cell, name)
+
+
+@pytest.mark.parametrize("equal_ids", ["exclude", "positive"])
+def test_two_losses_keep_ids_captions_and_negative_captions(equal_ids):
+    """Two micro-batches of new and old images; with several captions each, and negative captions, in both losses."""
+    generator = torch.Generator().manual_seed(0)
+    several = equal_ids == "positive"
+    batches, texts = [], 0
+    for number, old in enumerate(([0, 1, 0, 1], [1, 0, 1, 0])):
+        images = torch.tensor([0, 0, 1, 2, 3, 3, -1]) if several else torch.arange(4)
+        batch = {"pixel_values": torch.zeros(4, 1), "input_ids": torch.zeros(len(images), 1), "caption_image": images}
+        batch |= {"replayed": torch.tensor(old, dtype=torch.bool), "pair_ids": torch.tensor([0, 1, 0, 3]) + number}
+        batches.append(batch)
+        texts += len(images)
+    window = Window(batches)
+    features = [torch.randn(n, 5, generator=generator, requires_grad=True) for n in (8, texts)]
+    options = {"in_bf16": False, "rank": 0, "equal_ids": equal_ids, "objective": "softmax", "strategy": "ring"}
+    scale = torch.tensor(2.0)
+    found = window_loss(window, tuple(features), scale, None, **options, replay_as="own", backend="torch")
+    images, captions = features
+    belongs = window.caption_image()
+    expected = torch.zeros(())
+    for chosen in (~window.replayed(), window.replayed()):
+        own = belongs.ge(0) & chosen[belongs]
+        ids: dict[str, Any] = {"pair_ids": window.pair_ids()[chosen]}
+        if several:
+            ids = {"image_ids": window.pair_ids()[chosen], "text_ids": window.pair_ids()[belongs[own]]}
+            ids["negative_texts"] = captions[belongs < 0]
+        expected = expected + reference.contrastive_loss(images[chosen], captions[own], scale, **ids) / 2
+    assert torch.equal(torch.stack(window.losses).mean(), found.detach())
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(*(torch.autograd.grad(loss, features) for loss in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- A training ----
+
+
+def train(folder: Any, new: Any, old: Any, resume: Any = None, **options: Any) -> Any:
+    """Trains with dropout; returns the trainer, and the rows that this process trained in each step."""
+    rows, callbacks = TrainedRows(), options.pop("callbacks", [])
+    given = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2, "replay_share": 0.4}
+    trainer = InfCLTrainer(
+        models.clip(dropout=0.3, seed=5 if resume else 0),
+        arguments(folder, **{**given, **options}),
+        collate,
+        train_dataset=new,
+        replay_dataset=old,
+        callbacks=[rows, *callbacks],
+    )
+    rows.watch(trainer)
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    return trainer, rows.steps[:-1]
+
+
+def rank_resumes(rank: int, world_size: int, folder: str, kinds: tuple[str, str], workers: int) -> list[list[tuple]]:
+    sets = [
+        pairs_of(kind, numbers, Path(folder, f"{rank} {numbers[0]}"))
+        for kind, numbers in zip(kinds, (NEW, OLD), strict=True)
+    ]
+    # The new pairs of a table are 12 or 6 global batches, the old ones 13 or 6.
+    options = {"dataloader_num_workers": workers, "max_steps": -1, "num_train_epochs": 1.5 * world_size}
+    if kinds[0] == "stream":
+        options |= {"max_steps": 18}
+    whole, steps = train(f"{folder}/whole", *sets, **options, save_strategy="no")
+    assert whole.state.global_step == 18
+    train(f"{folder}/parts", *sets, **options, save_steps=7, callbacks=[StopAt(7)])
+    torch.manual_seed(rank + 7)
+    resumed, rest = train(f"{folder}/parts", *sets, f"{folder}/parts/checkpoint-7", **options)
+    assert rest == steps[7:]
+    assert torch.equal(parameters(whole), parameters(resumed))
+    assert resumed.state.epoch == whole.state.epoch
+    for entry, other in zip(whole.state.log_history, resumed.state.log_history, strict=True):
+        assert entry.get("replay_samples") == other.get("replay_samples")
+    return steps
+
+
+@pytest.mark.parametrize("kinds", [("table", "stream"), ("stream", "table")], ids="-".join)
+def test_resume_is_bit_identical(ranks, tmp_path, kinds):
+    """With dropout, in the middle of an epoch; the old pairs have been read once and more."""
+    by_rank = ranks.run(rank_resumes, 2, str(tmp_path), kinds, 0, timeout=300)
+    old = set(map(tuple, PAIRS.tokens[list(OLD)].tolist()))
+    for step in zip(*by_rank, strict=True):
+        rows = list(itertools.chain(*step))
+        assert (len(rows), sum(row in old for row in rows)) == (16, 6)
+
+
+def test_resume_of_tables_is_bit_identical_with_workers(tmp_path):
+    rank_resumes(0, 1, str(tmp_path), ("table", "table"), 2)
+
+
+def rank_stops(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
+    return train(folder, table(NEW), stream_of(f"{folder}/shards"), callbacks=[StopAt(3)])[1]
+
+
+def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
+    write_tars(tmp_path / "shards", [4] * 10, first=OLD[0])
+    by_rank = ranks.run(rank_stops, 2, str(tmp_path))
+    first = [list(itertools.chain(*step)) for step in zip(*by_rank, strict=True)]
+    sets, options = (table(NEW), stream_of(tmp_path / "shards")), {"gradient_accumulation_steps": 4}
+    _, rest = train(tmp_path, *sets, tmp_path / "checkpoint-3", **options)
+    _, whole = train(tmp_path / "whole", *sets, **options)
+    assert [sorted(step) for step in first + rest] == [sorted(step) for step in whole]
+
+
+def test_a_checkpoint_of_another_replay_is_refused(tmp_path):
+    train(tmp_path, table(NEW), table(OLD), max_steps=3)
+    checkpoint = tmp_path / "checkpoint-3"
+    for other, words in (
+        ({"old": table(OLD[1:])}, "data was .*, 40 rows, shuffled, seed 42' and is .*, 39 rows"),
+        ({"replay_share": 0.2}, "replay_share was 0.4 and is 0.2"),
+        ({"replay_as": "own"}, "replay_as was None and is 'own'"),
+        ({"old": None, "replay_share": None}, "data was 'ImageTextDataset, 60 rows, .*; 3 old pairs in a global batch"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train(tmp_path, table(NEW), **{"old": table(OLD), **other, "resume": checkpoint})
+    changed = {"resume": checkpoint, "resume_with_changes": True}
+    trainer, steps = train(tmp_path, table(NEW), table(OLD), **changed, replay_share=0.5)
+    assert len(steps) == 5
+    assert trainer.state.log_history[-2]["replay_samples"] == 3 * 3 + 5 * 4
+    train(tmp_path / "plain", table(NEW), None, max_steps=3, replay_share=None)
+    with pytest.raises(ValueError, match="holds no position in new and old pairs"):
+        train(tmp_path, table(NEW), table(OLD), resume=tmp_path / "plain/checkpoint-3", resume_with_changes=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "options", "words"),
+    [
+        (table(range(500, 504)), {}, r"The replay set has 4 pairs, fewer than its 5 of each global batch of 16 pairs"),
+        (table(OLD), {"replay_share": 0.02}, r"replay_share=0\.02 of a global batch of 16 pairs is 0 old pairs after"),
+        (table(OLD), {"replay_share": 0.99}, "is 16 old pairs after rounding"),
+        (table(OLD), {"replay_share": 1.0}, "replay_share must be a number of more than 0 and less than 1, got 1.0"),
+        (table(OLD), {"replay_as": "other"}, "replay_as must be one of None, 'negatives', 'own', got 'other'"),
+        (models.Stream(40), {}, "replay_dataset must be a dataset with a length or an ImageTextStream, got a Stream"),
+        (None, {}, "replay_share had no effect without old pairs. Pass a replay_dataset"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(tmp_path, old, options, words):
+    with pytest.raises(ValueError, match=words):
+        train(tmp_path, table(NEW), old, **{"gradient_accumulation_steps": 4, "replay_share": 0.3, **options})
+
+
+def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"The training set has 10 pairs, fewer than its 11 of each global batch"):
+        replayed(table(range(10)), table(OLD))
+    with pytest.raises(ValueError, match="mixed into a train_dataset, which is missing"):
+        train(tmp_path, None, table(OLD))
