@@ -45,9 +45,8 @@ class Run:
         model.vision_model.embeddings.register_forward_hook(lambda *call: self.seen.append(len(call[-1])))
         data = ImageTextDataset(rows(), pair_id_column="id") if data is None else data
         options = {"freeze": "image", "max_steps": 4, "cache_features": str(folder / "features"), **options}
-        self.trainer = InfCLTrainer(
-            model, arguments(folder / "run", **options), train_dataset=data, processing_class=processor
-        )
+        sets = {"train_dataset": data, "replay_dataset": options.pop("replay_dataset", None)}
+        self.trainer = InfCLTrainer(model, arguments(folder / "run", **options), **sets, processing_class=processor)
 
     def train(self) -> torch.Tensor:
         self.trainer.train()
@@ -68,6 +67,18 @@ def test_trains_as_from_the_images_and_computes_each_image_once(tmp_path, kind):
     assert torch.equal(second.train(), parameters(first.trainer))
     assert (sum(first.seen), sum(second.seen)) == (20, 0)
     assert (from_images - parameters(Run(tmp_path, kind).trainer)).norm() > 1e-3, "it has trained"
+
+
+def test_features_of_new_and_old_pairs_are_computed(tmp_path):
+    """A replay trains as from the images: 5 new and 3 old pairs in each step, in two passes over the old ones."""
+
+    def run(**options: Any) -> Run:
+        old = ImageTextDataset(rows(8, first=30), pair_id_column="id")
+        return Run(tmp_path, replay_dataset=old, replay_share=0.4, **options)
+
+    cached = run()
+    torch.testing.assert_close(cached.train(), run(cache_features=None).train(), rtol=0, atol=1e-6)
+    assert sum(cached.seen) == 28
 
 
 def test_the_training_does_not_depend_on_whether_features_were_computed(tmp_path):

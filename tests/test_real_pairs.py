@@ -161,7 +161,7 @@ def test_several_captions_and_negatives_are_drawn_as_the_collator_gives_them(mod
     pairs = module("in_memory").InMemory(data, seed=0, captions_per_image=2, negatives=True)
     seen = []
     for _ in range(40):
-        batch = pairs.__getitems__([2, 0, 1])
+        batch = pairs.collate([pairs[row] for row in (2, 0, 1)])
         check_batch(batch, "positive")
         texts, image = batch["input_ids"][:, 0], batch["caption_image"]
         assert image.tolist() == [0, 0, 1, 2, 2, -1, -1]
@@ -307,19 +307,34 @@ def test_no_run_is_begun_that_earlier_ones_of_this_machine_tell_to_be_too_long(m
     assert begun(plan, 1, torch_compile=False)
 
 
+def corpus_of(sources: list[str], length: int) -> dict[str, Any]:
+    """Random pairs of these sources."""
+    generator, count = torch.Generator().manual_seed(0), len(sources)
+    tokens = torch.randint(3, 20, (count, 1, length), generator=generator, dtype=torch.int32)
+    tokens[..., -1] = 1  # the end, where the text tower reads its result
+    images = torch.randint(256, (count, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    counts = torch.ones(count, dtype=torch.int64)
+    return {"images": images, "tokens": tokens, "counts": counts, "sources": sources, "vocabulary": 20}
+
+
+def test_old_pairs_of_other_sources_are_mixed_into_a_fine_tuning(module, monkeypatch):
+    training, in_memory = module("training"), module("in_memory")
+    data, batches = corpus_of([*"aaacbbbb"], in_memory.LENGTH), []
+    collate = in_memory.InMemory.collate
+    monkeypatch.setattr(
+        in_memory.InMemory, "collate", lambda own, numbers: batches.append(numbers) or collate(own, numbers)
+    )
+    options = {"evaluations": 0, "options": '{"replay_share": 0.4}', "replay": "b,c"}
+    run = training.Run("toy", "InfCLTrainer", 5, 5, 25, 1e-2, **options)
+    training.train(run, data, {}, sources=["a"], toy=True)
+    assert [sorted(batch)[:3] for batch in batches] == [[0, 1, 2]] * 5
+    assert {number for batch in batches for number in batch[3:]} == {3, 4, 5, 6, 7}
+
+
 def test_both_trainers_have_the_same_muon(module):
     """With a micro-batch of the whole batch, both trainers compute one training, AdamW's part and Muon's."""
-    training, length = module("training"), module("in_memory").LENGTH
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, 20, (8, 1, length), generator=generator, dtype=torch.int32)
-    tokens[..., -1] = 1  # the end, where the text tower reads its result
-    data = {
-        "images": torch.randint(256, (8, 3, 16, 16), generator=generator, dtype=torch.uint8),
-        "tokens": tokens,
-        "counts": torch.ones(8, dtype=torch.int64),
-        "sources": ["a"] * 8,
-        "vocabulary": 20,
-    }
+    training = module("training")
+    data = corpus_of(["a"] * 8, module("in_memory").LENGTH)
 
     def trained(method: str, optimizer: str) -> dict[str, torch.Tensor]:
         run = training.Run("toy", method, 4, 4, 12, 2e-2, evaluations=0, optimizer=optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import models
+from helpers.demo import infcl
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.processors import clip_processor
 from helpers.shards import number_of, png, write_tars
@@ -22,6 +24,9 @@ from helpers.trainers import StopAt, TrainedRows, arguments, parameters
 from torch.utils.data import DataLoader, default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
+from hf_infcl.cli.command_options import ColumnOptions, DataOptions
+from hf_infcl.cli.datasets import replay_set
+from hf_infcl.data.overlap import shared_images
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.replay import Replayed
@@ -151,7 +156,7 @@ def test_every_pair_has_an_id_and_a_count_of_skipped_ones_if_any_has(tmp_path):
         ids = torch.cat([batch["pair_ids"] for batch in batches])
         assert len(ids.unique()) == 16, "each its own"
         assert all((batch["skipped"] == 0).all() for batch in batches)
-        assert sum(int(batch["replayed"].sum()) for batch in batches) == 5
+        assert sum(4 - batch["new_images"] for batch in batches) == 5
 
 
 # ---- The loss ----
@@ -220,10 +225,10 @@ def test_two_losses_keep_ids_captions_and_negative_captions(equal_ids):
     generator = torch.Generator().manual_seed(0)
     several = equal_ids == "positive"
     batches, texts = [], 0
-    for number, old in enumerate(([0, 1, 0, 1], [1, 0, 1, 0])):
+    for number, new in enumerate((1, 3)):
         images = torch.tensor([0, 0, 1, 2, 3, 3, -1]) if several else torch.arange(4)
         batch = {"pixel_values": torch.zeros(4, 1), "input_ids": torch.zeros(len(images), 1), "caption_image": images}
-        batch |= {"replayed": torch.tensor(old, dtype=torch.bool), "pair_ids": torch.tensor([0, 1, 0, 3]) + number}
+        batch |= {"new_images": new, "pair_ids": torch.tensor([0, 1, 0, 3]) + number}
         batches.append(batch)
         texts += len(images)
     window = Window(batches)
@@ -359,3 +364,62 @@ def test_new_pairs_that_cannot_be_mixed_are_refused(tmp_path):
         replayed(table(range(10)), table(OLD))
     with pytest.raises(ValueError, match="mixed into a train_dataset, which is missing"):
         train(tmp_path, None, table(OLD))
+
+
+# ---- The command ----
+
+
+def test_the_command_replays_old_pairs_and_tells_of_a_guard_that_is_trained_on(small, demo, tmp_path, capsys):
+    old = ["--replay_dataset", demo / "digits", "--replay_share", 0.25, "--replay_as", "own"]
+    infcl(*small, *old, "--guard_dataset", tmp_path / "pairs", demo / "digits", "--guard_split", "train")
+    printed = capsys.readouterr().out
+    assert "2 of these pairs are old (0.25, after rounding)." in printed
+    assert re.search(r"Warning: 26 of 26 images of guard1_pairs, .*, are also trained on", printed)
+    assert re.search(r"Warning: \d+ of \S+ images of guard2_digits", printed)
+    card = (tmp_path / "out/README.md").read_text()
+    replay = "2 old pairs in each global batch (25.0%) of `digits` (split train, no licence stated)"
+    assert f"| replay | {replay}; contrasted among themselves |" in card
+    assert "26 images with captions" in card
+    assert "| length | 8 optimizer steps, 64 pairs seen, 2.0 epochs of 4 full batches |" in card
+
+
+def test_old_sets_may_lack_columns_and_be_streams(demo, tmp_path):
+    """A table of other columns beside a folder of images, without the ids and the wrong captions of the new pairs."""
+    (tmp_path / "table").mkdir()
+    paths = sorted((demo / "digits/train").glob("*.png"))[:5]
+    lines = ["filepath,title", *(f"{path},a digit" for path in paths)]
+    (tmp_path / "table/train.csv").write_text("\n".join(lines))
+    write_tars(tmp_path / "shards", [4] * 2)
+    columns = ColumnOptions(pair_id_column="id")
+    args = arguments(tmp_path, data_seed=3)
+
+    def opened(*names: Any, **options: Any) -> Any:
+        names = [str(name) for name in names]
+        return replay_set(DataOptions(dataset=["new"], replay_dataset=names, **options), columns, args)
+
+    more = {"negative_caption_column": "wrong", "captions_per_image": 2}
+    tables = opened(tmp_path / "table", demo / "digits", **more)
+    assert len(tables) == 5 + len(list((demo / "digits/train").glob("*.png")))
+    assert tables[0]["caption"] == ["a digit"]
+    assert not {"pair_id", "negative_captions"} & tables[0].keys()
+    columns = ColumnOptions()
+    stream = opened(tmp_path / "shards", replay_streaming=True, replay_caption_column="txt")
+    assert (len(stream.shards), stream.seed) == (2, 3)
+    with pytest.raises(ValueError, match="--replay_caption_column had no effect without --replay_dataset"):
+        opened(replay_caption_column="txt")
+    with pytest.raises(ValueError, match=f"--replay_dataset {tmp_path / 'shards'}: .*replay_caption_column"):
+        opened(tmp_path / "shards", replay_caption_column="text")
+
+
+def test_shared_images_are_counted_by_their_bytes(tmp_path):
+    """In the table or in files beside it; not those that differ in one pixel and so not in their size."""
+    paths = [tmp_path / f"{number}.png" for number in range(3, 8)]
+    for number, path in enumerate(paths, 3):
+        path.write_bytes(png(number))
+    rows = {"image": [str(path) for path in [*paths, tmp_path / "none.png"]], "caption": ["c"] * 6}
+    files = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    guard = ImageTextDataset(files, all_captions=True)
+    assert {len(png(number)) for number in range(20)} == {len(png(0))}
+    assert shared_images(table(range(5)), guard) == (2, 5)
+    assert shared_images(guard, table(range(5))) == (2, 5)
+    assert shared_images(table([0, 1, 9]), guard) == (0, 5)

@@ -14,6 +14,7 @@ from ..averaging import halves
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
 from ..data.images import is_string
+from ..data.overlap import shared_images
 from ..data.tables import find_split
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import source_name
@@ -58,7 +59,7 @@ def training_set(
 
 def replay_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
-) -> ConcatDataset[Any] | ImageTextStream | None:
+) -> ImageTextDataset | ConcatDataset[Any] | ImageTextStream | None:
     """The old pairs to replay, if any: tables one after the other, or a stream of shards.
 
     Raises:
@@ -73,7 +74,7 @@ def replay_set(
     own_columns = data.replay_image_column, data.replay_caption_column
     if not data.replay_streaming:
         tables = [_old_pairs(source, data, columns, options) for source in data.replay_dataset]
-        return ConcatDataset(tables)
+        return tables[0] if len(tables) == 1 else ConcatDataset(tables)
     images, captions = own_columns[0] or columns.image_column, own_columns[1] or columns.caption_column
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": ids}
@@ -185,6 +186,18 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         if prompts := first_prompts({key: dataset}):
             line += f" The prompts begin with {', '.join(repr(prompt) for prompt in prompts[f'eval_{key}_prompts'])}."
         yield line
+
+
+def overlaps(trained: Any, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
+    """A warning for each guard set that has images of the training set; streams are not looked into."""
+    guards = {name: dataset for name, dataset in sets.items() if name.startswith("guard")}
+    for name, guard in guards.items() if isinstance(trained, ImageTextDataset) else ():
+        shared, looked_for = shared_images(trained, guard)
+        if shared:
+            yield (
+                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, are also trained on, so they "
+                "cannot show what is forgotten. Name a set that the training does not contain."
+            )
 
 
 def first_prompts(sets: Mapping[str, Any]) -> dict[str, list[str]]:

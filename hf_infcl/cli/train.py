@@ -18,7 +18,7 @@ from ..training.with_start import AverageWithStart
 from .adapters import ADAPTER_FILES, merge_adapters, with_adapters
 from .averages import check_average
 from .check import short_check
-from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
 from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
@@ -98,7 +98,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)
-        for line in describe_sets(eval_datasets):
+        for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             print(*short_check(trainer, train_dataset, data), sep="\n", end="")

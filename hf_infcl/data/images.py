@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -102,6 +103,31 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
         value = self._rows[row][self._image_column]
         return self._image(row, value), value["path"] if value["bytes"] is None else None
+
+    def encoded(self, row: int) -> bytes:
+        """The contents of the image file of a row.
+
+        Raises:
+            BadSampleError: it has none, or it cannot be read.
+        """
+        return self._encoded(row, self._rows[row][self._image_column])
+
+    def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
+        """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
+        import pyarrow.compute
+
+        tables = self._rows.select_columns([self._image_column]).with_format("arrow").iter(1000)
+        first = 0
+        for chunk in itertools.chain.from_iterable(table[self._image_column].chunks for table in tables):
+            sizes = pyarrow.compute.binary_length(chunk.field("bytes")).to_pylist()
+            paths = chunk.field("path").to_pylist()
+            for row in range(-first % step, len(sizes), step):
+                size, path = sizes[row], paths[row]
+                if size is None and path is not None and os.path.isfile(path):
+                    size = os.stat(path).st_size
+                if size is not None:
+                    yield first + row, size
+            first += len(sizes)
 
     def image_fingerprint(self) -> str:
         """A fingerprint of the rows, their order and the images, by path, size and modification time of image files.

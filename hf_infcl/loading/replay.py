@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers.trainer_utils import has_length
 
@@ -23,7 +22,6 @@ from ..data.wrapped import gives, has_epochs, set_epoch
 from ..options.arguments import InfCLTrainingArguments
 from .sampling import WindowSampler
 
-REPLAYED = "replayed"  # in a batch: which of its images are old, [images] bool
 DEFAULT_SHARE = 0.5
 _SEED_OF_OLD = 2**32  # apart from the seeds of the new pairs' epochs: sets of one length would always meet in pairs
 # What all items of a batch must have if some have it, and what those of a table without it get.
@@ -164,8 +162,8 @@ class ReplayBatches(IterableDataset[tuple[Any, Tag]]):
 
     Args:
         parts: those of the new pairs and of the old ones, not collated.
-        collate: turns the items of both, the new ones first, into a batch. The batch also gets ``replayed`` [images]
-            bool.
+        collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
+            number of new ones.
     """
 
     def __init__(self, parts: Sequence[Any], collate: Callable[[Items], Any]) -> None:
@@ -176,7 +174,7 @@ class ReplayBatches(IterableDataset[tuple[Any, Tag]]):
             began = time.perf_counter()
             batch = self._collate([*new, *old])
             if isinstance(batch, Mapping):
-                batch = {**batch, REPLAYED: torch.arange(len(new) + len(old)) >= len(new)}
+                batch = {**batch, "new_images": len(new)}
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds}
 

@@ -75,7 +75,10 @@ class Window:
 
     def replayed(self) -> Tensor | None:
         """[images] bool on the CPU: which pairs are old; None without replay."""
-        return torch.cat([batch["replayed"].cpu() for batch in self.batches]) if "replayed" in self.batches[0] else None
+        if "new_images" not in self.batches[0]:
+            return None
+        each = zip(self.batches, self.sizes[0], strict=True)
+        return torch.cat([torch.arange(images) >= batch["new_images"] for batch, images in each])
 
     def caption_image(self) -> Tensor | None:
         """[texts] int64 on the CPU: the image of the window that each text belongs to, or -1 for negative captions.

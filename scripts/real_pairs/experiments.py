@@ -134,8 +134,8 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
             based = run({**settings, **base, "way": "base"})
             plans.append(Plan(based, (based.learning_rate,), seeds))
             for way in ways:
-                options = json.dumps(way["options"]) if "options" in way else ""
-                of_way = {"way": way["way"], "optimizer": way.get("optimizer", "adamw"), "options": options}
+                of_way = {name: value for name, value in way.items() if name != "learning_rates"}
+                of_way["options"] = json.dumps(way["options"]) if "options" in way else ""
                 tuned = [run({**common, **of_way, "learning_rate": rate}) for rate in way["learning_rates"]]
                 plans += [Plan(one, (one.learning_rate,), seeds, base=based) for one in tuned]
     return plans
@@ -292,6 +292,7 @@ class Queue:
         usual = {field.name: field.default for field in dataclasses.fields(Run)}
         special = (
             "way",
+            "replay",
             "options",
             "optimizer",
             "samples",

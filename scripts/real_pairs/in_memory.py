@@ -142,7 +142,7 @@ def to_device(data: Any, device: torch.device) -> Any:
 
 
 class InMemory(Dataset):
-    """The training pairs on the device; a batch is gathered and augmented there at once.
+    """The numbers of training pairs whose images and tokens are on the device; `collate` makes batches of them there.
 
     Each time a pair is drawn, some of its captions are drawn and its image is scaled by 0.85 to 1.15 and moved by up to
     a tenth of its side.
@@ -168,22 +168,25 @@ class InMemory(Dataset):
     ) -> None:
         self._data, self._pair_ids, self._negatives = data, pair_ids, negatives
         self.captions_per_image = captions_per_image
-        wanted = [row for row, source in enumerate(data["sources"]) if sources is None or source in sources]
+        self._rows = [row for row, source in enumerate(data["sources"]) if sources is None or source in sources]
         self._device = data["images"].device
-        self._rows = torch.tensor(wanted, device=self._device)
         self._generator = torch.Generator(self._device).manual_seed(seed)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitems__(self, rows: list[int]) -> dict[str, Tensor]:
-        """A batch of b images with n texts: pixel_values [b, 3, S, S], input_ids [n, LENGTH].
+    def __getitem__(self, row: int) -> int:
+        """The number of the pair in the corpus."""
+        return self._rows[row]
+
+    def collate(self, numbers: list[int]) -> dict[str, Tensor]:
+        """A batch of b images with n texts, also of other sources: pixel_values [b, 3, S, S], input_ids [n, LENGTH].
 
         If asked for, pair_ids [b]. With several captions or with negatives also caption_image [n], as
         `ContrastiveCollator` gives it.
         """
-        index = self._rows[torch.tensor(rows, device=self._device)]
-        chance = torch.rand(4, len(rows), device=self._device, generator=self._generator)
+        index = torch.tensor(numbers, device=self._device)
+        chance = torch.rand(4, len(index), device=self._device, generator=self._generator)
         scale = 0.85 + 0.3 * chance[1]
         zero = torch.zeros_like(scale)
         move = 0.4 * chance[2:] - 0.2  # in half sides
@@ -219,8 +222,3 @@ class InMemory(Dataset):
 
 def normalised(images: Tensor) -> Tensor:
     return images.float() / 127.5 - 1
-
-
-def as_it_is(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The collator: `InMemory` gives whole batches."""
-    return batch

@@ -57,6 +57,7 @@ class Setting(NamedTuple):
     negatives: bool = False
     optimizer: str = "adamw"
     options: str = ""
+    replay: str = ""
 
     @classmethod
     def of(cls, row: Row) -> Setting:

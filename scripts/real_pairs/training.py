@@ -25,7 +25,7 @@ from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_sh
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
 from hf_infcl.training.optimization import switch_weights
 
-from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, as_it_is, normalised
+from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
 from .swaps import KINDS
 
 Row = dict[str, Any]
@@ -60,6 +60,8 @@ class Run:
         way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
         options: further options of `InfCLTrainingArguments`, in JSON.
         averages: a fine-tuning also measures the averages of the weights before and after it.
+        sources: of the base's training, with commas between them; `EMOJI` by default.
+        replay: the sources of old pairs that are mixed into the fine-tuning, with commas between them.
     """
 
     experiment: str
@@ -79,6 +81,8 @@ class Run:
     way: str = ""
     options: str = ""
     averages: bool = False
+    sources: str = ""
+    replay: str = ""
 
     @property
     def adamw_rate(self) -> float:
@@ -354,15 +358,10 @@ def train(
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
-    pairs = InMemory(
-        data,
-        run.seed,
-        pair_ids=run.pair_ids,
-        captions_per_image=run.captions,
-        negatives=run.negatives,
-        sources=sources,
-    )
-    if run.batch > len(pairs):
+    drawn: Any = {"pair_ids": run.pair_ids, "captions_per_image": run.captions, "negatives": run.negatives}
+    pairs = InMemory(data, run.seed, sources=sources, **drawn)
+    old = {"replay_dataset": InMemory(data, run.seed, sources=run.replay.split(","), **drawn)} if run.replay else {}
+    if run.batch > len(pairs) and not old:
         raise ValueError(f"A batch of {run.batch} pairs needs as many, and there are {len(pairs)}.")
     if model is None:
         model = new_model(data, run.seed, run.objective, toy=toy)
@@ -374,7 +373,7 @@ def train(
         own = run.method == "InfCLTrainer" or run.optimizer == "adamw"
         optimizer = None if own else muon_for_trainer(run, model, args)
         trainer = TRAINERS[run.method](
-            model, args, as_it_is, train_dataset=pairs, callbacks=[callback], optimizers=(optimizer, None)
+            model, args, pairs.collate, train_dataset=pairs, **old, callbacks=[callback], optimizers=(optimizer, None)
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
@@ -400,7 +399,8 @@ def fine_tune(
     """
     data = {**data, "sets": _by_source(data["sets"])}
     if run.way == "base":
-        rows, model = train(run, data, origin, sources=EMOJI, toy=toy, compiled=compiled)
+        sources = run.sources.split(",") if run.sources else EMOJI
+        rows, model = train(run, data, origin, sources=sources, toy=toy, compiled=compiled)
         torch.save(model.state_dict(), weights)
         return [row for row in rows if row["finished"]]
     model = new_model(data, run.seed, run.objective, toy=toy)
