@@ -58,6 +58,8 @@ class Setting(NamedTuple):
     optimizer: str = "adamw"
     options: str = ""
     replay: str = ""
+    path: str = ""
+    alpha: float = 1
 
     @classmethod
     def of(cls, row: Row) -> Setting:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.averaging import ALPHAS, PATHS, interpolated, with_factors_of_end
+from hf_infcl.averaging import interpolated, with_factors_of_end
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
@@ -36,6 +36,7 @@ TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "
 TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
 CLIP_ART = ("openclipart", "tuxpaint")
+AVERAGES = (("line", 0.25), ("line", 0.5), ("line", 0.75), ("depth", 0.5))  # of a fine-tuning's start and its end
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class Run:
         optimizer: "adamw" or "muon"; the learning rate is that of Muon's matrices then (see `adamw_rate`).
         way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
         options: further options of `InfCLTrainingArguments`, in JSON.
-        averages: a fine-tuning also measures the averages of the weights before and after it.
         sources: of the base's training, with commas between them; `EMOJI` by default.
         replay: the sources of old pairs that are mixed into the fine-tuning, with commas between them.
     """
@@ -80,7 +80,6 @@ class Run:
     optimizer: str = "adamw"
     way: str = ""
     options: str = ""
-    averages: bool = False
     sources: str = ""
     replay: str = ""
 
@@ -419,19 +418,17 @@ def fine_tune(
     start = copy.deepcopy(tuned.state_dict())
     rows, tuned = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
     (row,) = [row for row in rows if row["finished"]]
-    averages = _averages(start, tuned, row, data) if run.averages else ()
-    return [*averages, row]
+    return [row, *_averages(row, start, tuned, data)]
 
 
-def _averages(start: dict[str, Tensor], tuned: Any, row: Row, data: dict) -> Iterator[Row]:
-    """Rows of the averages between a fine-tuning's start and end, which are not of a finished run but say their α."""
+def _averages(row: Row, start: dict[str, Tensor], tuned: Any, data: dict) -> Iterator[Row]:
+    """The row of a fine-tuning with what averages of its start and its end measure."""
     end = copy.deepcopy(tuned.state_dict())
     start = with_factors_of_end(start, end)
-    for path in PATHS:
-        for alpha in ALPHAS[1:-1]:
-            tuned.load_state_dict(interpolated(start, end, alpha, path))
-            found = {**measure(tuned, data, SETS), "logit_scale": round(tuned.logit_scale.exp().item(), 4)}
-            yield {**row, **found, "path": path, "alpha": alpha, "finished": False}
+    for path, alpha in AVERAGES:
+        tuned.load_state_dict(interpolated(start, end, alpha, path))
+        found = {**measure(tuned, data, SETS), "logit_scale": round(tuned.logit_scale.exp().item(), 4)}
+        yield {**row, **found, "path": path, "alpha": alpha}
 
 
 def _by_source(sets: dict) -> dict:
