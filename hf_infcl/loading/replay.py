@@ -23,7 +23,8 @@ from ..options.arguments import InfCLTrainingArguments
 from .sampling import WindowSampler
 
 DEFAULT_SHARE = 0.5
-_SEED_OF_OLD = 2**32  # apart from the seeds of the new pairs' epochs: sets of one length would always meet in pairs
+# Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
+_SEED_OF_OLD = 2**31
 # What all items of a batch must have if some have it, and what those of a table without it get.
 _FILLED: dict[str, Callable[[str], Any]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
 
