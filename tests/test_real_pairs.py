@@ -419,14 +419,47 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
         for way, rate, optimizer in (("base", 5e-4, "adamw"), ("full", 1e-3, "muon"))
     ]
     from_muon = row("10_muon_fine_tuning", 512, 128, 2e-3, 0, 0.5, way="base", optimizer="muon", **columns)
-    lines = [line.split(" | ")[:6] for line in tables.fine_tuning([*tried, *again, from_muon]).splitlines()[2:]]
+    repeated = row("11_adamw_base_fine_tuning", 512, 128, 3e-3, 0, 0.1, way="LoRA", **columns)
+    table = tables.fine_tuning([*tried, repeated, *tried, *again, from_muon])
+    lines = [line.split(" | ")[:5] for line in table.splitlines()[2:]]
     assert lines == [
-        ["| AdamW", "before the fine-tuning", "", "**0.0005**", "3", "10.0 ± 0.0"],
-        ["| AdamW", "LoRA", "AdamW", "0.001", "3", "30.0 ± 0.0"],
-        ["| AdamW", "LoRA", "AdamW", "**0.003**", "3", "40.0 ± 0.0"],
-        ["| AdamW", "full", "Muon", "**0.001**", "1", "20.0"],
-        ["| Muon", "before the fine-tuning", "", "**0.002**", "1", "50.0"],
-    ], "every rate, the chosen one bold; a base that two experiments have stands once"
+        ["| AdamW", "before the fine-tuning", "**0.0005**", "3", "10.0 ± 0.0"],
+        ["| AdamW", "LoRA, AdamW", "0.001", "3", "30.0 ± 0.0"],
+        ["| AdamW", "LoRA, AdamW", "**0.003**", "3", "40.0 ± 0.0"],
+        ["| AdamW", "full, Muon", "**0.001**", "1", "20.0"],
+        ["| Muon", "before the fine-tuning", "**0.002**", "1", "50.0"],
+    ], "every rate, the chosen one bold; a base or a run that stands twice counts once"
+
+
+def test_averages_of_a_fine_tuning_are_shown_at_its_best_rate_beside_its_start_and_end(module):
+    tables = module("tables")
+
+    def row(way: str, recall: float, rate: float = 1e-4, seed: int = 0, **more: Any) -> Any:
+        both = {
+            f"{name}_{of}_recall@{k}": recall
+            for of in ("image", "text")
+            for name, k in (("vendor", 1), ("concepts", 5))
+        }
+        run = {
+            "experiment": "11_adamw_base_fine_tuning",
+            "method": "InfCLTrainer",
+            "batch": 512,
+            "objective": "softmax",
+        }
+        run |= {"pair_ids": False, "learning_rate": rate, "seed": seed, "way": way, "steps": 128, "finished": True}
+        return {**run, **both, "validation_image_recall@1": recall, **more}
+
+    def tuning(end: float, half: float, **more: Any) -> Any:
+        yield row("full", end, options='{"keep_features": 3.0}', **more)
+        yield row("full", half, options='{"keep_features": 3.0}', path="line", alpha=0.5, **more)
+        yield row("full", 0.0, options='{"keep_features": 3.0}', path="depth", alpha=0.5, **more)
+
+    assert tables.averages([row("base", 0.1), row("full", 0.2)]) == "", "nothing was averaged"
+    rows = [row("base", 0.1), row("base", 0.3, seed=1), *tuning(0.5, 0.3), *tuning(0.7, 0.5, seed=1)]
+    rows += tuning(0.4, 0.9, rate=3e-4)
+    assert tables.averages(rows).splitlines()[2:] == [
+        "| full, keep_features 3, AdamW | 2 | 20.0 / 20.0 | 40.0 / 40.0 | 60.0 / 60.0 | 0.0 / 0.0 |"
+    ]
 
 
 def test_each_batch_stands_once_with_the_figures_of_both_optimizers(module, tmp_path):

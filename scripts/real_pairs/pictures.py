@@ -15,7 +15,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 from PIL import Image, ImageDraw, ImageFont
 
 from .rows import (
-    CONCEPTS,
     COST_OF_OPTIMIZERS,
     FIXED_SAMPLES,
     FIXED_STEPS,
@@ -26,7 +25,8 @@ from .rows import (
     Setting,
     at_fixed_samples,
     at_fixed_steps,
-    tunings,
+    fronts,
+    name_of_way,
     value,
 )
 
@@ -178,45 +178,39 @@ def draw_curves(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_fine_tuning(rows: list[Row], path: Path) -> None:
-    """What is gained on clip art against what is kept of the emoji, for every way, optimizer and learning rate.
+def draw_fronts(rows: list[Row], path: Path) -> None:
+    """What is gained against what is kept, from the start of each fine-tuning to its end.
 
-    A panel for each optimizer that trained a base; lines of Muon are solid.
+    Nothing is drawn before a fine-tuning has been averaged with its start.
     """
     styles = {
-        "base": ("before", "black", "*", (0, 0)),
-        "full": ("full", VERMILION, "s", (-4, -12)),
-        "locked image tower": ("locked image tower", BLUE, "o", (4, 6)),
-        "LoRA": ("LoRA", GREEN, "D", (-6, -12)),
+        "full, AdamW": ("full", "black", "s"),
+        "full, layer_decay 0.65, AdamW": ("layer_decay 0.65", "grey", "v"),
+        "full, keep_weights 100, AdamW": ("keep_weights 100", PURPLE, "^"),
+        "locked image tower, Muon": ("locked image tower, Muon", ORANGE, "o"),
+        "full, keep_features 3, AdamW": ("keep_features 3", GREEN, "D"),
+        "locked image tower, keep_features 3, AdamW": ("locked image tower, keep_features 3", GREEN, "o"),
+        "full, replay_share 0.1, AdamW": ("replay, a tenth of the batch", BLUE, "<"),
+        "full, replay_share 0.25, AdamW": ("replay, a quarter", BLUE, ">"),
+        "full, replay_share 0.5, AdamW": ("replay, a half", VERMILION, "P"),
     }
-    of_bases = {base: found for base in OPTIMIZERS if (found := tunings(rows, base))}
-    figure, (axes,) = panels(1, max(1, len(of_bases)))
-    for axis, (base, found) in zip(axes, of_bases.items(), strict=False):
-        for setting, configuration in found.items():
-            way, colour, marker, offset = styles[setting.way]
-            each = configuration.at_each_rate()
-            kept, gained = ([[100 * v for v in c.values(figure)] for c in each] for figure in (STYLE, CONCEPTS))
-            x, y = ([statistics.mean(v) for v in values] for values in (kept, gained))
-            errors = [[statistics.stdev(v) if len(v) > 1 else 0 for v in values] for values in (gained, kept)]
-            before, muon = setting.way == "base", setting.optimizer == "muon"
-            name = way if before else f"{way}, {OPTIMIZERS[setting.optimizer]}"
-            form = {
-                "ms": 10 if before else 6,
-                "ls": "-" if muon else ":",
-                "mfc": "white" if muon and not before else colour,
-            }
-            axis.errorbar(x, y, *errors, color=colour, marker=marker, capsize=2, label=name, **form)
-            side = "right" if offset[0] < 0 else "left"
-            for c, place in zip(each, zip(x, y, strict=True), strict=True):
-                if not before:
-                    text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
-                    axis.annotate(f"{c.rate:.0e}".replace("e-0", "e-"), place, offset, **text)
-        axis.set(xlabel="emoji, which it was trained on: recall@1 in another style, %")
-        axis.set_title(f"base trained with {OPTIMIZERS[base]}")
-        axis.legend(frameon=False, fontsize=8)
-    for axis in axes:
-        axis.set(xlim=(0, None), ylim=(0, max(other.get_ylim()[1] for other in axes)))
-    axes[0].set(ylabel="clip art, which is new: recall@5, new concepts, %")
+    found = {name_of_way(setting): front for setting, front in fronts(rows).items()}
+    if not found:
+        return
+    figure, ((axis,),) = panels(1, 1)
+    figure.set_size_inches(7.6, 5)
+    for way, (name, colour, marker) in styles.items():
+        if way in found:
+            kept, gained = zip(*found[way].line.values(), strict=True)
+            axis.plot(kept[1:-1], gained[1:-1], marker, color=colour, ms=4, mfc="white")
+            axis.plot(kept[-1:], gained[-1:], marker, color=colour, ms=7, label=name)
+            axis.plot(kept, gained, "-", color=colour, lw=1)
+    axis.plot(kept[:1], gained[:1], "*", color="black", ms=12, label="before")
+    axis.set(
+        xlabel="kept: recall@1 of emoji in another style, %", ylabel="gained: recall@5, new concepts of clip art, %"
+    )
+    axis.set(xlim=(0, None), ylim=(0, None))
+    axis.legend(frameon=False, fontsize=8, loc="lower left")
     figure.savefig(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import csv
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -175,10 +176,62 @@ def label(setting: Setting, micro_batch: int = 256) -> str:
 def tunings(rows: list[Row], base: str = "adamw") -> dict[Setting, Configuration]:
     """The ways of fine-tuning a base that this optimizer trained, the state before it first.
 
-    Where several experiments have the same base, its figures are those of the first one that has run.
+    Where several experiments have the same base, its figures are those of the first one that has run; where a run was
+    repeated, the last one counts.
     """
     experiments = TUNINGS[base]
     first = next((e for e in experiments if any(row["experiment"] == e for row in rows)), None)
     kept = [row for row in rows if row.get("way") != "base" or row["experiment"] == first]
-    found = configurations(kept, *experiments)
+    last = {
+        (Setting.of(row), row["learning_rate"], row["seed"]): row for row in kept if row["experiment"] in experiments
+    }
+    found = configurations([row for row in last.values() if not row.get("path")], *experiments)
     return {setting: found[setting] for setting in sorted(found, key=lambda setting: setting.way != "base")}
+
+
+class Front(NamedTuple):
+    """What is kept and gained on the line between the start and the end of a fine-tuning, by α; and by depth."""
+
+    line: dict[float, tuple[float, float]]
+    by_depth: dict[float, tuple[float, float]]
+    seeds: int
+
+
+def fronts(rows: list[Row], base: str = "adamw") -> dict[Setting, Front]:
+    """For each fine-tuning that was averaged with its start, at its best rate: means over the seeds in per cent."""
+    averaged = [row for row in rows if row.get("path") and row["experiment"] in TUNINGS[base]]
+    experiments = {row["experiment"] for row in averaged}
+    of_these = [row for row in rows if row["experiment"] in experiments and not row.get("path")]
+    starts = [row for row in of_these if row["way"] == "base"]
+    found: dict[Setting, Front] = {}
+    for setting, configuration in configurations(of_these, *experiments).items():
+        ends = configuration.ended
+        mine = [row for row in averaged if row["learning_rate"] == configuration.rate and _unaveraged(row) == setting]
+        if not mine:
+            continue
+        seeds = {row["seed"] for row in ends}
+        front = Front({0.0: _kept_and_gained([r for r in starts if r["seed"] in seeds])}, {}, len(seeds))
+        for row in sorted(mine, key=lambda row: row["alpha"]):
+            same = [r for r in mine if (r["path"], r["alpha"]) == (row["path"], row["alpha"])]
+            points = front.line if row["path"] == "line" else front.by_depth
+            points[row["alpha"]] = _kept_and_gained(same)
+        front.line[1.0] = _kept_and_gained(ends)
+        found[setting] = front
+    return found
+
+
+def _unaveraged(row: Row) -> Setting:
+    return Setting.of(row)._replace(path="", alpha=1)
+
+
+def _kept_and_gained(rows: list[Row]) -> tuple[float, float]:
+    kept, gained = (100 * statistics.mean(value(row, figure) for row in rows) for figure in (STYLE, CONCEPTS))
+    return kept, gained
+
+
+def name_of_way(setting: Setting) -> str:
+    """The way, and the options and the optimizer in which it differs from the usual ones."""
+    options = json.loads(setting.options or "{}")
+    told = [f"{name} {value:g}" if not isinstance(value, str) else f"{name} {value}" for name, value in options.items()]
+    optimizer = [] if setting.way == "base" else [OPTIMIZERS[setting.optimizer]]
+    return ", ".join([setting.way, *(text for text in told if text != "weight_decay 0"), *optimizer])

@@ -16,7 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for real_pairs
 
-from real_pairs.pictures import draw_curves, draw_examples, draw_fine_tuning, draw_global_batch, draw_optimizers
+from real_pairs.pictures import (
+    draw_curves,
+    draw_examples,
+    draw_fronts,
+    draw_global_batch,
+    draw_optimizers,
+)
 from real_pairs.rows import (
     BATCHES,
     COLUMNS,
@@ -36,7 +42,9 @@ from real_pairs.rows import (
     at_fixed_samples,
     at_fixed_steps,
     configurations,
+    fronts,
     label,
+    name_of_way,
     read,
     score,
     tunings,
@@ -65,6 +73,7 @@ def main() -> None:
         "Several captions": several_captions(rows),
         "Hard negatives": hard_negatives(rows),
         "Fine-tuning": fine_tuning(rows),
+        "Averages with the start": averages(rows),
         "Cost": cost(rows),
         "Cost of the optimizers, compiled": cost(rows, COST_OF_OPTIMIZERS),
     }
@@ -75,7 +84,7 @@ def main() -> None:
     draw_global_batch(rows, args.results / "new_concepts.png", CONCEPTS, "recall@5, new concepts, %")
     draw_optimizers(rows, args.results / "optimizers.png")
     draw_curves(rows, args.results / "curves.png")
-    draw_fine_tuning(rows, args.results / "fine_tuning.png")
+    draw_fronts(rows, args.results / "keeping.png")
     if args.corpus is not None:
         draw_examples(rows, args.corpus, args.results / "examples.png")
 
@@ -259,11 +268,24 @@ def fine_tuning(rows: list[Row]) -> str:
     body = []
     for base in OPTIMIZERS:
         for setting, c in tunings(rows, base).items():
-            before = setting.way == "base"
-            name = ["before the fine-tuning", ""] if before else [setting.way, OPTIMIZERS[setting.optimizer]]
-            body += of_each_rate([OPTIMIZERS[base], *name], c, *figures)
+            name = "before the fine-tuning" if setting.way == "base" else name_of_way(setting)
+            body += of_each_rate([OPTIMIZERS[base], name], c, *figures)
     heads = ["clip art: validation", "clip art: new concepts, R@5", "emoji: other style, R@1", "emoji: zero-shot"]
-    return markdown(["base", "", "optimizer", *COLUMNS, *heads], body) if body else ""
+    return markdown(["base", "", *COLUMNS, *heads], body) if body else ""
+
+
+def averages(rows: list[Row]) -> str:
+    """What is kept (emoji: other style, R@1) and gained (clip art: new concepts, R@5) between start and end."""
+    body, found = [], fronts(rows)
+    if not found:
+        return ""
+    columns = [("line", alpha) for alpha in next(iter(found.values())).line]
+    columns += [("by_depth", alpha) for alpha in next(iter(found.values())).by_depth]
+    for setting, front in found.items():
+        cells = [getattr(front, path)[alpha] for path, alpha in columns]
+        body.append([name_of_way(setting), str(front.seeds), *(f"{kept:.1f} / {gained:.1f}" for kept, gained in cells)])
+    heads = [f"α = {alpha:g}" if path == "line" else f"by depth, {alpha:g}" for path, alpha in columns]
+    return markdown(["kept / gained", "seeds", *heads], body)
 
 
 def cost(rows: list[Row], experiment: str = "5_cost") -> str:
