@@ -101,7 +101,8 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
             print(line)
         with mistakes_in_one_line(parser.prog, of_libraries=True):
-            print(*short_check(trainer, train_dataset, data), sep="\n", end="")
+            for line in short_check(trainer, train_dataset, data):
+                print(line)
         if warning := doubtful_rate(args):
             print(warning)
     if data.overwrite_output_dir:

@@ -160,7 +160,7 @@ class TrainingFacts:
     caption_limit: int | None = None
     cut_captions: Mapping[str, float] = field(default_factory=dict)
     replayed: int = 0
-    replay_sources: Sequence[Source] = ()
+    replay_sources: Sequence[Source] = field(default_factory=list)
     replay_as: str = "negatives"
     frozen: str | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
