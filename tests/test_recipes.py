@@ -23,15 +23,21 @@ from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, run
 from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
 
+from hf_infcl.cli.parser import RECIPES
 from hf_infcl.encoders.sharding import FSDP_SINCE
-
-RECIPES = sorted((CONFIGS / "recipes").glob("*.yaml"))
 
 
 def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The options with which a recipe runs on a small machine, for two steps."""
     _, _, model, _, pairs, _, out, *_ = small
-    changed = {"model": model, "output_dir": out, "max_steps": 2, "report_to": "none", "use_cpu": True}
+    changed = {
+        "model": model,
+        "output_dir": out,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "report_to": "none",
+        "use_cpu": True,
+    }
     changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}
     if recipe.get("streaming"):
         images = sorted((pairs / "train").glob("*.png"))
@@ -40,6 +46,7 @@ def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict
         changed |= {"dataset": tmp_path / "shards/0.tar", "torch_compile": False}
     else:
         changed |= {"dataset": pairs, "eval_dataset": pairs}
+    changed |= {name: pairs for name in ("replay_dataset", "guard_dataset") if name in recipe}
     if "cache_features" in recipe:
         changed["cache_features"] = tmp_path / "features"
     return changed
@@ -54,11 +61,11 @@ def logs(out: Path) -> list[dict[str, Any]]:
     return [entry for entry in history if "loss" in entry]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_train(small, tmp_path, path):
-    text, out = path.read_text(), tmp_path / "out"
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_train(small, tmp_path, name):
+    text, out = RECIPES[name].read_text(), tmp_path / "out"
     recipe = yaml.safe_load(text)
-    infcl("train", path, *as_words(changes(small, tmp_path, recipe)))
+    infcl("train", *as_words(changes(small, tmp_path, recipe)), "--recipe", name)
     results = json.loads((out / "all_results.json").read_text())
     assert math.isfinite(results["train_loss"])
     assert ("eval_pairs_loss" in results) == ("eval_dataset" in recipe)
@@ -68,6 +75,8 @@ def test_recipes_train(small, tmp_path, path):
     assert f"learning rate | {rate:g}, cosine" in (out / "README.md").read_text()
     assert len(text.split("model:")[0].splitlines()) >= 4, "it says how it is started and when it is for"
     assert all(entry["learning_rate"] <= rate for entry in logs(out))
+    assert [entry.get("replay_samples") for entry in logs(out)] == ([4, 8] if "replay_share" in recipe else [None] * 2)
+    assert (out / "average_results.json").exists() == ("average_with_start" in recipe)
 
 
 def check_trained(out: Path, pairs: int) -> None:
@@ -114,9 +123,9 @@ def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
         pytest.importorskip("deepspeed")
     if name == "fsdp2" and compare_versions("accelerate", "<", FSDP_SINCE):
         pytest.skip(f"FSDP needs accelerate {FSDP_SINCE}")
-    recipe = CONFIGS / "recipes/finetune_clip.yaml"
+    recipe = RECIPES["finetune_clip"]
     changed = changes(small, tmp_path, yaml.safe_load(recipe.read_text()))
-    changed |= {"use_cpu": False, "bf16": False, "gradient_accumulation_steps": 1, "logging_steps": 1}
+    changed |= {"use_cpu": False, "bf16": False, "gradient_accumulation_steps": 1}
     words = ["train", str(recipe), *as_words(changed)]
     code, printed = launched(under, str(CONFIGS / f"{name}.yaml"), words)
     assert code == 0, printed
@@ -130,8 +139,8 @@ def test_several_nodes_train_together(small, tmp_path, monkeypatch):
     for name, line in (("scontrol", "echo localhost; echo another"), ("srun", r"printf '%s\0' \"$@\"")):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n".replace('\\"', '"'))
         (tmp_path / "bin" / name).chmod(0o755)
-    recipe = yaml.safe_load((CONFIGS / "recipes/from_scratch.yaml").read_text())
-    changed = changes(small, tmp_path, recipe) | {"logging_steps": 1, "gradient_accumulation_steps": 1}
+    recipe = yaml.safe_load(RECIPES["from_scratch"].read_text())
+    changed = changes(small, tmp_path, recipe) | {"gradient_accumulation_steps": 1}
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -141,7 +150,7 @@ def test_several_nodes_train_together(small, tmp_path, monkeypatch):
         "RENDEZVOUS_PORT": str(port),
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
     }
-    script = CONFIGS / "recipes/several_nodes.sh"
+    script = CONFIGS / "several_nodes.sh"
     done = subprocess.run(
         [script, *as_words(changed)], cwd=ROOT, env=os.environ | slurm, capture_output=True, check=True
     )

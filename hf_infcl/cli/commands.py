@@ -69,6 +69,7 @@ def train_parser() -> Parser:
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
         *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_TRAINING,
+        recipes=True,
     )
 
 
@@ -81,6 +82,7 @@ def check_parser() -> Parser:
         "does, and 2 if an option is wrong.",
         *(CheckOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_CHECK,
+        recipes=True,
     )
 
 
@@ -133,6 +135,7 @@ def plan_parser() -> Parser:
         *(PlanOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_PLAN,
         optional={"dataset"},
+        recipes=True,
     )
 
 

@@ -43,6 +43,11 @@ ELSEWHERE = {
 
 MOST_CHOICES = 12  # of an option that the short help lists
 
+FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+
+# The files of options that the package holds, by the names of --recipe.
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
+
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows one spelling of an option, and its default unless that is None or False."""
@@ -90,6 +95,7 @@ class Parser(HfArgumentParser):
         shown: the options of the training that ``--help`` lists; ``--help all`` lists every one.
         optional: required options of the dataclasses that this command can do without.
         places: what each word means that stands before the options, by its name.
+        recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class Parser(HfArgumentParser):
         shown: Collection[str],
         optional: Collection[str] = (),
         places: Mapping[str, str] | None = None,
+        recipes: bool = False,
     ) -> None:
         places = places or {}
         self._declared: tuple[Any, ...] = (*options, training_options())
@@ -117,6 +124,13 @@ class Parser(HfArgumentParser):
         )
         for name, meaning in places.items():
             super().add_argument(name, metavar=name.upper(), help=meaning)
+        if recipes:
+            super().add_argument(
+                "--recipe",
+                choices=RECIPES,
+                help="Start from the options of a recipe of the package. Further options override them. Each file in "
+                "hf_infcl/recipes says what it is for.",
+            )
         self._shown = shown
         for action in self._actions:
             action.required = action.required and action.dest not in optional
@@ -161,20 +175,21 @@ class Parser(HfArgumentParser):
         sys.exit(2)
 
     def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-        """Reads the command line, whose first word may be a YAML or JSON file of options.
+        """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
 
         Returns:
             All options, and the names of those that the user has set.
         """
-        words = list(words)
+        asked = list(words)
         values: dict[str, Any] = {}
         given: set[str] = set()
         try:
-            if words and words[0].endswith((".yaml", ".yml", ".json")):
+            words = self._with_recipe(asked)
+            if words and words[0].endswith(FILES):
                 values, from_file = self._read_file(Path(words[0]))
                 given |= values.keys()
                 words = from_file + words[1:]
-            given |= {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
+            given |= {self._known(_name(word)) for word in (*asked, *words) if re.match("--(?!help(=|$))[^-]", word)}
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
@@ -209,6 +224,27 @@ class Parser(HfArgumentParser):
             kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
         return kinds
 
+    def _with_recipe(self, words: list[str]) -> list[str]:
+        """The words, with the file of the recipe that --recipe names in place of this option, before the others."""
+        if "--recipe" not in self._option_string_actions:
+            return words
+        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        reader.add_argument("--recipe", nargs="?", const="")
+        found, others = reader.parse_known_args(words)
+        if found.recipe is None:
+            return words
+        if found.recipe not in RECIPES:
+            raise ValueError(
+                f"There is no recipe {found.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
+                "first word of the command, without --recipe."
+            )
+        if others and others[0].endswith(FILES):
+            raise ValueError(
+                f"--recipe {found.recipe} and {others[0]} are both files of options, and a command takes one. Write "
+                "the options of the other on the command line."
+            )
+        return [str(RECIPES[found.recipe]), *others]
+
     def _known(self, name: str) -> str:
         if name in self._kinds:
             return name
@@ -228,8 +264,9 @@ class Parser(HfArgumentParser):
         words: list[str] = []
         for key, (value, text) in _load(path).items():
             name = self._known(key)
-            if name != key:
-                raise ValueError(f"{path}: {key} only works on the command line. Write {name}: false.")
+            if name != key or name not in self._kinds:
+                instead = f" Write {name}: false." if name in self._kinds else ""
+                raise ValueError(f"{path}: {key} only works on the command line.{instead}")
             kind = self._kinds[name]
             choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
             lists = [choice for choice in choices if typing.get_origin(choice) is list]

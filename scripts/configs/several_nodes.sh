@@ -1,6 +1,6 @@
 #!/bin/bash
 # Several nodes of 8 GPUs under Slurm, here two:
-#     sbatch scripts/configs/recipes/several_nodes.sh --gradient_accumulation_steps 4
+#     sbatch scripts/configs/several_nodes.sh --gradient_accumulation_steps 4
 # For batches or models that one node trains too slowly. On each node, torchrun starts 8 processes. They find each other
 # at the rendezvous, a port of the first node that every node must be able to reach. All 8 × nodes processes share one
 # contrastive batch. The recipe uses 8 accumulation steps on one node; two nodes need 4 for the same batch.
@@ -22,4 +22,4 @@ export OMP_NUM_THREADS=8
 exec srun torchrun \
   --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:${RENDEZVOUS_PORT:-29500}" \
-  -m hf_infcl train scripts/configs/recipes/from_scratch.yaml "$@"
+  -m hf_infcl train --recipe from_scratch "$@"
