@@ -39,7 +39,7 @@ from transformers import TrainingArguments
 import hf_infcl
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.checkpoints.lock import locked
-from hf_infcl.cli import commands, declared, defaults, description, earlier, plan, results
+from hf_infcl.cli import commands, defaults, description, earlier, plan, results
 from hf_infcl.cli import datasets as opening
 from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.cli.commands import train_parser
@@ -50,6 +50,7 @@ from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
+from hf_infcl.options import declared
 from hf_infcl.options.arguments import EQUAL_IDS
 from hf_infcl.planning import GPUS
 from hf_infcl.publishing import CardCallback

@@ -18,8 +18,8 @@ from helpers.processors import clip_processor
 from helpers.trainers import arguments
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.cli.models import load, load_config
 from hf_infcl.conversion import files, load_open_clip
+from hf_infcl.conversion.models import load, load_config
 
 WORDS = (
     "--use_cpu",

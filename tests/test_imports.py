@@ -29,7 +29,11 @@ def rooms(*names: str) -> tuple[str, ...]:
 TRAINING = ("options", "windows", "loading", "training")
 
 # Of modules that read options, so that a mistyped one is answered at once.
-WITHOUT_TORCH = ("torch", *HUGGING_FACE, *rooms("reference", "kernels", "processes", "loss", "data", *TRAINING))
+WITHOUT_TORCH = (
+    *("torch", *HUGGING_FACE),
+    *rooms("reference", "kernels", "processes", "loss", "data", "windows", "loading", "training"),
+    *(f"hf_infcl.options.{path.stem}" for path in PACKAGE.glob("options/[a-z]*.py") if path.stem != "declared"),
+)
 
 # What a room, or a module in it, must neither import nor reach through an attribute of torch. If several names apply,
 # the longest one counts.
@@ -94,6 +98,7 @@ MUST_NOT_KNOW = {
         *rooms("data", "passes", "checkpoints", "optimizers"),
     ),
     "hf_infcl.options.combinations": ("torch", "transformers", "hf_infcl"),
+    "hf_infcl.options.declared": WITHOUT_TORCH,
     "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
@@ -126,7 +131,6 @@ MUST_NOT_KNOW = {
         *rooms("processes", "kernels", "loss", "evaluation", *TRAINING, "planning", "publishing", "cli"),
     ),
     "hf_infcl.cli.commands": WITHOUT_TORCH,
-    "hf_infcl.cli.declared": WITHOUT_TORCH,
     "hf_infcl.cli.command_options": WITHOUT_TORCH,
     "hf_infcl.cli": rooms("reference", "kernels", "loss"),
     "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", *TRAINING, "publishing"),

@@ -20,10 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_infcl import InfCLTrainingArguments, cli, contrastive_loss, planning
 from hf_infcl.cli import commands
-from hf_infcl.cli.plan import check_memory
 from hf_infcl.loss.ring import Ring
 from hf_infcl.optimizers.newton_schulz import orthogonalised
-from hf_infcl.planning import GIB, Choice, Counts
+from hf_infcl.planning import GIB, Choice, Counts, check_memory
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from ..data import ImageTextStream, ZeroShotDataset
 from .copies import Print
 from .faults import Limits, faults_of
-from .looking import Look
-from .reading import Part
+from .looking import Look, Looker
+from .reading import Part, read
 
+TRAINED = "train"  # the name of the training set among those of a check
 KEPT = 10_000  # thumbnails of 3 kB each, and texts of captions
 
 
@@ -117,3 +120,27 @@ class SetFacts:
         counts = Counter(number for own in self.caption_ids.values() for number in own)
         ((number, count),) = counts.most_common(1) or [(0, 0)]
         return self.texts.get(number, ""), count
+
+
+def facts_of(
+    key: str, dataset: Any, looker: Looker, limits: Limits, samples: int | None, workers: int, *, show: bool
+) -> SetFacts:
+    """Reads a set.
+
+    Args:
+        key: the name of the set; `TRAINED` for the training set.
+        dataset: raises an error for a bad row, see ``plain`` of the training sets.
+        looker, limits: of the model.
+        samples: the pairs to read; None for all.
+        workers: processes that read; 0 for this one.
+        show: whether to show a progress bar.
+    """
+    pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
+    name = "the training set" if key == TRAINED else dataset.name
+    has_captions = not isinstance(dataset, ZeroShotDataset)
+    facts = SetFacts(name, limits, is_trained=key == TRAINED, has_captions=has_captions, pairs=pairs)
+    for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
+        facts.add(part)
+    if samples is None:
+        facts.pairs = facts.looks
+    return facts

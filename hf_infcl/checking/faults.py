@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..data import ContrastiveCollator
 from .looking import Look
+
+USUAL_SIDE = 224  # of the images of a model whose config does not tell
 
 
 class Limits(NamedTuple):
@@ -30,6 +33,12 @@ class Limits(NamedTuple):
     def huge(self) -> int:
         """The pixels from which decoding takes much longer than the model needs: as many as a large photograph has."""
         return 16_000_000
+
+
+def limits_of(config: Any, collator: ContrastiveCollator) -> Limits:
+    """What a model reads."""
+    side = getattr(config.vision_config, "image_size", USUAL_SIDE)
+    return Limits(min(side) if isinstance(side, (list, tuple)) else side, collator.max_length)
 
 
 @dataclass(frozen=True)

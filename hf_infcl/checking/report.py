@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from .facts import SetFacts
 from .findings import Finding
+from .sheet import draw_sheet
 
+# In --output_dir. A push leaves out what begins with an underscore: the sheet shows training images.
+SHEET_FILE, FINDINGS_FILE = "_check.png", "_check.json"
 MIB = 1 << 20
 
 
@@ -76,3 +81,13 @@ def as_json(results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], options: 
             for name, (facts, findings) in results.items()
         },
     }
+
+
+def write_report(folder: Path, results: Mapping[str, tuple[SetFacts, Sequence[Finding]]], to_add: str) -> None:
+    """Writes the contact sheet and all findings into the folder, and tells the options to add."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_sheet(list(results.values())).save(folder / SHEET_FILE)
+    (folder / FINDINGS_FILE).write_text(json.dumps(as_json(results, to_add), indent=1), encoding="utf-8")
+    print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
+    if to_add:
+        print(f"Add to `infcl train`: {to_add}")

@@ -20,8 +20,10 @@ from ..averaging import (
     running_statistics,
     with_halves,
 )
+from ..conversion.models import load
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
+from ..encoders.adapters import adapter_state, with_trained_adapter
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
@@ -29,7 +31,6 @@ from .averages import alpha_of
 from .command_options import EvaluationOptions
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .models import load
 from .parser import Parser
 
 
@@ -76,30 +77,6 @@ class BetweenCheckpoints:
     def batch_norms(self) -> int:
         """The number of batch norms with running statistics."""
         return len(running_statistics(self._end)) // 2
-
-
-def with_trained_adapter(base: Any, adapter: str) -> Any:
-    """The model with a trained adapter of peft.
-
-    Raises:
-        ValueError: peft is not installed, or the adapter is not one of this model.
-    """
-    try:
-        import peft
-    except ImportError:
-        raise ValueError(f"{adapter} is an adapter of the package peft: pip install peft.") from None
-    try:
-        return peft.PeftModel.from_pretrained(base, adapter)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{adapter} is not an adapter of the start, because it cannot be added: {error}") from error
-
-
-def adapter_state(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model's adapter, as peft saves them."""
-    import peft
-
-    state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    return state
 
 
 def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,31 @@ from transformers import PretrainedConfig
 
 from .. import planning
 from ..checking import (
+    TRAINED,
     Finding,
-    Limits,
     Looker,
     SetFacts,
-    as_json,
-    draw_sheet,
     facts_lines,
+    facts_of,
     finding_lines,
     findings_of_overlap,
     findings_of_set,
+    limits_of,
     options_to_add,
-    read,
+    write_report,
 )
-from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..conversion.models import load_readers
+from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
 from ..options.arguments import InfCLTrainingArguments
-from ..planning import GPUS
+from ..planning import GPUS, choice_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from .datasets import evaluation_datasets, guard_datasets, training_set
 from .launched import mistakes_in_one_line
-from .models import load_readers
 from .parser import Parser
-from .plan import choice_of
 
-# In --output_dir. A push leaves out what begins with an underscore: the sheet shows training images.
-SHEET_FILE, FINDINGS_FILE = "_check.png", "_check.json"
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
 TOLD_BY_TRAINER = ("cut", "repeated_captions")
-TRAINED = "train"
-SIDE = 224  # of the images of a model whose config does not tell
 
 
 def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
@@ -79,18 +73,9 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     print(line)
     every = [finding for _, findings in results.values() for finding in findings]
     length = length_of(sets[TRAINED], results[TRAINED][0], data)
-    write(Path(args.output_dir), results, options_to_add([*(f.options for f in every), *options_of_loading, *length]))
+    to_add = options_to_add([*(finding.options for finding in every), *options_of_loading, *length])
+    write_report(Path(args.output_dir), results, to_add)
     sys.exit(int(any(finding.spoils for finding in every)))
-
-
-def write(folder: Path, results: Mapping[str, tuple[SetFacts, list[Finding]]], to_add: str) -> None:
-    """Writes the contact sheet and all findings into the folder, and tells the options to add."""
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_sheet(list(results.values())).save(folder / SHEET_FILE)
-    (folder / FINDINGS_FILE).write_text(json.dumps(as_json(results, to_add), indent=1), encoding="utf-8")
-    print(f"Pictures are in {folder / SHEET_FILE}, and all rows of each finding in {folder / FINDINGS_FILE}.")
-    if to_add:
-        print(f"Add to `infcl train`: {to_add}")
 
 
 def sets_to_check(
@@ -108,36 +93,6 @@ def sets_to_check(
         **evaluation_datasets(columns, evaluation, data),
         **guard_datasets(columns, guards, evaluation, data),
     }
-
-
-def limits_of(config: Any, collator: ContrastiveCollator) -> Limits:
-    """What a model reads."""
-    side = getattr(config.vision_config, "image_size", SIDE)
-    return Limits(min(side) if isinstance(side, (list, tuple)) else side, collator.max_length)
-
-
-def facts_of(
-    key: str, dataset: Any, looker: Looker, limits: Limits, samples: int | None, workers: int, *, show: bool
-) -> SetFacts:
-    """Reads a set.
-
-    Args:
-        key: the name of the set; `TRAINED` for the training set.
-        dataset: raises an error for a bad row, see ``plain`` of the training sets.
-        looker, limits: of the model.
-        samples: the pairs to read; None for all.
-        workers: processes that read; 0 for this one.
-        show: whether to show a progress bar.
-    """
-    pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
-    name = "the training set" if key == TRAINED else dataset.name
-    has_captions = not isinstance(dataset, ZeroShotDataset)
-    facts = SetFacts(name, limits, is_trained=key == TRAINED, has_captions=has_captions, pairs=pairs)
-    for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
-        facts.add(part)
-    if samples is None:
-        facts.pairs = facts.looks
-    return facts
 
 
 def findings_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[Finding]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..embedding.options import EmbedOptions
+from ..options.declared import of_infcl, of_transformers
 from .command_options import (
     AverageOptions,
     CheckOptions,
@@ -18,7 +19,6 @@ from .command_options import (
     PlanOptions,
     StartOptions,
 )
-from .declared import of_infcl, of_transformers
 from .parser import Parser, PlainParser
 
 COMMANDS = {

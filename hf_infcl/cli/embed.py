@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ..conversion.models import load
 from ..data import ImageTextStream, load_pairs
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
@@ -13,7 +14,6 @@ from ..embedding.sources import ItemSource, ShardSource, TableSource
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .models import load
 from .parser import Parser
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..conversion.models import load
 from ..publishing import PicturesCallback
 from ..training.trainer import InfCLTrainer
 from .datasets import check_columns, describe_sets, evaluation_datasets, first_prompts
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .models import load
 from .parser import Parser
 
 

@@ -22,7 +22,7 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from .declared import of_transformers, training_options
+from ..options.declared import of_transformers, training_options
 from .messages import is_missing_package, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.

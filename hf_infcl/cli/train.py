@@ -11,11 +11,13 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..conversion import compare_formats
+from ..conversion.models import load
+from ..encoders.adapters import ADAPTER_FILES, merge_adapters, with_adapters
+from ..planning import check_memory
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback, lines_of_changes
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart
-from .adapters import ADAPTER_FILES, merge_adapters, with_adapters
 from .averages import check_average
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
@@ -24,9 +26,7 @@ from .description import describe_run
 from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
 from .groups import GroupsTold
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .models import load
 from .parser import Parser
-from .plan import check_memory
 from .results import full_disk_told, save_results, tell_places
 
 
@@ -128,7 +128,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
         facts = describe(adapter=lora.lora_rank is not None and not merge, average=averaged)
         if merge and trainer.is_world_process_zero():
-            merge_adapters(Path(args.output_dir), model_options)
+            merge_adapters(Path(args.output_dir), load(model_options.model, model_options.open_clip_model).model)
         CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):

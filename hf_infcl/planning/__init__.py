@@ -1,6 +1,7 @@
 """Predicts memory and time of a training from the model's config and from rates measured on GPUs."""
 
 from .counting import ROWS, Counts, Operation, count
+from .fitting import check_memory, choice_of
 from .measuring import measure
 from .prediction import (
     GIB,
@@ -31,6 +32,8 @@ __all__ = [
     "Operation",
     "best",
     "block_seconds",
+    "check_memory",
+    "choice_of",
     "choices",
     "count",
     "hiding_bandwidth",

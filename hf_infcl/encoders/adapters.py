@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
-
-from .command_options import ModelOptions
-from .models import load
 
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
@@ -27,11 +25,34 @@ def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
     return peft.get_peft_model(model, config)
 
 
-def merge_adapters(folder: Path, start: ModelOptions) -> None:
+def merge_adapters(folder: Path, start: Any) -> None:
     """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
     import peft
 
-    model, *_ = load(start.model, start.open_clip_model)
-    peft.PeftModel.from_pretrained(model, folder).merge_and_unload().save_pretrained(folder)
+    peft.PeftModel.from_pretrained(start, folder).merge_and_unload().save_pretrained(folder)
     for name in ADAPTER_FILES:
         (folder / name).unlink(missing_ok=True)
+
+
+def with_trained_adapter(base: Any, adapter: str) -> Any:
+    """The model with a trained adapter of peft.
+
+    Raises:
+        ValueError: peft is not installed, or the adapter is not one of this model.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(f"{adapter} is an adapter of the package peft: pip install peft.") from None
+    try:
+        return peft.PeftModel.from_pretrained(base, adapter)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{adapter} is not an adapter of the start, because it cannot be added: {error}") from error
+
+
+def adapter_state(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model's adapter, as peft saves them."""
+    import peft
+
+    state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    return state

@@ -1,4 +1,4 @@
-"""Loads the model that ``--model`` names, or explains briefly why that is impossible."""
+"""Loads the model of a name, in either format, or explains briefly why that is impossible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
-from ..conversion import config_of_open_clip, is_of_open_clip, load_open_clip
+from .converting import config_of_open_clip, load_open_clip
+from .files import is_of_open_clip
 
 
 class Loaded(NamedTuple):
