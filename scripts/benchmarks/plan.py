@@ -4,38 +4,28 @@ The rates of `hf_infcl.planning` were fitted to the rows marked as fitted, and t
 the loss again. The rows marked as new were measured after the rates had been chosen. The other rows were known at that
 time, although no rate was fitted to them. Differences are those of the prediction from the measured value.
 
-Some rows were predicted before they were measured, with the rates of that time. Of 20 losses at d9e0b94 and 2c3643e, 18
-were predicted within 9.5%, and the two of 2 × 4,096 pairs 18 and 24% too short. Of 15 losses on one GPU at e247512, 13
-were predicted within 7.5%, and the two with D = 256 19 and 21% too short. The times of the first steps on an H100
-(d9e0b94) were predicted 8.7% too long, compiled 12.0%, and their memory 0.5% too small. The formula for losses was then
-improved twice: a logit takes some time in addition to its products, and the host's time for a small loss on several
-GPUs partly overlaps with the device's. The same case of 2 × 4,096 pairs takes 1.5 to 2.1 ms from one run to the next,
-so no prediction of it can be much better than 15%. Of 22 losses at 6c21d54, on one and two H200s, 21 were then
-predicted within 13.1%, and one, whose deciles are 2.84 and 3.72 ms, 21% too short. The kernels of 6258f51 are up to 14%
-faster than those to which the rates were fitted. Of the 46 losses at 6258f51, 157e28c and c379bca, 43 are nevertheless
-predicted within 15%, most of them too long.
+Of 20 losses that were predicted before they were measured (d9e0b94 and 2c3643e), 18 were within 9.5%, and the two of
+2 × 4,096 pairs 18 and 24% too short; such a loss takes 1.5 to 2.1 ms from one run to the next. The formula was then
+improved, and the kernels became up to 14% faster than those to which the rates were fitted. Of the 46 losses at
+6258f51, 157e28c and c379bca, 43 are nevertheless predicted within 15%, most of them too long. The times of the first
+steps on an H100 (d9e0b94) were predicted 8.7% too long, compiled 12.0%, and their memory 0.5% too small.
 
-The rates of larger losses on several GPUs were chosen when the rows of two, four and eight H200s below were known. The
-rows "hf_infcl ring" of four GPUs at 926160b, to which they were also fitted, are not in this table. With 65,536 pairs
-on each of eight GPUs the softmax loss takes longer than predicted. Half of the difference is not communication: eight
-losses of a GPU's own pairs took 261 ms there, and 243 ms on a single GPU.
+The rates of larger losses on several GPUs were chosen when the rows of two, four and eight H200s below were known. With
+65,536 pairs on each of eight GPUs the softmax loss takes longer than predicted. Half of the difference is not
+communication: eight losses of a GPU's own pairs took 261 ms there, and 243 ms on a single GPU.
 
-Steps with a frozen image tower take a tenth longer than predicted. In their profile (4 × 256 pairs, one H200, e247512;
-the device synchronised around each phase) the two passes take as long as predicted: 173 + 116 ms, predicted 190 + 102.
-Phases that are not predicted take 21 ms in all: copies of the images in fp32 11, clipping 6, the others 4. A step
-without synchronisation took 341 ms, of which the GPU computed or copied for 279: the small kernels of the text tower
-wait for the host.
+Steps with a frozen image tower take a tenth longer than predicted. In their profile (4 × 256 pairs, one H200, e247512)
+the two passes take as long as predicted: 173 + 116 ms, predicted 190 + 102. Copies of the images in fp32, clipping and
+others, which are not predicted, take 21 ms, and the small kernels of the text tower wait for the host.
 
 `infcl plan --measure` at e247512, on one H200, gave for the forward and backward of a micro-batch (predictions in
 brackets): ViT-B/16 with 256 pairs 144 ms and 28.5 GiB (145 and 28.3), with a frozen image tower 66 and 6.8 (66 and
 6.8), with 64 pairs 67 and 8.2 (55 and 8.1); ViT-L/14 with 128 pairs 230 and 44.9 (259 and 44.7); SigLIP's ViT-B/16 with
-128 pairs 86 and 13.9 (74 and 13.8). Each is a single measurement. The one with 64 pairs is limited by the host, which
-took 23 µs to launch an operation instead of the 21 µs of the rates.
+128 pairs 86 and 13.9 (74 and 13.8). Each is a single measurement.
 
-Until commit c444e05 the first pass kept the graph of one micro-batch while the others were encoded. The predicted
-memory of older rows therefore includes that of a forward without a graph, 1.28 GiB for 256 pairs by the same count.
-Brackets contain the first and last decile. Rows with the compilation are single steps in which the model was compiled,
-which takes tens of seconds; `infcl plan` predicts the steps after it.
+Until c444e05 the first pass kept the graph of one micro-batch while the others were encoded, so the predicted memory of
+older rows includes a forward without a graph, 1.28 GiB for 256 pairs. Brackets contain the first and last decile.
+Rows with the compilation are single steps in which the model was compiled, which `infcl plan` does not predict.
 """
 
 from __future__ import annotations
