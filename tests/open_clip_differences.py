@@ -16,16 +16,16 @@ from helpers import open_clip_package
 from helpers.open_clip_models import DIFFERENCES, processor_of
 from tqdm import tqdm
 
-from hf_infcl.conversion import comparison, files, from_open_clip, to_open_clip, towers
-from hf_infcl.conversion.images import image_processor
+from hf_infcl.conversion import comparison, folders, from_open_clip, to_open_clip, towers
 from hf_infcl.conversion.incoming import transformers_config
+from hf_infcl.conversion.preprocessing import image_processor
 
 LAYERS, SEEDS, ROWS = 1, 2, 1000
 
 
 def small_config(name: str) -> dict[str, Any] | None:
     """The config with fewer layers and tokens; None if transformers has no such model."""
-    fields = files.named_config(name)["model_cfg"]
+    fields = folders.named_config(name)["model_cfg"]
     try:
         transformers_config(fields)
     except ValueError:

@@ -26,8 +26,8 @@ from helpers.processors import tokenizer
 from PIL import Image
 
 from hf_infcl import cli
-from hf_infcl.conversion import captions, comparison, convert, files, from_open_clip, load_open_clip, to_open_clip
-from hf_infcl.conversion.images import image_processor, preprocess_config
+from hf_infcl.conversion import comparison, convert, folders, from_open_clip, load_open_clip, to_open_clip, tokenizing
+from hf_infcl.conversion.preprocessing import image_processor, preprocess_config
 from hf_infcl.conversion.towers import mlp_ratio
 
 
@@ -139,7 +139,7 @@ def test_a_config_of_something_else_is_refused():
 )
 def test_a_tokenizer_of_another_model_is_refused(change, words):
     with pytest.raises(ValueError, match=words):
-        captions.prepared(tokenizer(), config("CLIP")["model_cfg"]["text_cfg"] | change)
+        tokenizing.prepared(tokenizer(), config("CLIP")["model_cfg"]["text_cfg"] | change)
 
 
 def test_a_longer_tokenizer_is_refused_on_the_way_out():
@@ -164,7 +164,7 @@ def test_the_saved_tokenizer_cleans_as_open_clip_and_cuts_at_the_model_s_length(
     else:
         assert saved(" a   b ")["input_ids"] == plain("a b")["input_ids"]
     assert len(saved("a b c d e f g h i j", truncation=True)["input_ids"]) == 8
-    assert captions.cleaning(saved) == {"CLIP": "whitespace", "SigLIP": "canonicalize"}[case]
+    assert tokenizing.cleaning(saved) == {"CLIP": "whitespace", "SigLIP": "canonicalize"}[case]
 
 
 def test_image_processors_that_open_clip_has_not_are_refused():
@@ -239,7 +239,7 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     with pytest.raises(SystemExit):
         cli.main("convert", [str(path), str(tmp_path / "ours")])
     assert "Name the model with --open_clip_model" in capsys.readouterr().err
-    checkpoint = files.read(path, str(folder_of("CLIP", tmp_path / "theirs") / files.CONFIG))
+    checkpoint = folders.read(path, str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG))
     assert same_weights(
         from_open_clip(checkpoint.tensors, checkpoint.config)[0], from_open_clip(tensors("CLIP"), CLIP)[0]
     )
@@ -249,27 +249,27 @@ def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypa
     (tmp_path / "empty").mkdir()
     (tmp_path / "program.pt").write_bytes(b"no tensors")
     torch.save([1], tmp_path / "list.pt")
-    (tmp_path / files.CONFIG).write_text(json.dumps(config("CLIP")))
+    (tmp_path / folders.CONFIG).write_text(json.dumps(config("CLIP")))
     for source, name, words in (
         ("empty", None, "no open_clip_config.json"),
         ("", None, "no weights, such as open_clip_model.safetensors"),
         ("", "ViT-B-32", "is for a file of weights"),
-        ("program.pt", str(tmp_path / files.CONFIG), "cannot be read as a file of tensors"),
-        ("list.pt", str(tmp_path / files.CONFIG), "holds a list"),
+        ("program.pt", str(tmp_path / folders.CONFIG), "cannot be read as a file of tensors"),
+        ("list.pt", str(tmp_path / folders.CONFIG), "holds a list"),
     ):
         with pytest.raises(ValueError, match=words):
-            files.read(tmp_path / source, name)
+            folders.read(tmp_path / source, name)
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ValueError, match="pip install open_clip_torch"):
-        files.read(tmp_path / "list.pt", "ViT-B-32")
+        folders.read(tmp_path / "list.pt", "ViT-B-32")
 
 
 def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):
     folder = folder_of("CLIP", tmp_path)
     asked = []
-    monkeypatch.setattr(files, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
-    monkeypatch.setattr(files, "hf_hub_download", lambda name, file: asked.append((name, file)))
-    checkpoint = files.read("hf-hub:laion/model")
+    monkeypatch.setattr(folders, "snapshot_download", lambda name, **_: asked.append(name) or str(folder))
+    monkeypatch.setattr(folders, "hf_hub_download", lambda name, file: asked.append((name, file)))
+    checkpoint = folders.read("hf-hub:laion/model")
     assert asked == ["laion/model", ("laion/model", "open_clip_model.safetensors")]
     assert checkpoint.folder == folder
     assert checkpoint.tensors.keys() == tensors("CLIP").keys()

@@ -18,7 +18,7 @@ from helpers.processors import clip_processor
 from helpers.trainers import arguments
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.conversion import files, load_open_clip
+from hf_infcl.conversion import folders, load_open_clip
 from hf_infcl.conversion.models import load, load_config
 
 WORDS = (
@@ -61,14 +61,14 @@ def test_a_repository_of_open_clip_is_trained_saved_and_pushed_in_both_formats(p
     start, processor = load_open_clip(source)
     assert len(trees) > 2
     pushed = [
-        unpacked(tree, tmp_path / f"commit-{number}") for number, tree in enumerate(trees) if files.WEIGHTS in tree
+        unpacked(tree, tmp_path / f"commit-{number}") for number, tree in enumerate(trees) if folders.WEIGHTS in tree
     ]
     assert len(pushed) >= 2, "also while it trains"
     for folder in (*pushed, out / "checkpoint-1", out / "checkpoint-2", out):
         model = transformers.AutoModel.from_pretrained(folder)
         assert same(model, load_open_clip(folder)[0])
         assert not same(model, start)
-        text = json.loads((folder / files.CONFIG).read_text())["model_cfg"]["text_cfg"]
+        text = json.loads((folder / folders.CONFIG).read_text())["model_cfg"]["text_cfg"]
         assert text["hf_tokenizer_name"] == "me/mine", "where OpenCLIP looks for it"
         assert (
             transformers.AutoProcessor.from_pretrained(folder).tokenizer("A, b")["input_ids"]
@@ -92,7 +92,7 @@ def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
     source = folder_of("CLIP", tmp_path / "theirs")
     saved = {f"module.{name}": tensor for name, tensor in tensors("CLIP").items()}
     torch.save({"epoch": 2, "state_dict": saved}, tmp_path / "epoch_2.pt")
-    (source / files.WEIGHTS).unlink()
+    (source / folders.WEIGHTS).unlink()
     torch.save(saved, source / "open_clip_pytorch_model.bin")
     infcl("convert", source, tmp_path / "ours")
     results = {}
@@ -115,7 +115,7 @@ def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
 
 def test_a_plan_reads_the_config_alone(tmp_path, capsys):
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / files.CONFIG).write_text(json.dumps(config("CLIP")))
+    (tmp_path / "theirs" / folders.CONFIG).write_text(json.dumps(config("CLIP")))
     transformers.CLIPModel(load_config(str(tmp_path / "theirs"))).save_pretrained(tmp_path / "ours")
     plans = []
     for folder in ("theirs", "ours"):

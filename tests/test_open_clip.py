@@ -20,7 +20,7 @@ from helpers.open_clip_models import CASES, DIFFERENCES, LARGEST, config, folder
 from helpers.processes import Ranks
 from PIL import Image
 
-from hf_infcl.conversion import captions, comparison, convert, files, from_open_clip, repaired, to_open_clip
+from hf_infcl.conversion import comparison, convert, folders, from_open_clip, repaired, to_open_clip, tokenizing
 from hf_infcl.conversion.incoming import transformers_config
 from hf_infcl.data import load_pairs
 
@@ -71,8 +71,8 @@ def test_embeddings_of_both_directions_are_those_of_the_package(package):
 
 def compare_configs(open_clip: Any) -> set[str]:
     with pytest.raises(ValueError, match=r"Did you mean .*ViT-B-32"):
-        files.named_config("ViT-B32")
-    return {name for name in open_clip.list_models() if is_known(files.named_config(name))}
+        folders.named_config("ViT-B32")
+    return {name for name in open_clip.list_models() if is_known(folders.named_config(name))}
 
 
 def is_known(fields: dict[str, Any]) -> bool:
@@ -162,7 +162,7 @@ def compare_texts(open_clip: Any, folder: Path) -> tuple[Counter, Counter]:
     """The kinds of texts whose ids differ, as they are and repaired."""
     rows = texts.drawn(154)
     _, written = zip(*rows, strict=True)
-    clip = captions.prepared(captions.clip_tokenizer(), {"context_length": 77, "vocab_size": 49408})
+    clip = tokenizing.prepared(tokenizing.clip_tokenizer(), {"context_length": 77, "vocab_size": 49408})
     pairs = [(clip, open_clip.get_tokenizer("ViT-B-32"), 0)]
     trained = tokenizers.SentencePieceUnigramTokenizer()
     trained.train_from_iterator(
@@ -172,7 +172,7 @@ def compare_texts(open_clip: Any, folder: Path) -> tuple[Counter, Counter]:
     transformers.PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, **special).save_pretrained(folder)
     loaded = transformers.AutoTokenizer.from_pretrained(folder)
     fields = {"hf_tokenizer_name": ".", "tokenizer_kwargs": {"clean": "canonicalize"}, "vocab_size": len(loaded)}
-    siglip = captions.prepared(loaded, fields | {"context_length": 64, "no_causal_mask": True})
+    siglip = tokenizing.prepared(loaded, fields | {"context_length": 64, "no_causal_mask": True})
     pairs.append((siglip, open_clip.tokenizer.HFTokenizer(str(folder), context_length=64, clean="canonicalize"), 0))
     raw, changed = Counter(), Counter()
     for ours, theirs, pad in pairs:

@@ -1,11 +1,11 @@
 """Reads data sets as a training would, and finds what would spoil it: faulty pairs, copies, leaks, slow loading."""
 
-from .facts import TRAINED, SetFacts, facts_of
 from .faults import Limits, limits_of
 from .findings import Finding, findings_of_overlap, findings_of_set
 from .looking import Caption, Look, Looker
 from .reading import read
 from .report import facts_lines, finding_lines, options_to_add, write_report
+from .set_facts import TRAINED, SetFacts, facts_of
 
 __all__ = [
     "TRAINED",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ..data.notices import REPEATED
 from .copies import copies
-from .facts import SetFacts
 from .faults import FAULTS
+from .set_facts import SetFacts
 
 SAME_CAPTION = 0.5  # the share of the pairs with one and the same caption that tells nothing about their images
 OVERLAP = 0.01  # the share of evaluated images that are trained on, above which their figures mean little

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .facts import SetFacts
 from .findings import Finding
+from .set_facts import SetFacts
 from .sheet import draw_sheet
 
 # In --output_dir. A push leaves out what begins with an underscore: the sheet shows training images.

@@ -9,9 +9,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from .facts import SetFacts
 from .findings import Finding
 from .looking import SIDE
+from .set_facts import SetFacts
 
 COLUMNS, SAMPLED, FAULTY = 8, 16, 8  # pictures in a line, of the set, and of a finding
 _GAP, _LINE, _TITLE = 12, 12, 28  # pixels

@@ -102,12 +102,12 @@ class DataOptions:
     )
     shuffle_buffer: int = field(
         default=2048,
-        metadata={"help": "With --streaming: the number of samples among which each part (see --lanes) is shuffled."},
+        metadata={"help": "With --streaming: the number of samples among which each lane (see --lanes) is shuffled."},
     )
     lanes: int | None = field(
         default=None,
         metadata={
-            "help": "With --streaming: the number of parts (lanes) that the shards are dealt to, each read alone. A "
+            "help": "With --streaming: the number of lanes that the shards are dealt to, each read alone. A "
             "run can resume with other numbers of processes and workers (--dataloader_num_workers) if their product "
             "divides it. Defaults to that product at the start."
         },

@@ -24,8 +24,8 @@ from .datasets import describe_sets, evaluation_datasets, guard_datasets, overla
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
 from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
-from .groups import GroupsTold
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .optimizer_table import GroupsTold
 from .parser import Parser
 from .results import full_disk_told, save_results, tell_places
 

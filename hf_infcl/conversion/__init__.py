@@ -1,10 +1,10 @@
 """Models of OpenCLIP as models of transformers, and back; models of transformers for sentence-transformers."""
 
-from .captions import repaired
 from .converting import compare_formats, config_of_open_clip, convert, load_open_clip, save_open_clip
-from .files import is_of_open_clip
+from .folders import is_of_open_clip
 from .incoming import from_open_clip
 from .outgoing import open_clip_config, to_open_clip
+from .tokenizing import repaired
 
 __all__ = [
     "compare_formats",

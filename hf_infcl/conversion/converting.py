@@ -10,13 +10,13 @@ import transformers
 from torch import Tensor
 from transformers.utils import logging
 
-from .captions import UNREPAIRED, prepared
 from .comparison import ENOUGH, differences
-from .files import CONFIG, read, read_config, write
-from .images import image_processor
+from .folders import CONFIG, read, read_config, write
 from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
+from .preprocessing import image_processor
 from .sentence_transformers import write_sentence_files
+from .tokenizing import UNREPAIRED, prepared
 
 logger = logging.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, R
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
-from .files import is_of_open_clip
+from .folders import is_of_open_clip
 
 
 class Loaded(NamedTuple):

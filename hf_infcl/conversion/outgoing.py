@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .captions import check_length, cleaning, is_of_clip
-from .images import preprocess_config
 from .names import clip_rows, siglip_rows
 from .names import to_open_clip as renamed
+from .preprocessing import preprocess_config
+from .tokenizing import check_length, cleaning, is_of_clip
 from .towers import TIMM_TOWERS, mlp_ratio, refusal, square
 
 

@@ -15,7 +15,7 @@ from ..data import ContrastiveCollator
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.feature_cache import fingerprint, for_each_missing
 from ..processes.collectives import Processes, failures_announced
-from .files import Rows, begin, write
+from .output import Rows, begin, write
 from .sources import Collator, ItemSource
 
 logger = logging.get_logger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
 from ..conversion import open_clip_config, save_open_clip
-from ..conversion.files import CONFIG, WEIGHTS
+from ..conversion.folders import CONFIG, WEIGHTS
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 

@@ -45,6 +45,7 @@ from .construction import check_construction, check_overrides, collator_of, with
 from .early_stopping import EarlyStopping
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
+from .model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
 from .muon import create_muon
 from .optimization import (
     average_weights,
@@ -58,7 +59,6 @@ from .optimization import (
 from .preparation import prepare_model
 from .progress import Progress
 from .resuming import Resumption, check_same_on_all_ranks, resumption_of, run_of
-from .saving import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
 
 logger = logging.get_logger(__name__)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 
-from hf_infcl.conversion import captions, files, towers
-from hf_infcl.conversion.images import image_processor
+from hf_infcl.conversion import folders, tokenizing, towers
+from hf_infcl.conversion.preprocessing import image_processor
 
 from .pictures import picture
 from .processors import tokenizer
@@ -90,12 +90,14 @@ def processor_of(case: str) -> Any:
     """The processor of transformers that belongs to a case, with the tokenizer of one-letter words."""
     images = image_processor(config(case)["preprocess_cfg"], 16)
     kind = transformers.SiglipProcessor if case.startswith("SigLIP") else transformers.CLIPProcessor
-    return kind(image_processor=images, tokenizer=captions.prepared(tokenizer(), config(case)["model_cfg"]["text_cfg"]))
+    return kind(
+        image_processor=images, tokenizer=tokenizing.prepared(tokenizer(), config(case)["model_cfg"]["text_cfg"])
+    )
 
 
 def folder_of(case: str, folder: Path) -> Path:
     """Writes a case into the folder, in OpenCLIP's format."""
-    files.write(folder, tensors(case), config(case), tokenizer())
+    folders.write(folder, tensors(case), config(case), tokenizer())
     return folder
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .captions import clip_tokenizer
+from .tokenizing import clip_tokenizer
 
 CONFIG = "open_clip_config.json"
 HUB = "hf-hub:"  # OpenCLIP's prefix of Hub repositories
