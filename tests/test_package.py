@@ -106,7 +106,8 @@ def test_every_file_that_names_the_version_names_this_one():
 
 def test_continuous_integration_is_the_check_that_contributors_run():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    assert any(step.get("run") == "bash .ci/run" for step in workflow["jobs"]["check"]["steps"])
+    for job, command in (("check", "bash .ci/run"), ("demo", "bash scripts/demo.sh")):
+        assert any(step.get("run") == command for step in workflow["jobs"][job]["steps"])
     bug = yaml.safe_load((ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text())
     asked = {item["id"]: item["attributes"]["description"] for item in bug["body"]}
     assert "infcl --version" in asked["versions"]
