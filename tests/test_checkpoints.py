@@ -570,6 +570,7 @@ def save_next(folder: Path, step: int, *moment: int | None) -> int:
 
 def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_there(tmp_path):
     save_next(tmp_path / "start", 2)
+    save_next(shutil.copytree(tmp_path / "start", tmp_path / "first"), 4)  # imports what no later save imports again
     calls = save_next(shutil.copytree(tmp_path / "start", tmp_path / "whole"), 4)
     found = []
     for number, moment in enumerate(moments(calls, 40)):
