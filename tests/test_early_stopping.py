@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import models
-from helpers.demo import ROOT, SCRIPTS, infcl
+from helpers.demo import SCRIPTS, infcl
 from helpers.trainers import arguments, trainer_for
 
 from hf_infcl import InfCLTrainer
@@ -117,7 +117,6 @@ def test_the_loop_of_the_guide_compares_trainings(small, tmp_path, monkeypatch):
     small_machine = {"--model": small[2], "--per_device_train_batch_size": 8, "--gradient_accumulation_steps": 1}
     for rate in values.split():
         words = command.replace("\\\n", " ").replace("$rate", rate).replace("my/images", "pairs").split()[1:]
-        words[1] = ROOT / words[1]
         words[words.index("validation")] = "test"
         options = {**small_machine, "--num_train_epochs": 2, "--report_to": "none", "--dataloader_num_workers": 0}
         infcl(*words, *[part for option in options.items() for part in option], "--use_cpu", "--bf16", "false")
