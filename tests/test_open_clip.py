@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip_pixels
 import pytest
 import tokenizers
 import torch
@@ -153,6 +154,21 @@ def test_a_model_trained_here_has_the_same_recalls_with_the_package_s_loader(pac
     assert {name: round(value, 4) for name, value in found.items()} == {
         name: round(measured[name], 4) for name in found
     }
+
+
+# ---- Pixels ----
+
+
+def test_pictures_have_the_package_s_pixels_as_the_table_of_pixels_says(package):
+    with open_clip_pixels.PIXELS.open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    for row, now in zip(table, package(open_clip_pixels.rows, 2), strict=True):
+        assert [row[name] for name in list(now)[:3]] == list(now.values())[:3]
+        for name in ("within_1", "shifted"):
+            assert (row[name] == row["number"]) == (now[name] == 2), (name, row, now)
+        cropped = row["resize_mode"] == "shortest" and row["pictures"] == "sizes of 3 mod 4"
+        assert (now["shifted"] == 2) == cropped
+        assert (now["within_1"] == 2) == (row["pictures"] in open_clip_pixels.ALIKE and not cropped)
 
 
 # ---- Texts ----
