@@ -236,15 +236,17 @@ def tuned(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with start/, a small CLIP trained on the digits old/, 0 to 4, and end/, fine-tuned on new/, 5 to 9."""
     folder = tmp_path_factory.mktemp("average")
     for name, labels in (("old", range(5)), ("new", range(5, 10))):
-        for split in ("train", "test"):
-            of_classes = [folder / f"{name}_classes" / split / str(label) for label in labels]
-            for place in (folder / name / split, *of_classes):
-                place.mkdir(parents=True)
+        for split, count in (("train", 300), ("test", 60)):
+            (folder / name / split).mkdir(parents=True)
             lines = (demo / f"digits/{split}/metadata.jsonl").read_text().splitlines()
-            lines = [line for line in lines if json.loads(line)["label"] in labels]
+            lines = [line for line in lines if json.loads(line)["label"] in labels][:count]
             (folder / name / split / "metadata.jsonl").write_text("\n".join(lines))
             for row in map(json.loads, lines):
-                for place in (folder / name / split, of_classes[row["label"] - labels[0]]):
+                places = [folder / name / split]
+                if split == "test":
+                    places.append(folder / f"{name}_classes/test" / str(row["label"]))
+                    places[-1].mkdir(parents=True, exist_ok=True)
+                for place in places:
                     shutil.copy(demo / f"digits/{split}" / row["file_name"], place)
     start = demo / "clip-init"
     for result, data in (("start", "old"), ("end", "new")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -540,12 +541,29 @@ def count_calls(work: Callable[[], Any], *moment: int | None) -> int:
     return calls.count
 
 
-def killed(work: Callable[..., None], *args: Any) -> None:
-    """Calls ``work`` in a fork, which has to be killed."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=args)
-    process.start()
+def forked(work: Callable[..., Any], *args: Any) -> int | None:
+    """Calls ``work`` in a fork, where nothing is collected at a moment of its own. Returns the exit code."""
+    gc.collect()
+    gc.disable()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=work, args=args)
+        process.start()
+    finally:
+        gc.enable()
     process.join()
-    assert process.exitcode == -signal.SIGKILL
+    return process.exitcode
+
+
+def killed(work: Callable[..., Any], *args: Any) -> None:
+    """Calls ``work`` in a fork, which has to be killed."""
+    assert forked(work, *args) == -signal.SIGKILL
+
+
+def counted(work: Callable[..., int], *args: Any) -> int:
+    """The calls that ``work`` counts in a fork: as many as one that is killed would make, which forks from here too."""
+    receive, send = multiprocessing.get_context("fork").Pipe(duplex=False)
+    assert forked(lambda: send.send(work(*args))) == 0
+    return receive.recv()
 
 
 def moments(calls: int, count: int) -> list[tuple[int | None, int | None]]:
@@ -571,7 +589,7 @@ def save_next(folder: Path, step: int, *moment: int | None) -> int:
 def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_there(tmp_path):
     save_next(tmp_path / "start", 2)
     save_next(shutil.copytree(tmp_path / "start", tmp_path / "first"), 4)  # imports what no later save imports again
-    calls = save_next(shutil.copytree(tmp_path / "start", tmp_path / "whole"), 4)
+    calls = counted(save_next, shutil.copytree(tmp_path / "start", tmp_path / "whole"), 4)
     found = []
     for number, moment in enumerate(moments(calls, 40)):
         folder = shutil.copytree(tmp_path / "start", tmp_path / f"killed-{number}")

@@ -17,7 +17,7 @@ from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset, 
 from hf_infcl.cli import datasets as opening
 from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.data.columns import find_caption_column, find_image_column, find_label_column
-from hf_infcl.data.tables import find_split
+from hf_infcl.data.tables import Table
 
 NUMBERS = ("n00000003", "n00000007")
 
@@ -148,14 +148,14 @@ def test_the_split_to_evaluate_on_is_found(tmp_path, folders, expected):
     if folders == ("train", "unseen"):
         tables = {name: datasets.Dataset.from_dict({"image": ["a"]}) for name in folders}
         datasets.DatasetDict(tables).save_to_disk(source := str(tmp_path / "saved"))
-    assert find_split(source) == expected
-    assert find_split(str(tmp_path / "absent")) == "test"
+    assert Table(source).split_to_evaluate() == expected
+    assert Table(str(tmp_path / "absent")).split_to_evaluate() == "test"
 
 
 def test_a_set_saved_alone_is_evaluated_by_its_own_split(tmp_path):
     datasets.Dataset.from_dict({"image": ["a"]}, split="validation").save_to_disk(tmp_path / "one")
     datasets.Dataset.from_dict({"image": ["a"]}).save_to_disk(tmp_path / "two")
-    assert [find_split(str(tmp_path / name)) for name in ("one", "two")] == ["validation", "test"]
+    assert [Table(str(tmp_path / name)).split_to_evaluate() for name in ("one", "two")] == ["validation", "test"]
 
 
 def test_the_training_set_is_not_taken_for_that_of_the_evaluation(table):

@@ -15,7 +15,7 @@ from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pair
 from ..data.columns import find_caption_column, find_image_column, find_label_column
 from ..data.images import is_string
 from ..data.overlap import shared_images
-from ..data.tables import find_split
+from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import source_name
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
@@ -235,10 +235,11 @@ def _with_name(dataset: Any, name: str) -> Any:
 
 
 def _rows(source: str, split: str | None, image_column: str, data: DataOptions | None) -> Any:
-    found = split or find_split(source)
+    table = Table(source)
+    found = split or table.split_to_evaluate()
     if split is None and data is not None and (source, found) in [(trained, data.split) for trained in data.dataset]:
         raise ValueError(f"Its only split, {found!r}, is trained on. Name another set, or the split if this is meant.")
-    return load_pairs(source, split=found, image_column=image_column)
+    return table.load(found, image_column)
 
 
 def _pairs(

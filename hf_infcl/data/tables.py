@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import posixpath
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,26 +37,80 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
         ValueError: there is nothing to load at `source`, or it is a file or a URL rather than a folder; or it has no
             such split or configuration, in which case the message names the existing ones.
     """
-    import datasets
-    from huggingface_hub.errors import HFValidationError
+    return Table(source, name).load(split, image_column)
 
-    if "://" in source and not source.startswith("hf://"):
-        raise ValueError(
-            f"{Url(source)!r} is a URL, and a table is loaded from a folder or from the Hub. Shards behind a URL can "
-            "be streamed as training data (--streaming, or ImageTextStream in Python)."
-        )
-    if Path(source).is_file() or (not Path(source).exists() and set(source) & set("*?{[")):
-        raise ValueError(
-            f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. Training "
-            "data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
-        )
-    saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
-    if not any((Path(source) / file).is_file() for file in saved):
+
+class Table:
+    """A dataset whose files are looked for once, which takes long in a folder of many images.
+
+    Args:
+        source, name: as for `load_pairs`.
+    """
+
+    def __init__(self, source: str, name: str | None = None) -> None:
+        self._source, self._name = source, name
+
+    def load(self, split: str, image_column: str = "image") -> datasets.Dataset:
+        """`load_pairs` of this dataset."""
+        import datasets
+
+        source = self._source
+        if "://" in source and not source.startswith("hf://"):
+            raise ValueError(
+                f"{Url(source)!r} is a URL, and a table is loaded from a folder or from the Hub. Shards behind a URL "
+                "can be streamed as training data (--streaming, or ImageTextStream in Python)."
+            )
+        if Path(source).is_file() or (not Path(source).exists() and set(source) & set("*?{[")):
+            raise ValueError(
+                f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. "
+                "Training data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
+            )
+        saved = (datasets.config.DATASET_STATE_JSON_FILENAME, datasets.config.DATASETDICT_JSON_FILENAME)
+        if any((Path(source) / file).is_file() for file in saved):
+            return _load_saved(source, split)
+        return self._load_files(split, image_column)
+
+    def split_to_evaluate(self) -> str:
+        """The split to evaluate on if none was named: "test", or else "validation", or else the only one.
+
+        It is "test" where `load` has to say what is wrong with the source. A folder whose files belong to no split,
+        such as ``imnet/val`` with a folder for each class, is one split, "train".
+        """
         try:
-            rows = datasets.load_dataset(name_or_folder(source), name, split=split)
+            splits = self._splits()
+        except (OSError, ValueError):  # `load` meets it again
+            return "test"
+        preferred = [split for split in ("test", "validation") if split in splits]
+        return [*preferred, *(splits if len(splits) == 1 else []), "test"][0]
+
+    def _splits(self) -> list[str]:
+        import datasets
+
+        folder = Path(self._source)
+        if (several := folder / datasets.config.DATASETDICT_JSON_FILENAME).is_file():
+            return list(json.loads(several.read_text(encoding="utf-8"))["splits"])
+        if (single := folder / datasets.config.DATASET_STATE_JSON_FILENAME).is_file():
+            return [str(json.loads(single.read_text(encoding="utf-8"))["_split"] or "test")]
+        return [str(split) for split in self._builder.config.data_files or self._builder.info.splits or ()]
+
+    @cached_property
+    def _builder(self) -> datasets.DatasetBuilder:
+        import datasets
+
+        return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
+
+    def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
+        import datasets
+        from huggingface_hub.errors import HFValidationError
+
+        source = self._source
+        try:
+            self._builder.download_and_prepare()
+            rows = self._builder.as_dataset(split=split)
             if rows.info.builder_name == "webdataset":
                 rows = _with_json_fields(rows)
-            return _with_whole_paths(rows, source, name, split, find_image_column(rows.features, image_column))
+            files = self._builder.config.data_files or {}
+            return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
             raise ValueError(
                 f"There is no dataset at {source!r}: no local folder has this name, and the Hub could not be reached "
@@ -71,6 +126,11 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
             cause = error if error.__cause__ is None else error.__cause__
             raise ValueError(f"The split {split!r} of {source!r} cannot be loaded: {cause}") from error
 
+
+def _load_saved(source: str, split: str) -> datasets.Dataset:
+    """The split of a folder of `save_to_disk`."""
+    import datasets
+
     try:
         loaded = datasets.load_from_disk(source)
     except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
@@ -85,32 +145,6 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
     return loaded[split]
 
 
-def find_split(source: str, name: str | None = None) -> str:
-    """The split to evaluate on if none was named: "test", or else "validation", or else the only one.
-
-    It is "test" where `load_pairs` has to say what is wrong with the source. A folder whose files belong to no split,
-    such as ``imnet/val`` with a folder for each class, is one split, "train".
-    """
-    try:
-        splits = _splits(source, name)
-    except (OSError, ValueError):  # load_pairs meets it again
-        return "test"
-    preferred = [split for split in ("test", "validation") if split in splits]
-    return [*preferred, *(splits if len(splits) == 1 else []), "test"][0]
-
-
-def _splits(source: str, name: str | None) -> list[str]:
-    import datasets
-
-    folder = Path(source)
-    if (several := folder / datasets.config.DATASETDICT_JSON_FILENAME).is_file():
-        return list(json.loads(several.read_text(encoding="utf-8"))["splits"])
-    if (single := folder / datasets.config.DATASET_STATE_JSON_FILENAME).is_file():
-        return [str(json.loads(single.read_text(encoding="utf-8"))["_split"] or "test")]
-    builder = datasets.load_dataset_builder(name_or_folder(source), name)
-    return [str(split) for split in builder.config.data_files or builder.info.splits or ()]
-
-
 def _with_json_fields(rows: datasets.Dataset) -> datasets.Dataset:
     """The rows of tar files with the fields of their ``.json`` as columns, unless a file has the field's name."""
 
@@ -120,9 +154,12 @@ def _with_json_fields(rows: datasets.Dataset) -> datasets.Dataset:
 
 
 def _with_whole_paths(
-    rows: datasets.Dataset, source: str, name: str | None, split: str, image_column: str
+    rows: datasets.Dataset, files: Any, source: str, split: str, image_column: str
 ) -> datasets.Dataset:
-    """The rows of parquet files with the relative paths of their images joined to the folder of the files."""
+    """The rows of parquet files with the relative paths of their images joined to the folder of the files.
+
+    ``files`` are the paths of the files of each split.
+    """
     import datasets
 
     feature = rows.features.get(image_column)
@@ -132,7 +169,6 @@ def _with_whole_paths(
     relative = _first_relative_path(images, image_column)
     if relative is None:
         return rows
-    files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
     folders = {posixpath.dirname(str(file)) for file in files[split.partition("[")[0]]}
     if len(folders) > 1:
         raise ValueError(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from hf_infcl import cli
@@ -16,6 +18,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
 CONFIGS = SCRIPTS / "configs"
 DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`
+
+
+def make_digits(folder: Path) -> Path:
+    """Writes digits/ and clip-init/ into a folder, as make_digits.py does, and returns it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_digits.py", "--output_dir", str(folder)])
+        runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
+    return folder
 
 
 def start(*words: Any) -> subprocess.CompletedProcess[str]:
