@@ -173,7 +173,7 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
         sets = opening.evaluation_datasets(ColumnOptions(), EvaluationOptions(**options))
     assert "The names of the 2 classes are numbers, so that the prompts say 'a photo of a n00000003.'" in caplog.text
     prompts = ["a photo of a n00000003.", "a photo of a n00000007."]
-    assert opening.first_prompts(sets) == {"eval_zero_shot_prompts": prompts}
+    assert opening.what_was_measured(sets) == {"eval_zero_shot_prompts": prompts}
 
     caplog.clear()
     (tmp_path / "names.txt").write_text("cat\ndog, or hound\n\n")
@@ -184,7 +184,7 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
     assert "numbers" not in caplog.text
 
 
-def test_results_and_output_of_an_evaluation_say_the_first_prompts(demo, tmp_path, capfd):
+def test_results_and_output_of_an_evaluation_say_the_what_was_measured(demo, tmp_path, capfd):
     folder = write_classes(tmp_path / "imnet/val")
     words = ["--use_cpu", "--report_to", "none", "--output_dir", tmp_path / "out"]
     infcl("evaluate", "--model", demo / "clip-init", "--zero_shot_dataset", folder, *words)

@@ -80,6 +80,11 @@ MUST_NOT_KNOW = {
     "hf_infcl.passes.random_state": ("hf_infcl", *HUGGING_FACE),
     "hf_infcl.checkpoints": ("transformers.Trainer", *MODELS, *rooms("kernels", "loss", "passes")),
     "hf_infcl.averaging": (*HUGGING_FACE, *DISTRIBUTED, *rooms("kernels", "loss", "data", "training", "publishing")),
+    "hf_infcl.benchmarks": (
+        *(*TRAINER, *MODELS, *DISTRIBUTED, "transformers"),
+        *rooms("kernels", "processes", "loss", *TRAINING, "publishing", "cli"),
+    ),
+    "hf_infcl.benchmarks.names": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.encoders": (*TRAINER, *rooms("kernels", "loss", "data", "passes", "checkpoints")),
     "hf_infcl.encoders.sharding": (*TRAINER[:2], *rooms("kernels", "loss", "data", "passes", "checkpoints")),
     "hf_infcl.conversion": (

@@ -85,5 +85,7 @@ def test_a_logged_name_ends_with_that_of_its_metric(logged, name):
 
 
 def test_the_guide_lists_every_metric():
-    named = re.findall(r"`eval_(?:pairs|zero_shot)_([\w@]+)`", GUIDE.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`eval_(?:pairs|zero_shot|voc2007_multilabel|sugarcrepe_add_att)_([\w@]+)`", GUIDE.read_text(encoding="utf-8")
+    )
     assert named == list(METRICS)

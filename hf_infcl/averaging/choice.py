@@ -10,7 +10,10 @@ import torch
 
 ALPHAS = tuple(step / 10 for step in range(11))
 ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
-_SCORES = (("image_retrieval_recall@1", "text_retrieval_recall@1"), ("acc1",))
+_SCORES = (
+    *(("image_retrieval_recall@1", "text_retrieval_recall@1"), ("acc1",)),
+    *(("mean_average_precision",), ("text_acc",)),
+)
 
 
 @dataclass(frozen=True)

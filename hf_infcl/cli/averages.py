@@ -43,11 +43,12 @@ def alpha_of(option: str, value: str, guards: GuardOptions, evaluation: Evaluati
     """
     check_tolerance(guards.guard_tolerance)
     if value == "auto":
-        if not ((evaluation.eval_dataset or evaluation.zero_shot_dataset) and guards.guard_dataset):
+        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
+        if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
             raise ValueError(
-                f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset or "
-                "--zero_shot_dataset for the one and --guard_dataset for the other, or a number as "
-                f"--{option}."
+                f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
+                "--zero_shot_dataset or --eval_benchmark for the one and --guard_dataset or --guard_benchmark for the "
+                f"other, or a number as --{option}."
             )
         return None
     try:

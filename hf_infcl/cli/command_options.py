@@ -212,6 +212,18 @@ class EvaluationOptions:
             "pictures.png in --output_dir, which is pushed with the model. 0 draws none."
         },
     )
+    eval_benchmark: list[str] | None = field(
+        default=None,
+        metadata={
+            "aliases": ["--benchmark"],
+            "help": "Named benchmarks to measure, such as imagenet1k flickr30k vtab+, from the Hub "
+            "(clip-benchmark/wds_imagenet1k) or --benchmark_folder. Their own files name classes and prompts.",
+        },
+    )
+    benchmark_folder: str | None = field(
+        default=None,
+        metadata={"help": "Folder with local copies of the benchmarks, each in one such as wds_imagenet1k."},
+    )
     label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
     class_names: list[str] | None = field(
         default=None,
@@ -243,6 +255,10 @@ class GuardOptions:
             "help": "Pairs or classes on which the model should not get worse, Hub ids or folders. Images without "
             "captions are classified with --templates. A training measures them before and after."
         },
+    )
+    guard_benchmark: list[str] | None = field(
+        default=None,
+        metadata={"help": "Named benchmarks, as for --eval_benchmark, on which the model should not get worse."},
     )
     guard_split: str | None = field(
         default=None, metadata={"help": "The split of each --guard_dataset. By default as for --eval_split."}

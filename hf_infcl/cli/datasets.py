@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset
 
 from ..averaging import halves
+from ..benchmarks import benchmark_sets
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
 from ..data.images import is_string
@@ -150,13 +151,14 @@ def guard_datasets(
             else:
                 found[name] = _pairs(rows, "guard", guards.guard_image_column, guards.guard_caption_column, columns)
             _with_name(found[name], shown)
-    return found
+    chosen = None if half is None else lambda rows: halves(rows)[half]
+    return found | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
 
 
 def evaluation_datasets(
     columns: ColumnOptions, options: EvaluationOptions, data: DataOptions | None = None
 ) -> dict[str, ImageTextDataset | ZeroShotDataset]:
-    """The requested evaluation datasets, by the prefix of their metrics: "pairs" and "zero_shot".
+    """The requested evaluation datasets by the prefix of their metrics: "pairs", "zero_shot", and the benchmarks.
 
     Args:
         columns: the columns of the training set. A set that does not have them is read by its usual ones.
@@ -175,7 +177,7 @@ def evaluation_datasets(
             rows = _rows(options.zero_shot_dataset, options.zero_shot_split, images or columns.image_column, data)
             names = None if options.class_names is None else lines_of(options.class_names)
             found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", images, columns, options, names), shown)
-    return found
+    return found | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
 def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
@@ -183,8 +185,8 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
     for key, dataset in sets.items():
         columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
         line = f"{key} is {dataset.name}: {len(dataset):,} images of the split {dataset.split}; {columns}."
-        if prompts := first_prompts({key: dataset}):
-            line += f" The prompts begin with {', '.join(repr(prompt) for prompt in prompts[f'eval_{key}_prompts'])}."
+        if isinstance(dataset, ZeroShotDataset):
+            line += f" The prompts begin with {', '.join(map(repr, dataset.prompts()[:3]))}."
         yield line
 
 
@@ -200,9 +202,10 @@ def overlaps(trained: Any, sets: Mapping[str, ImageTextDataset | ZeroShotDataset
             )
 
 
-def first_prompts(sets: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The first three prompts of each set of classes, for the results: they show what the accuracies are of."""
-    return {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
+def what_was_measured(sets: Mapping[str, Any]) -> dict[str, Any]:
+    """For the results, the first three prompts of each set of classes and the revision of each benchmark."""
+    prompts = {f"eval_{key}_prompts": s.prompts()[:3] for key, s in sets.items() if isinstance(s, ZeroShotDataset)}
+    return prompts | {f"eval_{key}_revision": s.benchmark.revision for key, s in sets.items() if s.benchmark}
 
 
 def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> None:

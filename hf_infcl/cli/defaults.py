@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.trainer_utils import has_length
 
+from ..benchmarks import benchmark_key, expanded
 from ..evaluation.metrics import METRICS, metrics_of_kind
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
@@ -31,7 +32,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in given), None)
     if steps is None and limited:
         steps = tenth
-    evaluated = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    own = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    evaluated = own or namespace.eval_benchmark or namespace.guard_benchmark
     for what, wanted in (("save", True), ("eval", evaluated)):
         strategy = getattr(namespace, f"{what}_strategy")
         if wanted and f"{what}_strategy" not in given:
@@ -44,7 +46,7 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
         chosen["eval_on_start"] = True  # so that the card tells what the training has changed
     if namespace.early_stopping_patience and namespace.save_strategy != "no" and "load_best_model_at_end" not in given:
         chosen["load_best_model_at_end"] = True
-    if use_of_metric(namespace) and "metric_for_best_model" not in given:
+    if use_of_metric(namespace) and (own or not evaluated) and "metric_for_best_model" not in given:
         name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
         chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
     return chosen
@@ -64,14 +66,23 @@ def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Any]
         **({"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}),
         **dict.fromkeys(guard_names(namespace.guard_dataset), METRICS),
         **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
+        **dict.fromkeys(benchmark_keys(namespace), METRICS),
     }
     possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
     names = metrics_of(datasets) if datasets else possible
     if not names:
         raise ValueError(
-            f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset or --guard_dataset."
+            f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset, --guard_dataset, "
+            "--eval_benchmark or --guard_benchmark."
         )
     check_metric(namespace.metric_for_best_model, names, use)
+
+
+def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
+    """The names with which the metrics of the benchmarks begin."""
+    named = {"": namespace.eval_benchmark, "guard_": namespace.guard_benchmark}
+    folder = namespace.benchmark_folder
+    return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
 
 
 def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:

@@ -85,16 +85,20 @@ def _evaluations(options: EvaluationOptions, guards: GuardOptions, datasets: Map
     sources = iter(guards.guard_dataset or [])
     found = []
     for key, dataset in datasets.items():
-        if is_guard := key.startswith("guard"):
-            source, split = next(sources), guards.guard_split
+        split: str | None
+        revision = None
+        if (files := dataset.benchmark) is not None:
+            is_guard, split, revision = key.startswith("guard"), "test", files.revision
+            name, on_hub = files.dataset, files.on_hub
+        elif is_guard := key.startswith("guard"):
+            (name, on_hub), split = source_name(next(sources)), guards.guard_split
         elif key == "pairs":
-            source, split = str(options.eval_dataset), options.eval_split
+            (name, on_hub), split = source_name(str(options.eval_dataset)), options.eval_split
         else:
-            source, split = str(options.zero_shot_dataset), options.zero_shot_split
-        name, on_hub = source_name(source)
+            (name, on_hub), split = source_name(str(options.zero_shot_dataset)), options.zero_shot_split
         prompts: dict[str, Any] = {}
         if isinstance(dataset, ZeroShotDataset):
             prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
         split = dataset.split or split or "test"
-        found.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, **prompts))
+        found.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision, **prompts))
     return found

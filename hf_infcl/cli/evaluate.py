@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..benchmarks import means, table
 from ..conversion.models import load
 from ..publishing import PicturesCallback
 from ..training.trainer import InfCLTrainer
-from .datasets import check_columns, describe_sets, evaluation_datasets, first_prompts
+from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 
 
 def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir."""
-    if not (namespace.eval_dataset or namespace.zero_shot_dataset):
-        parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or both.")
+    if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
+        parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
     model_options, columns, evaluation, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -30,8 +31,10 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         metrics = trainer.evaluate()
+    metrics |= means(metrics, datasets, evaluation.eval_benchmark)
     trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics | first_prompts(datasets), combined=False)
+    trainer.save_metrics("eval", metrics | what_was_measured(datasets), combined=False)
     if trainer.is_world_process_zero():
+        print(*table(metrics, datasets, evaluation.eval_benchmark), sep="\n")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)

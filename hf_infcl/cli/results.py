@@ -20,7 +20,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart, checkpoint_of_end
-from .datasets import first_prompts
+from .datasets import what_was_measured
 
 
 def save_results(
@@ -61,7 +61,7 @@ def save_results(
         measured = {} if others else measured_last(trainer.state, eval_datasets)
         measured = measured or trainer.evaluate()
         trainer.log_metrics("eval", measured)
-        trainer.save_metrics("eval", measured | first_prompts(eval_datasets))
+        trainer.save_metrics("eval", measured | what_was_measured(eval_datasets))
     trainer.save_state()
     return found
 

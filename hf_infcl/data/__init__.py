@@ -1,5 +1,6 @@
 """Opens datasets, decodes images, draws captions and collates batches."""
 
+from .choices import CaptionChoiceDataset
 from .collator import ContrastiveCollator
 from .labelled import ZeroShotDataset
 from .pairs import ImageTextDataset, caption_pair_id
@@ -7,6 +8,7 @@ from .streams import ImageTextStream
 from .tables import load_pairs
 
 __all__ = [
+    "CaptionChoiceDataset",
     "ContrastiveCollator",
     "ImageTextDataset",
     "ImageTextStream",

@@ -44,6 +44,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         columns: the column of each option that names one.
         split: the split of the dataset, if it knows it.
         name: what messages about a bad row call the dataset.
+        benchmark: the files of a named benchmark (`hf_infcl.benchmarks`); None for other sets.
     """
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:
@@ -84,6 +85,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.columns = {option: column for option, column in options.items() if column}
         self.split = None if dataset.split is None else str(dataset.split)
         self.name = f"the dataset with columns {dataset.column_names}"
+        self.benchmark: Any = None
         self._image_column = image_column
         self._min_side: int | None = None
 

@@ -23,12 +23,15 @@ class ZeroShotDataset(ImageDataset):
 
     Item i is a dict of
         image: RGB, a uint8 array [H, W, 3].
-        label: int, index into `class_names`.
+        label: int, index into `class_names`; or, if an image may be of several classes, a list with 0 or 1 for each.
+
+    Attributes:
+        kind: of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: a column of images, paths (strings) or encoded images (binary).
-        label_column: a `ClassLabel` column, or integers.
+        label_column: a `ClassLabel` column, or integers; or lists with 0 or 1 for each class.
         class_names: one name per class in the order of the labels; names may repeat. By default, the names of the
             `ClassLabel`; a warning says if these are numbers.
         templates: prompts, each with one "{}" for the class name.
@@ -50,7 +53,8 @@ class ZeroShotDataset(ImageDataset):
     ) -> None:
         super().__init__(dataset, image_column, {"label_column": label_column})
         feature = dataset.features[label_column]
-        if not is_integer(feature):
+        several = is_integer(getattr(feature, "feature", None))
+        if not (several or is_integer(feature)):
             raise ValueError(
                 f"The label_column {label_column!r} must hold integers, not {feature}. "
                 f"class_encode_column({label_column!r}) turns strings into a ClassLabel."
@@ -78,7 +82,15 @@ class ZeroShotDataset(ImageDataset):
                 "give the classes their names with class_names (--class_names, which also takes a file).",
                 *(len(class_names), templates[0].replace("{}", class_names[0])),
             )
-        labels = self._rows.select_columns([label_column]).unique(label_column)
+        self.kind = "labels" if several else "classes"
+        if several:
+            for row, of_row in enumerate(self._rows.select_columns([label_column])[label_column]):
+                if len(of_row) != len(class_names) or not {0, 1}.issuperset(of_row):
+                    raise ValueError(
+                        f"The label_column {label_column!r} must hold 0 or 1 for each of the {len(class_names)} class "
+                        f"names, but row {row} holds {of_row[:30]}."
+                    )
+        labels = [] if several else self._rows.select_columns([label_column]).unique(label_column)
         if unnamed := [label for label in labels if label is None or not 0 <= label < len(class_names)]:
             raise ValueError(
                 f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names."

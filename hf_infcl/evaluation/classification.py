@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .metrics import ClassRanks, metrics_of_kind
+from .metrics import ClassRanks, LabelScores, metrics_of_kind
 from .ranking import checked_embeds, checked_index, positive_ranks
 
 
@@ -47,11 +47,12 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     Args:
         image_embeds: [N, D] float; normalised here.
         classifier: [C, D] float, used unchanged (see `zero_shot_classifier`). Classes with equal names stay separate.
-        labels: [N] integer in [0, C).
+        labels: [N] integer in [0, C); or [N, C] of 0 and 1, if an image may be of several classes.
 
     Returns:
         Fractions: `acc1`; `acc5`, only for five or more classes, because it is undefined for fewer; and
         `mean_per_class_recall`, the balanced accuracy: the mean of the recalls of the classes that occur in `labels`.
+        If an image may be of several classes, only `mean_average_precision`.
 
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
@@ -59,6 +60,16 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     image_embeds = checked_embeds("image_embeds", image_embeds)
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
     num_classes = len(classifier)
+    if labels.ndim == 2:
+        if labels.shape != (len(image_embeds), num_classes) or not ((labels == 0) | (labels == 1)).all():
+            raise ValueError(
+                f"labels [N, C] must hold 0 or 1 for each of {len(image_embeds)} images and {num_classes} classes, got "
+                f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
+            )
+        scores = F.normalize(image_embeds, dim=-1) @ classifier.T  # [N, C]
+        of_labels = LabelScores(scores, labels.to(scores.device).bool())
+        several = metrics_of_kind("labels")
+        return {name: metric.measure(of_labels) for name, metric in several.items() if metric.measure is not None}
     labels = checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
 
     classes = torch.arange(num_classes, device=labels.device)

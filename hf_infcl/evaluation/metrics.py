@@ -43,13 +43,27 @@ class ClassRanks(NamedTuple):
     num_classes: int
 
 
+class LabelScores(NamedTuple):
+    """The scores of N images for C classes, of which an image may have several.
+
+    Attributes:
+        scores: [N, C] float.
+        labels: [N, C] bool, whether the image is of the class.
+    """
+
+    scores: Tensor
+    labels: Tensor
+
+
 @dataclass(frozen=True)
 class Metric:
     """What is measured on a set of one kind.
 
     Attributes:
-        kind: of the set: ``"pairs"``, or ``"classes"`` for zero-shot classification.
-        measure: computes it from `PairRanks` or `ClassRanks`; None for the loss, which the trainer computes.
+        kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
+            several classes; ``"choices"`` between a right caption and wrong ones.
+        measure: computes it from `PairRanks`, `ClassRanks`, `LabelScores` or, for choices, from [N] bool, whether each
+            image was matched; None for the loss, which the trainer computes.
         words: its name in a model card.
         hub_type: the kind of metric as the Hub names it.
         axis: the axis of the curves on which it is drawn; None if it is not.
@@ -84,6 +98,18 @@ def mean_per_class_recall(ranks: ClassRanks) -> float:
     return (hits.double() / counts)[counts > 0].mean().item()
 
 
+def mean_average_precision(found: LabelScores) -> float:
+    """The mean over the classes of the mean precision at the images of the class, 0 for a class without images.
+
+    Among images with equal scores, the one with the lower index comes first.
+    """
+    order = found.scores.argsort(dim=0, descending=True, stable=True)
+    truth = found.labels.gather(0, order)  # [N, C]
+    places = torch.arange(1, len(truth) + 1, dtype=torch.float64, device=truth.device)
+    precision = truth.cumsum(0) / places[:, None]
+    return ((precision * truth).sum(0) / truth.sum(0).clamp(min=1)).mean().item()
+
+
 def recalls(ks: Sequence[int]) -> dict[str, Metric]:
     """The recalls of retrieval at each k."""
     return {
@@ -113,11 +139,15 @@ METRICS: dict[str, Metric] = {
     "acc1": Metric("classes", partial(accuracy, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
     "acc5": Metric("classes", partial(accuracy, 5), "top-5 accuracy", "accuracy", least_classes=5),
     "mean_per_class_recall": Metric("classes", mean_per_class_recall, "mean per class recall", "recall"),
+    "mean_average_precision": Metric(
+        "labels", mean_average_precision, "mean average precision", "mean_average_precision", axis=FRACTION
+    ),
+    "text_acc": Metric("choices", fraction, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
 }
 
 
 def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metric]:
-    """The metrics of ``"pairs"`` or ``"classes"`` by name, without those that so few classes leave undefined."""
+    """The metrics of a kind by name, without those that so few classes leave undefined."""
     return {
         name: metric
         for name, metric in METRICS.items()

@@ -77,6 +77,44 @@ def retrieval_metrics(
     return measured | ceilings
 
 
+@torch.no_grad()
+def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor) -> dict[str, float]:
+    """How often an image is more similar to its right caption than to each of its wrong ones.
+
+    This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610). A tie counts as wrong.
+
+    Args:
+        image_embeds: [N, D] float; normalised here.
+        text_embeds: [M, D] float, the captions of each image, of which the first is right; normalised here.
+        text_image: [M] integer in [0, N), in ascending order: the image that each caption belongs to.
+
+    Returns:
+        Fractions: `text_acc`.
+
+    Raises:
+        ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image with fewer than two captions.
+    """
+    image_embeds = checked_embeds("image_embeds", image_embeds)
+    text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
+    text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
+    counts = text_image.bincount(minlength=len(image_embeds))
+    if counts.min() < 2 or (text_image.diff() < 0).any():
+        raise ValueError(
+            "text_image must be in ascending order, with at least two captions for each image, but image "
+            f"{int(counts.argmin())} has {int(counts.min())}."
+        )
+    images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
+    cosines = (images[text_image] * texts).sum(-1)  # [M]
+    first = counts.cumsum(0) - counts
+    right = cosines[first]
+    wrong = cosines.clone()
+    wrong[first] = -torch.inf
+    best_wrong = torch.full_like(right, -torch.inf).scatter_reduce_(0, text_image, wrong, "amax")
+    matched = right > best_wrong
+    kind = metrics_of_kind("choices")
+    return {name: metric.measure(matched) for name, metric in kind.items() if metric.measure is not None}
+
+
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:
     """The highest recalls that a model can reach, given which captions are equal.
 

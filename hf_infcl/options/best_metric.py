@@ -45,8 +45,8 @@ def metrics_of(dataset: Any) -> list[str]:
     if isinstance(dataset, Mapping):
         return [f"{name}_{metric}" for name, one in dataset.items() for metric in metrics_of(one)]
     if isinstance(dataset, ZeroShotDataset):
-        return list(metrics_of_kind("classes", len(dataset.class_names)))
-    return list(metrics_of_kind("pairs"))
+        return list(metrics_of_kind(dataset.kind, len(dataset.class_names)))
+    return list(metrics_of_kind(getattr(dataset, "kind", "pairs")))
 
 
 def check_metric(wanted: str, names: Sequence[str], use: str) -> None:

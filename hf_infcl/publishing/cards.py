@@ -90,7 +90,13 @@ def write_eval_results(facts: TrainingFacts, folder: str | Path) -> list[Path]:
         if not evaluation.on_hub:
             continue
         entries = [
-            EvalResultEntry(evaluation.dataset, metric, round(value, 4), notes=f"split {evaluation.split}")
+            EvalResultEntry(
+                evaluation.dataset,
+                metric,
+                round(value, 4),
+                dataset_revision=evaluation.commit,
+                notes=f"split {evaluation.split}",
+            )
             for metric, value in _defined(evaluation)
         ]
         path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
@@ -198,6 +204,8 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
     for evaluation in evaluations:
         if evaluation.templates:
             task = "zero-shot-image-classification", "Zero-shot image classification"
+        elif "text_acc" in evaluation.metrics:
+            task = "image-caption-selection", "Image-caption selection"
         else:
             task = "image-text-retrieval", "Image-text retrieval"
         results += [
@@ -207,6 +215,7 @@ def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
                 dataset_type=evaluation.dataset,
                 dataset_name=evaluation.dataset,
                 dataset_split=evaluation.split,
+                dataset_revision=evaluation.commit,
                 metric_type=METRICS[metric].hub_type if metric in METRICS else metric,
                 metric_name=_metric_name(metric),
                 metric_value=round(value, 4),
@@ -276,6 +285,8 @@ def _results(facts: TrainingFacts) -> str:
                 beside.append(f"before the training: {evaluation.before[metric]:.4f}")
             shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
             rows.append((where, f"{evaluation.size:,}", _metric_name(metric), shown))
+        if evaluation.revision is not None:
+            notes.append(f"{where} was read at {_code(evaluation.revision)}.")
         if evaluation.guard:
             notes.append(f"{where} is a guard set: it shows what the training made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):

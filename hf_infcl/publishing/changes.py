@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from ..averaging import score_if_measured
 from .facts import Evaluation, TrainingFacts
 
-SCORES = "The score is the recall@1 of pairs, averaged over both directions, and the top-1 accuracy of classes."
+SCORES = (
+    "The score is the recall@1 of pairs, averaged over both directions, the top-1 accuracy of classes, the mean "
+    "average precision if images are of several classes, and the share of right captions preferred to wrong ones."
+)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ class Evaluation:
         guard: whether the set serves to show what the training makes worse.
         before: its metrics before the training; empty if they were not measured.
         step: the step whose weights were measured; None if it is not known.
+        revision: of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy.
 
     Raises:
         ValueError: as for a `Source`.
@@ -86,9 +87,15 @@ class Evaluation:
     guard: bool = False
     before: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         _check_name(self.dataset, self.on_hub)
+
+    @property
+    def commit(self) -> str | None:
+        """The revision if it is a commit on the Hub."""
+        return None if self.revision is None or ":" in self.revision else self.revision
 
 
 @dataclass(frozen=True)
@@ -349,10 +356,13 @@ def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool
     if best:
         end = next(number for number, entry in enumerate(after) if _END in entry)
         after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
+    evaluations = list(evaluations)
     for evaluation in evaluations:
         prefix = f"eval_{evaluation.key}_"
-        _, first = next(_metrics(before, prefix), (0, {}))
-        for step, last in itertools.islice(_metrics(after, prefix), 1):
+        # Some names of sets begin with that of another: voc2007 and voc2007_multilabel.
+        others = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
+        _, first = next(_metrics(before, prefix, others), (0, {}))
+        for step, last in itertools.islice(_metrics(after, prefix, others), 1):
             measured = state.best_global_step if best else step
             yield replace(evaluation, metrics=last, before=first, step=measured)
 
@@ -370,8 +380,11 @@ def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
     return [evaluation for evaluation in found if evaluation.guard or alike(evaluation) not in guards]
 
 
-def _metrics(history: Sequence[Mapping[str, Any]], prefix: str) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metrics with the prefix) of the entries that have some, the newest first."""
+def _metrics(
+    history: Sequence[Mapping[str, Any]], prefix: str, others: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics with the prefix, and with none of the others) of the entries that have some, the newest first."""
     for entry in reversed(history):
-        if found := {name.removeprefix(prefix): value for name, value in entry.items() if name.startswith(prefix)}:
-            yield entry["step"], found
+        names = [name for name in entry if name.startswith(prefix) and not name.startswith(others)]
+        if names:
+            yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
-from ..data import ContrastiveCollator, ZeroShotDataset
+from ..data import CaptionChoiceDataset, ContrastiveCollator, ZeroShotDataset
+from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
     caption_ids,
+    choice_metrics,
     group_by_image,
     image_of_captions,
     retrieval_metrics,
@@ -205,6 +207,11 @@ class Evaluator:
 
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings are gathered in ``output``; collective for a `ZeroShotDataset`."""
+        if any(isinstance(part, CaptionChoiceDataset) for part in parts_of(dataset)):
+            predictions: Any = output.predictions
+            labels: Any = output.label_ids
+            images, texts, counts = map(self._on_device, (*predictions, labels[0]))
+            return choice_metrics(images, texts, image_of_captions(counts))
         if isinstance(output.predictions, tuple):
             return self._pair_metrics(output)
         if isinstance(dataset, ZeroShotDataset):

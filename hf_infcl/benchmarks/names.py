@@ -1,0 +1,102 @@
+"""The names of benchmarks, the groups that they form, and the metric by which each is known.
+
+Names and groups are those of CLIP_benchmark (https://github.com/LAION-AI/CLIP_benchmark), whose own files say nothing
+about metrics. These follow DataComp's list of tasks (https://github.com/mlfoundations/datacomp, ``tasklist.yml``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+RECALLS = ("image_retrieval_recall@1", "text_retrieval_recall@1")  # of which the mean is taken
+_RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
+_ROBUSTNESS = ("imagenetv2", "imagenet_sketch", "imagenet-a", "imagenet-r", "objectnet")
+_OF_VTAB = (
+    *("caltech101", "cifar100", "clevr_count_all", "clevr_closest_object_distance", "diabetic_retinopathy", "dmlab"),
+    *("dsprites_label_orientation", "dsprites_label_x_position", "dtd", "eurosat", "kitti_closest_vehicle_distance"),
+    *("flowers", "pets", "pcam", "resisc45", "smallnorb_label_azimuth", "smallnorb_label_elevation", "svhn"),
+)
+_VTAB = tuple(f"vtab/{name}" for name in _OF_VTAB)
+SUGARCREPE = tuple(
+    f"sugarcrepe/{subset}"
+    for subset in ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
+)
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "vtab": (*_VTAB, "sun397"),
+    "vtab+": (
+        *("imagenet1k", *_ROBUSTNESS, "fer2013", "voc2007", "voc2007_multilabel", "sun397", "cars", "fgvc_aircraft"),
+        *("mnist", "stl10", "gtsrb", "country211", "renderedsst2", *_VTAB, "vtab/cifar10"),
+    ),
+    "retrieval": _RETRIEVAL,
+    "imagenet_robustness": _ROBUSTNESS,
+    "sugarcrepe": SUGARCREPE,
+}
+BENCHMARKS = tuple(
+    dict.fromkeys([*GROUPS["vtab+"], *_RETRIEVAL, "imagenet-o", "vtab/dsprites_label_y_position", *SUGARCREPE])
+)
+
+# Others are known by the main metric of their kind.
+_MAIN = dict.fromkeys(
+    ("vtab/caltech101", "vtab/flowers", "vtab/pets", "fgvc_aircraft"), ("mean_per_class_recall",)
+) | dict.fromkeys(_RETRIEVAL, RECALLS)
+_MAIN_OF_KIND = {
+    "classes": ("acc1",),
+    "labels": ("mean_average_precision",),
+    "choices": ("text_acc",),
+    "pairs": RECALLS,
+}
+
+
+def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
+    """The benchmarks of names and groups, each once.
+
+    Args:
+        names: benchmarks, also by the last part of their names ("cifar10"), and groups.
+        folder: of local copies, in which there may be others than the known ones.
+
+    Raises:
+        ValueError: there is none of a name; the message has the nearest ones.
+    """
+    by_last = {name.rpartition("/")[2]: name for name in BENCHMARKS}
+    found: list[str] = []
+    for name in names:
+        if name in GROUPS:
+            found += GROUPS[name]
+        elif name in BENCHMARKS:
+            found.append(name)
+        elif name in by_last:
+            found.append(by_last[name])
+        elif folder is not None and Path(folder, folder_name(name)).is_dir():
+            found.append(name)
+        else:
+            nearest = difflib.get_close_matches(name, [*GROUPS, *BENCHMARKS, *by_last], n=3, cutoff=0.5)
+            hint = f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are {', '.join(BENCHMARKS)}."
+            raise ValueError(
+                f"There is no benchmark {name!r}. {hint} The groups are {', '.join(GROUPS)}. A set of your own is the "
+                f"folder {folder_name(name)!r} in --benchmark_folder."
+            )
+    return list(dict.fromkeys(found))
+
+
+def folder_name(name: str) -> str:
+    """The last part of the repository of a benchmark, and the name of the folder of a local copy."""
+    return f"wds_{name.replace('/', '-')}"
+
+
+def benchmark_key(name: str) -> str:
+    """What the metrics of a benchmark are called by: "vtab/cifar10" is measured as ``eval_vtab_cifar10_acc1``."""
+    return re.sub(r"\W+", "_", name.replace("+", "_plus"))
+
+
+def main_metric(name: str, kind: str) -> tuple[str, ...]:
+    """The metrics whose mean is the score of a benchmark.
+
+    Args:
+        name: of the benchmark.
+        kind: of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
+    """
+    return _MAIN.get(name, _MAIN_OF_KIND[kind])

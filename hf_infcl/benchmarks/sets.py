@@ -1,0 +1,137 @@
+"""Benchmarks as evaluation sets: tar shards in the layout of CLIP_benchmark, and SugarCrepe's files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
+from ..shards.readers import IMAGE_EXTENSIONS, Columns, DamagedShardError, TarReader
+from .files import Files, files_of, sugarcrepe_files
+from .names import SUGARCREPE, benchmark_key, expanded
+
+_LABELS = {"classification": "cls", "multilabel": "npy", "retrieval": "txt"}  # the file beside an image
+_COLUMNS = {
+    "classification": ("label", datasets.Value("int64")),
+    "multilabel": ("label", datasets.List(datasets.Value("int64"))),
+    "retrieval": ("caption", datasets.List(datasets.Value("string"))),
+}
+
+
+def benchmark_sets(
+    names: Sequence[str] | None,
+    folder: str | None = None,
+    prefix: str = "",
+    select: Callable[[datasets.Dataset], datasets.Dataset] | None = None,
+) -> dict[str, ImageTextDataset | ZeroShotDataset]:
+    """The evaluation sets of benchmarks by the names of their metrics.
+
+    Each has an attribute ``benchmark``, its `Files`, which name its repository and revision.
+
+    Args:
+        names: of benchmarks and groups, see `expanded`.
+        folder: of local copies; None for the Hub.
+        prefix: of the keys.
+        select: which rows to evaluate, by default all.
+
+    Raises:
+        ValueError: an unknown name, or files that are missing or not as they should be; the message names the
+            benchmark.
+    """
+    found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
+    for name in expanded(names or (), folder):
+        try:
+            files = sugarcrepe_files(name, folder) if name in SUGARCREPE else files_of(name, folder)
+            rows = _choices(files) if name in SUGARCREPE else _rows(files)
+            dataset = _set_of(files, rows if select is None else select(rows))
+        except ValueError as error:
+            raise ValueError(f"The benchmark {name}: {error}") from error
+        dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
+        dataset.benchmark = files
+        found[prefix + benchmark_key(name)] = dataset
+    return found
+
+
+def _set_of(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
+    if files.name in SUGARCREPE:
+        return CaptionChoiceDataset(rows)
+    if files.kind == "retrieval":
+        return ImageTextDataset(rows, all_captions=True)
+    templates = files.lines("zeroshot_classification_templates.txt")
+    if wrong := [template for template in templates if template.count("{c}") != 1]:
+        raise ValueError(
+            f"Each line of {files.folder}/zeroshot_classification_templates.txt must have one {{c}} for the name of "
+            f"the class, but there is {wrong[0]!r}."
+        )
+    return ZeroShotDataset(
+        rows,
+        class_names=files.lines("classnames.txt"),
+        templates=[template.replace("{c}", "{}") for template in templates],
+    )
+
+
+def _rows(files: Files) -> datasets.Dataset:
+    """The samples of all shards, in the cache of `datasets`, which a set with the same revision shares."""
+    column, values = _COLUMNS[files.kind]
+    shards = tuple(str(path) for path in files.shards())
+    return _cached(_samples, column, values, shards=shards, kind=files.kind, revision=files.revision)
+
+
+def _choices(files: Files) -> datasets.Dataset:
+    values = datasets.List(datasets.Value("string"))
+    captions = str(files.folder / files.captions)
+    return _cached(_sugarcrepe, "caption", values, captions=captions, revision=files.revision)
+
+
+def _cached(generate: Callable[..., Iterator[dict[str, Any]]], column: str, values: Any, **options: Any) -> Any:
+    features = datasets.Features({"image": datasets.Image(decode=False), column: values})
+    try:
+        return datasets.Dataset.from_generator(
+            generate, features=features, gen_kwargs=options, split=datasets.Split.TEST
+        )
+    except datasets.exceptions.DatasetGenerationError as error:  # its own message gives no reason
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def _samples(shards: tuple[str, ...], kind: str, revision: str) -> Iterator[dict[str, Any]]:
+    label = _LABELS[kind]
+    reader = TarReader(Columns("image", label, None, None), shards)
+    for shard in shards:
+        for _, key, sample in reader.samples(shard):
+            if isinstance(sample, DamagedShardError):
+                raise sample
+            images = [sample[extension] for extension in sorted(IMAGE_EXTENSIONS & sample.keys())]
+            if len(images) != 1 or label not in sample:
+                raise ValueError(
+                    f"Sample {key!r} of {shard} must have one image and a .{label}, but it has {sorted(sample)}."
+                )
+            yield {"image": {"bytes": images[0], "path": None}, **_label(kind, sample[label], f"{key!r} of {shard}")}
+
+
+def _label(kind: str, content: bytes, where: str) -> dict[str, Any]:
+    try:
+        if kind == "retrieval":
+            return {"caption": content.decode("utf-8").splitlines()}
+        if kind == "multilabel":
+            return {"label": np.load(io.BytesIO(content), allow_pickle=False).astype(np.int64).tolist()}
+        return {"label": int(content)}
+    except ValueError as error:
+        raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
+
+
+def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, Any]]:
+    images = Path(captions).parent.parent / "val2017"
+    for key, entry in json.loads(Path(captions).read_text(encoding="utf-8")).items():
+        path = images / entry["filename"]
+        if not path.is_file():
+            raise ValueError(f"Entry {key!r} of {captions} is about {path.name}, which is not in {images}.")
+        yield {
+            "image": {"bytes": None, "path": str(path)},
+            "caption": [entry["caption"], entry["negative_caption"]],
+        }
