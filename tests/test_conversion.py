@@ -23,6 +23,7 @@ from helpers.open_clip_models import (
     tensors,
 )
 from helpers.processors import tokenizer
+from huggingface_hub import constants
 from PIL import Image
 
 from hf_infcl import cli
@@ -262,6 +263,20 @@ def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ValueError, match="pip install open_clip_torch"):
         folders.read(tmp_path / "list.pt", "ViT-B-32")
+
+
+@pytest.mark.parametrize("source", ["/no/folder", "./folder", "outputs/no/clip", "no_such.pt", "outputs/clip"])
+def test_a_path_that_does_not_exist_is_told_as_one(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    of_files = [["--open_clip_model", "ViT-B-32"]] if source.endswith(".pt") else []
+    for more in [[], ["--to", "open_clip"], *of_files]:
+        with pytest.raises(SystemExit):
+            cli.main("convert", [source, str(tmp_path / "ours"), *more])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"There is no {'file' if source.endswith('.pt') else 'folder'} {source!r}" in line
+        hub = "no model of this name was downloaded" if source in ("outputs/clip", "no_such.pt") else "is not the id of"
+        assert ("Check the path" if "--open_clip_model" in more else hub) in line
+        assert not (tmp_path / "ours").exists()
 
 
 def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):

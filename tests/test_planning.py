@@ -224,6 +224,39 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     assert "Micro-batches of 64 pairs do not fit" in large
 
 
+def test_keeping_costs_what_it_holds(counted):
+    counts = counted[None]
+    plain = Choice(1, 256, 4)
+    memory, seconds = planning.memory(counts, plain), planning.seconds(counts, plain, planning.GPUS["h200"])
+    for name, part, more in (
+        ("keep_weights", "weights", 4 * counts.trained),
+        ("keep_features", "weights", 4 * counts.trained),
+        ("keep_features", "features", 8 * counts.dim * plain.rows),
+        ("ema", "optimizer", 4 * counts.trained),
+    ):
+        kept = planning.memory(counts, replace(plain, **{name: True}))
+        assert getattr(kept, part) - getattr(memory, part) == more, name
+    kept = planning.seconds(counts, replace(plain, keep_features=True), planning.GPUS["h200"])
+    assert kept["first pass"] == pytest.approx(2 * seconds["first pass"])
+    slow = replace(planning.GPUS["h200"], bandwidth=1.0)
+    ema = planning.seconds(counts, replace(plain, ema=True), slow)["optimizer"]
+    assert ema - planning.seconds(counts, plain, slow)["optimizer"] == pytest.approx(12 * counts.trained)
+    assert planning.seconds(counts, replace(plain, ema=True, muon=True), slow)["optimizer"] == pytest.approx(
+        planning.seconds(counts, replace(plain, muon=True), slow)["optimizer"] + 12 * counts.trained
+    )
+
+
+def test_the_plan_knows_replay_and_averages(small_model, capsys):
+    words = ["--global_batch", 1024, "--dataset_size", 10000, "--epochs", 10]
+    replay = ["--replay_dataset", "old", "--replay_share", 0.25]
+    plain, other = planned(capsys, small_model, *words), planned(capsys, small_model, *words, *replay)
+    assert "An epoch of 10,000 pairs takes 9 steps" in plain
+    assert "Replay: 256 of the 1,024 pairs are old, 768 new" in other
+    assert "An epoch of 10,000 pairs takes 13 steps" in other, "of 768 new pairs each"
+    assert "Replay: 512 of" in planned(capsys, small_model, *words, *replay[:2]), "the default"
+    assert "--ema_decay 0.99" in planned(capsys, small_model, *words, "--ema_decay", 0.99)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -78,13 +78,15 @@ def test_samples_per_second_are_of_the_rows_that_are_trained(tmp_path):
     ("build", "limit", "expected"),
     [(models.clip, None, 100.0), (models.clip, 20.0, 20.0), (models.siglip, None, 3000.0), (models.siglip, 20.0, 20.0)],
 )
-def test_logit_scale_is_clamped_after_each_step(tmp_path, build, limit, expected):
+def test_logit_scale_is_clamped_after_each_step_and_told_if_by_default(tmp_path, build, limit, expected, caplog):
     model = build()
     with torch.no_grad():
         model.logit_scale.fill_(math.log(3000))
     trainer = trainer_for(tmp_path, model, max_steps=1, learning_rate=1e-9, max_logit_scale=limit)
     trainer.train()
     assert trainer.state.log_history[0]["logit_scale"] == pytest.approx(expected, rel=1e-3)
+    told = "is 3000, and the first step lowers it to 100" in caplog.text and "max_logit_scale=300" in caplog.text
+    assert told == (expected == 100)
 
 
 def _gradients(folder: Any, model: Any = None, **options: Any) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from .. import planning
 from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
+from ..loading.replay import DEFAULT_SHARE
 from ..options.combinations import CHECKPOINTING
 from ..planning import GPUS, Choice, Counts
 from ..planning.picture import draw
@@ -22,6 +23,7 @@ from ..planning.report import (
     measured_line,
     memory_lines,
     number,
+    replay_lines,
     step_lines,
     why_nothing_fits,
 )
@@ -76,6 +78,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         least |= {"micro_batch": size, "accumulation": rows // size, "compiled": options.torch_compile}
         raise ValueError(why_nothing_fits(counts[least["checkpointing"]], Choice(options.gpus, **least), memory_gib))
     choice = found[1]
+    old = old_pairs(options, choice)
     of_model = counts[choice.checkpointing]
     if options.plot is not None:
         draw(options.plot, of_model, choice, gpu, memory_gib)
@@ -84,7 +87,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    further = frozen | {name: getattr(options, name) for name in ("keep_features", "keep_weights")}
+    further = frozen | {name: getattr(options, name) for name in ("keep_features", "keep_weights", "ema_decay")}
     freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
@@ -92,6 +95,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         f"A global batch of {choice.global_batch:,} pairs on {choice.gpus} × {name} with {memory_gib:g} GiB is "
         f"{choice.rows:,} per GPU.{rates}",
         *not_predicted(options),
+        *replay_lines(old, choice),
         "",
         f"Choose  {choice.options}{freeze}",
         *better_batch(choice, step, lambda batch: find(batch, compiled=options.torch_compile), kept),
@@ -120,7 +124,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         lines.append(measured_line(config, frozen, choice, of_model, gpu))
     epochs = options.num_train_epochs if "num_train_epochs" in given and "epochs" not in given else options.epochs
     if options.dataset_size is not None:
-        lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step)
+        lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step, old)
     return lines
 
 
@@ -159,6 +163,8 @@ def kept_choices(options: argparse.Namespace, given: Collection[str]) -> dict[st
     if options.optimizer == "muon":
         found["muon"] = True
     found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
+    if options.ema_decay is not None:
+        found["ema"] = True
     return found
 
 
@@ -186,6 +192,12 @@ def global_batch_of(options: argparse.Namespace, kept: Mapping[str, Any]) -> int
             f"--global_batch {options.global_batch:,} is no multiple of {words}, which is {least:,}. Choose {near:,}."
         )
     return int(options.global_batch)
+
+
+def old_pairs(options: argparse.Namespace, choice: Choice) -> int:
+    """The old pairs of a global batch, if the training replays some."""
+    share = DEFAULT_SHARE if options.replay_share is None else options.replay_share
+    return round(choice.global_batch * share) if options.replay_dataset else 0
 
 
 def not_predicted(options: argparse.Namespace) -> list[str]:

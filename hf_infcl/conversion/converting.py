@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from .comparison import ENOUGH, differences
+from .explaining import explained
 from .folders import CONFIG, read, read_config, write
 from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
@@ -130,7 +131,8 @@ def _to_open_clip(source: str | Path, target: str | Path, repository: str) -> It
 
 
 def _of_transformers(folder: str | Path) -> tuple[Any, Any]:
-    return transformers.AutoModel.from_pretrained(folder).eval(), transformers.AutoProcessor.from_pretrained(folder)
+    with explained(str(folder)):
+        return transformers.AutoModel.from_pretrained(folder).eval(), transformers.AutoProcessor.from_pretrained(folder)
 
 
 def save_open_clip(

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .explaining import explained
 from .tokenizing import clip_tokenizer
 
 CONFIG = "open_clip_config.json"
@@ -82,7 +83,8 @@ def read(source: str | Path, open_clip_model: str | None = None) -> OpenClipSour
     """
     config, folder = read_config(source, open_clip_model)  # first, since reading the weights takes longer
     if folder is not None and not Path(source).is_dir():
-        _download_weights(_repository(source))
+        with explained(str(source)):
+            _download_weights(_repository(source))
     path = Path(source) if folder is None else _file_of_weights(folder)
     return OpenClipSource(_weights(path), config, folder)
 
@@ -98,10 +100,13 @@ def read_config(source: str | Path, open_clip_model: str | None = None) -> tuple
             )
         return named_config(open_clip_model), None
     if open_clip_model is not None:
+        if not path.exists():
+            raise ValueError(f"There is no file {str(source)!r}. Check the path.")
         raise ValueError(f"--open_clip_model is for a file of weights, and {str(source)!r} is none. Omit it.")
     folder = path
     if not path.is_dir():
-        folder = Path(snapshot_download(_repository(source), allow_patterns=list(OF_TOKENIZERS)))
+        with explained(str(source)):
+            folder = Path(snapshot_download(_repository(source), allow_patterns=list(OF_TOKENIZERS)))
     return _config(folder / CONFIG), folder
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
+from .explaining import explained
 from .folders import is_of_open_clip
 
 
@@ -37,7 +35,7 @@ def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
         told: list[str] = []
         model, processor = load_open_clip(checkpoint, open_clip_model=open_clip_model, tell=told.append)
         return Loaded(model.float(), processor, told)
-    with _explained(checkpoint):
+    with explained(checkpoint):
         model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
         return Loaded(model, AutoProcessor.from_pretrained(checkpoint))
 
@@ -47,7 +45,7 @@ def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[P
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         loaded = load(checkpoint, open_clip_model)
         return loaded.model.config, loaded.processor
-    with _explained(checkpoint, needed="config.json"):
+    with explained(checkpoint, needed="config.json"):
         return AutoConfig.from_pretrained(checkpoint), AutoProcessor.from_pretrained(checkpoint)
 
 
@@ -55,40 +53,5 @@ def load_config(checkpoint: str, open_clip_model: str | None = None) -> Pretrain
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
-    with _explained(checkpoint, needed="config.json"):
+    with explained(checkpoint, needed="config.json"):
         return AutoConfig.from_pretrained(checkpoint)
-
-
-@contextmanager
-def _explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
-        raise ValueError(_explanation(checkpoint, error, needed)) from error
-
-
-def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:
-    causes: list[type[BaseException]] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        causes.append(type(cause))
-        cause = cause.__cause__ or cause.__context__
-    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
-    if Path(checkpoint).exists():
-        return f"{checkpoint!r} does not hold a model that can be loaded with its config and its processor: {reason}"
-    tried = f"There is no folder {checkpoint!r}"
-    if HFValidationError in causes:
-        return f"{tried}, and the name is not the id of a model on the Hub, such as openai/clip-vit-base-patch32."
-    if LocalEntryNotFoundError in causes:
-        words = " ".join(filter(None, [checkpoint, needed]))
-        return (
-            f"{tried}, no model of this name was downloaded before, and the Hub could not be reached. Check the name. "
-            f"Without a network, run `hf download {words}` on a machine that has one, and pass "
-            f"{'the folder of the printed file' if needed else 'the printed folder'}."
-        )
-    if RepositoryNotFoundError in causes:
-        return (
-            f"{tried}, and the Hub has no model of this name that you may read. Check the name. If the model is "
-            "private, log in with `hf auth login`."
-        )
-    return f"The model {checkpoint!r} cannot be loaded: {reason}"

@@ -73,7 +73,7 @@ class Choice:
         compiled: ``torch_compile``.
         checkpointing: ``gradient_checkpointing``.
         muon: ``optimizer="muon"``.
-        keep_features, keep_weights: whether the training has these options.
+        keep_features, keep_weights, ema: whether the training keeps features, weights, or an average of the weights.
     """
 
     gpus: int
@@ -86,6 +86,7 @@ class Choice:
     muon: bool = False
     keep_features: bool = False
     keep_weights: bool = False
+    ema: bool = False
 
     @property
     def rows(self) -> int:
@@ -114,7 +115,7 @@ class Memory:
     Attributes:
         weights: parameters and their gradients in fp32, under DDP the gradient buckets, and the trained weights of the
             start.
-        optimizer: the two moments of Adam in fp32, or for a matrix of Muon one.
+        optimizer: the two moments of Adam in fp32, or for a matrix of Muon one; and the average of the weights.
         activations: the kept graphs and, at the peak of a backward, its temporary tensors.
         images: the inputs of the window.
         features: the embeddings of the window or their gradients, and those of the start, in fp32.
@@ -150,7 +151,7 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     start = choice.keep_features or choice.keep_weights
     common = {
         "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
-        "optimizer": 8.0 * counts.trained - 4.0 * (muon_values(counts) if choice.muon else 0),
+        "optimizer": (12.0 if choice.ema else 8.0) * counts.trained - 4.0 * (muon_values(counts) if choice.muon else 0),
         "images": counts.pixels
         * (choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows)
         * pixel_bytes
@@ -207,13 +208,14 @@ def muon_values(counts: Counts) -> int:
 def optimizer_seconds(counts: Counts, choice: Choice, gpu: GPU) -> float:
     """The time of the optimizer's step. The processes share Muon's orthogonalisation; its exchange is not counted."""
     of_adamw = 28.0 / gpu.bandwidth  # reads 16 and writes 12 bytes per value
+    average = counts.trained * 12.0 / gpu.bandwidth if choice.ema else 0.0  # reads 8 and writes 4
     if not choice.muon:
-        return counts.trained * of_adamw
+        return counts.trained * of_adamw + average
     values, flops = muon_values(counts), 0.0
     for short, long in map(sorted, counts.matrices):
         flops += STEPS * (4.0 * short**2 * long + 2.0 * short**3)  # of each step: two products m·n·m and one m·m·m
     shared = flops / gpu.flops + ORTHOGONALISING_TRAFFIC * values / gpu.bandwidth
-    return (counts.trained - values) * of_adamw + MUON_TRAFFIC * values / gpu.bandwidth + shared / choice.gpus
+    return (counts.trained - values) * of_adamw + MUON_TRAFFIC * values / gpu.bandwidth + shared / choice.gpus + average
 
 
 def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float:
@@ -301,7 +303,7 @@ def choices(
     Args:
         counts: the counts with (True) and without (False) checkpointing of the activations.
         decided: the values of those attributes of `Choice` that are not to be chosen (micro_batch, accumulation,
-            retain, offload, checkpointing), and muon, keep_features and keep_weights.
+            retain, offload, checkpointing), and muon, keep_features, keep_weights and ema.
 
     Raises:
         ValueError: the global batch is not a multiple of the number of GPUs.
@@ -321,7 +323,7 @@ def choices(
         for size in sizes if decided.get("checkpointing", checkpointing) == checkpointing else ():
             for offload in (False, True) if "offload" not in decided else (decided["offload"],):
                 choice = Choice(gpus, size, rows // size, decided.get("retain", 1), offload, compiled, checkpointing)
-                of_optimizer = ("muon", "keep_features", "keep_weights")
+                of_optimizer = ("muon", "keep_features", "keep_weights", "ema")
                 choice = replace(choice, **{name: decided.get(name, False) for name in of_optimizer})
                 rest_gib = USABLE * memory_gib - memory(of_model, choice).total / GIB
                 if rest_gib < 0:

@@ -124,13 +124,25 @@ def link_lines(counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
     ]
 
 
-def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, seconds: float) -> list[str]:
+def replay_lines(old: int, choice: Choice) -> list[str]:
+    """A line about the old pairs of a global batch, if there are any."""
+    if old == 0:
+        return []
+    return [
+        f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new, in the "
+        "memory and time of as many new pairs. An epoch ends with the new ones."
+    ]
+
+
+def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, seconds: float, old: int = 0) -> list[str]:
     """The length of the training, and whether it has enough steps: a rule of thumb.
 
     Args:
+        pairs: of the training set, without those that are replayed.
         max_steps: the length in steps, which replaces that in epochs if it is more than 0.
+        old: the replayed pairs of a global batch.
     """
-    per_epoch = pairs // choice.global_batch
+    per_epoch = pairs // (choice.global_batch - old)
     if per_epoch == 0:
         return [
             f"The training set of {pairs:,} pairs is smaller than one global batch, which training refuses. Lower "

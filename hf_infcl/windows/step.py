@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,6 +99,20 @@ class WindowStep:
         self._positive_cosines: Tensor | None = None  # of the last window
         self._losses: list[Tensor] = []  # its parts, see `Window`
         self._has_warned_of_zero = False
+        self._largest_scale = args.max_logit_scale
+        if self._largest_scale is None:
+            self._largest_scale = OBJECTIVES[setup.objective].largest_scale
+            self._warn_of_lower_scale()
+
+    def _warn_of_lower_scale(self) -> None:
+        """Warns if the default of ``max_logit_scale`` lowers the scale of the model in the first step."""
+        scale, limit = self._encoder.scale_and_bias()[0].item(), self._largest_scale
+        trains = self._encoder.temperature_parameters[0].requires_grad
+        if trains and limit is not None and scale > 1.001 * limit:  # CLIP's checkpoints are at 100, but for rounding
+            logger.warning(
+                f"The logit_scale of the model is {scale:.4g}, and the first step lowers it to {limit:g}, the default "
+                f"of max_logit_scale. To keep it, pass max_logit_scale={math.ceil(scale)}."
+            )
 
     def run(self, model: nn.Module, window: Window, step: int) -> Tensor:
         """Adds the gradient of the next micro-batch of a window; with its first one, also runs first pass and loss.
@@ -221,11 +236,8 @@ class WindowStep:
         """Counts the window after the optimizer's step, and keeps logit_scale between 1 and its largest value."""
         self.checks.after_optimizer_step(optimizer)
         scale = self._encoder.temperature_parameters[0]
-        largest_scale = self._args.max_logit_scale
-        if largest_scale is None:
-            largest_scale = OBJECTIVES[self._objective].largest_scale
-        if largest_scale is not None and scale.requires_grad:
-            self._wrapper.change(scale, partial(self._encoder.clamp_temperature, maximum=largest_scale))
+        if self._largest_scale is not None and scale.requires_grad:
+            self._wrapper.change(scale, partial(self._encoder.clamp_temperature, maximum=self._largest_scale))
 
     def logs(self, logs: dict[str, float]) -> dict[str, float]:
         """The metrics of the last windows; collective. Warns once of a loss and a gradient that are exactly 0.

@@ -1,0 +1,52 @@
+"""Why a checkpoint cannot be loaded, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
+
+
+@contextmanager
+def explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
+    """Turns any error into a ValueError that says why the checkpoint cannot be loaded.
+
+    Args:
+        checkpoint: a folder or a Hub id.
+        needed: the one file that is needed of a Hub repository; by default, all.
+    """
+    try:
+        yield
+    except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
+        raise ValueError(_explanation(checkpoint, error, needed)) from error
+
+
+def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:
+    causes: list[type[BaseException]] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(type(cause))
+        cause = cause.__cause__ or cause.__context__
+    reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+    if Path(checkpoint).exists():
+        return f"{checkpoint!r} does not hold a model that can be loaded with its config and its processor: {reason}"
+    tried = f"There is no {'file' if Path(checkpoint).suffix in WEIGHTS else 'folder'} {checkpoint!r}"
+    if HFValidationError in causes:
+        return f"{tried}, and the name is not the id of a model on the Hub, such as openai/clip-vit-base-patch32."
+    if LocalEntryNotFoundError in causes:
+        words = " ".join(filter(None, [checkpoint, needed]))
+        return (
+            f"{tried}, no model of this name was downloaded before, and the Hub could not be reached. Check the name. "
+            f"Without a network, run `hf download {words}` on a machine that has one, and pass "
+            f"{'the folder of the printed file' if needed else 'the printed folder'}."
+        )
+    if RepositoryNotFoundError in causes:
+        return (
+            f"{tried}, and the Hub has no model of this name that you may read. Check the name. If the model is "
+            "private, log in with `hf auth login`."
+        )
+    return f"The model {checkpoint!r} cannot be loaded: {reason}"
