@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ from helpers import models
 from helpers.benchmarks import NAMES, TEMPLATES, coloured, write_classes, write_retrieval, write_sugarcrepe
 from helpers.demo import infcl
 from helpers.evaluation import discerning
+from helpers.hub import Hub, hub_for_this_process, sha_of
 from helpers.processors import clip_processor
 from helpers.trainers import trainer_for
+from huggingface_hub import constants
 from PIL import Image
 
-from hf_infcl.benchmarks import benchmark_sets
-from hf_infcl.benchmarks.names import GROUPS
+from hf_infcl.benchmarks import benchmark_sets, expanded
+from hf_infcl.benchmarks.names import BENCHMARKS, GROUPS
 
 SETS = ["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe"]
 
@@ -140,3 +144,89 @@ def test_figures_are_the_same_on_three_processes(ranks, written, tmp_path):
         same = {name: value for name, value in by_definition.items() if name in found}
         assert len(same) == 9
         assert {name: found[name] for name in same} == pytest.approx(same, abs=1e-6)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_hub_s_sets_are_read_from_its_cache_with_their_commit(hub, written, monkeypatch):
+    folder, repository = written["folder"] / "wds_vtab-cifar10", ("datasets/clip-benchmark/wds_vtab-cifar10", "main")
+    tree = tree_of(folder)
+    hub.commits[repository] = [{**tree, "train/0.tar": b"not needed", "classnames.txt": b"a\nb\nc\nd\ne\nf\n"}]
+    (first,) = benchmark_sets(["cifar10"]).values()
+    assert first.benchmark.revision == sha_of(hub.commits[repository][-1])
+    assert not (first.benchmark.folder / "train").exists()
+    hub.commits[repository].append(tree)
+    (second,) = benchmark_sets(["vtab/cifar10"]).values()
+    assert second.benchmark.revision == sha_of(tree) != first.benchmark.revision
+    assert (first.class_names[0], second.class_names) == ("a", NAMES)
+    assert [second[row]["label"] for row in range(9)] == written["classes"].tolist()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (offline,) = benchmark_sets(["cifar10"]).values()
+    assert offline.benchmark == second.benchmark
+
+
+def test_a_download_that_is_not_whole_is_told(hub, written):
+    tree = tree_of(written["folder"] / "wds_vtab-cifar10")
+    hub.commits["datasets/clip-benchmark/wds_vtab-cifar10", "main"] = [tree]
+    hub.shortened.add("test/1.tar")
+    with pytest.raises(ValueError, match=r"^The benchmark vtab/cifar10: .*wds_vtab-cifar10 could not be .*1.tar"):
+        benchmark_sets(["cifar10"])
+    hub.shortened.clear()
+    del tree["test/0.tar"]
+    with pytest.raises(ValueError, match=r"test lacks 1 of 2 shards: 0.tar"):
+        benchmark_sets(["cifar10"])
+    with pytest.raises(ValueError, match=r"clip-benchmark/wds_imagenet1k could not be downloaded.*--benchmark_folder"):
+        benchmark_sets(["imagenet1k"])
+
+
+def test_names_and_groups_are_those_of_clip_benchmark():
+    assert len(BENCHMARKS) == 41 + 7
+    assert [len(GROUPS[group]) for group in ("vtab", "vtab+", "retrieval", "sugarcrepe")] == [19, 36, 3, 7]
+    assert expanded(["retrieval", "flickr8k", "flowers"]) == [*GROUPS["retrieval"], "vtab/flowers"]
+    with pytest.raises(ValueError, match=r"no benchmark 'imagnet1k'. Did you mean imagenet1k"):
+        expanded(["imagnet1k"])
+
+
+def replace_text(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "classnames.txt").unlink(), "has no classnames.txt"),
+        (replace_text("zeroshot_classification_templates.txt", "a {c}\na photo\n"), "but there is 'a photo'"),
+        (replace_text("classnames.txt", "a\nb\n"), r"holds \[2, 3, 4, 5\], but there are 2 class names"),
+        (replace_text("dataset_type.txt", "captioning"), "says 'captioning', which is none of"),
+        (replace_text("dataset_type.txt", "retrieval"), "No caption was found|must have one image and a .txt"),
+        (replace_text("test/nshards.txt", "many"), "must hold the number of shards, not 'many'"),
+        (lambda folder: (folder / "test/1.tar").write_bytes(b"x" * 700), "1.tar' is damaged"),
+        (shutil.rmtree, "has no folder wds_mine"),
+    ],
+)
+def test_a_set_that_is_not_as_it_should_be_is_told(tmp_path, damage, message):
+    write_classes(tmp_path / "wds_mine")
+    (whole,) = benchmark_sets(["mine"], str(tmp_path)).values()
+    damage(tmp_path / "wds_mine")
+    assert (whole.benchmark.on_hub, len(whole)) == (False, 9)
+    message = "There is no benchmark 'mine'" if damage is shutil.rmtree else f"^The benchmark mine: .*(?:{message})"
+    with pytest.raises(ValueError, match=message):
+        benchmark_sets(["mine"], str(tmp_path))
+
+
+def test_sugarcrepe_says_which_files_it_needs(tmp_path):
+    for folder in (None, str(tmp_path)):
+        with pytest.raises(ValueError, match=r"github.com/RAIVNLab/sugar-crepe to .*sugarcrepe/data.*val2017"):
+            benchmark_sets(["sugarcrepe"], folder)
+    write_sugarcrepe(tmp_path / "sugarcrepe", ["swap_obj"])
+    (tmp_path / "sugarcrepe/val2017/000000000003.jpg").unlink()
+    with pytest.raises(ValueError, match=r"^The benchmark sugarcrepe/swap_obj: Entry '9' .* is about 000000000003.jpg"):
+        benchmark_sets(["sugarcrepe/swap_obj"], str(tmp_path))

@@ -104,8 +104,8 @@ def files_of(name: str, folder: str | None) -> Files:
         snapshot = snapshot_download(repository, repo_type="dataset", allow_patterns=["*.txt", "test/*"])
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"{repository} could not be downloaded from the Hub: {type(error).__name__}: {error}. Without a network, "
-            "copy the set to a folder and name that with --benchmark_folder."
+            f"{repository} could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]} "
+            "Without a network, copy the set to a folder and name that with --benchmark_folder."
         ) from error
     return Files(name, repository, True, Path(snapshot), Path(snapshot).name)
 

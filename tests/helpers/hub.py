@@ -27,11 +27,13 @@ class Hub:
 
     Attributes:
         endpoint: the value for ``HF_ENDPOINT``.
-        commits: the commits of every (repository, revision), oldest first, each as its whole tree {path: bytes}.
+        commits: the commits of every (repository, revision), oldest first, each as its whole tree {path: bytes}. The
+            names of data sets begin with "datasets/".
         bodies: the bodies of all requests.
         created: the bodies of the requests that created repositories.
         messages: the summaries of all commits, in order.
         licences: the licence that the card of each data set states.
+        shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
     """
 
@@ -42,6 +44,7 @@ class Hub:
         self.created: list[dict[str, Any]] = []
         self.messages: list[str] = []
         self.licences: dict[str, str | list[str]] = {}
+        self.shortened: set[str] = set()
         self.failures = 0
         self.lock = threading.Lock()
 
@@ -168,23 +171,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
+        path = re.sub(r"^/api/datasets/(?=[^/]+/[^/]+/)", "/api/models/datasets/", path)
         if match := re.fullmatch(r"/api/models/(.+)/tree/([^/]+)/?(.*)", path):
             tree, folder = self.hub.tree(match[1], match[2]), match[3]
             if tree is not None:
                 inside = [p for p in sorted(tree) if p.startswith(folder)]
                 return self._json([{"type": "file", "path": p, "size": len(tree[p]), "oid": "0" * 40} for p in inside])
-        elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
+        elif match := re.fullmatch(r"/api/models/((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", path):
             tree = self.hub.tree(match[1], match[2] or "main")
             if tree is not None:
                 siblings = [{"rfilename": p} for p in sorted(tree)]
                 return self._json({"id": match[1], "modelId": match[1], "sha": sha_of(tree), "siblings": siblings})
         elif (match := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)", path)) and match[1] in self.hub.licences:
             return self._json({"id": match[1], "cardData": {"license": self.hub.licences[match[1]]}})
-        elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        elif match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             tree = self.hub.tree(match[1], match[2])
             if tree is not None and match[3] in tree:
                 data = tree[match[3]]
                 headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": sha_of(tree)}
+                if with_body and match[3] in self.hub.shortened:
+                    data = data[:-1]
                 return self._send(data, 200, headers, with_body=with_body)
             missing = {"X-Error-Code": "EntryNotFound" if tree is not None else "RepoNotFound"}
             return self._send(b"", 404, missing, with_body=with_body)
