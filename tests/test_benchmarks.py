@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from helpers import models
 from helpers.benchmarks import NAMES, TEMPLATES, coloured, write_classes, write_retrieval, write_sugarcrepe
 from helpers.demo import infcl
@@ -19,7 +20,7 @@ from helpers.evaluation import discerning
 from helpers.hub import Hub, hub_for_this_process, sha_of
 from helpers.processors import clip_processor
 from helpers.trainers import trainer_for
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from hf_infcl.benchmarks import benchmark_sets, expanded
@@ -230,3 +231,37 @@ def test_sugarcrepe_says_which_files_it_needs(tmp_path):
     (tmp_path / "sugarcrepe/val2017/000000000003.jpg").unlink()
     with pytest.raises(ValueError, match=r"^The benchmark sugarcrepe/swap_obj: Entry '9' .* is about 000000000003.jpg"):
         benchmark_sets(["sugarcrepe/swap_obj"], str(tmp_path))
+
+
+def test_a_training_states_benchmarks_with_their_commit_where_the_hub_looks(hub, checkpoint, written, tmp_path):
+    (tmp_path / "pairs/train").mkdir(parents=True)
+    lines = ["file_name,caption"]
+    for row in range(8):
+        (tmp_path / f"pairs/train/{row}.png").write_bytes(coloured(row))
+        lines.append(f"{row}.png,{'abcdefgh'[row]}")
+    (tmp_path / "pairs/train/metadata.csv").write_text("\n".join(lines))
+    for name in ("vtab-cifar10", "voc2007_multilabel"):
+        tree = tree_of(written["folder"] / f"wds_{name}")
+        hub.commits[f"datasets/clip-benchmark/wds_{name}", "main"] = [tree]
+        if name == "vtab-cifar10":
+            # A name that another one begins with: their metrics must not be mixed.
+            hub.commits["datasets/clip-benchmark/wds_voc2007", "main"] = [tree]
+            commit = sha_of(tree)
+    out = tmp_path / "out"
+    words = ["train", "--model", checkpoint, "--dataset", tmp_path / "pairs", "--output_dir", out, "--use_cpu"]
+    words += ["--per_device_train_batch_size", 8, "--max_steps", 1, "--report_to", "none", "--check_samples", 0]
+    words += ["--save_strategy", "no", "--learning_rate", 1e-4, "--metric_for_best_model", "voc2007_acc1"]
+    infcl(*words, "--eval_benchmark", "voc2007", "voc2007_multilabel", "--guard_benchmark", "cifar10")
+    facts = json.loads((out / "training_record.json").read_text())
+    sets = {one["key"]: one for one in facts["evaluations"]}
+    assert list(sets) == ["voc2007", "voc2007_multilabel", "guard_vtab_cifar10"]
+    assert [one["guard"] for one in sets.values()] == [False, False, True]
+    assert all("acc1" in sets["voc2007"][when] for when in ("metrics", "before"))
+    assert "mean_average_precision" in sets["voc2007_multilabel"]["metrics"]
+    assert "acc1" not in sets["voc2007_multilabel"]["metrics"]
+    (result,) = yaml.safe_load((out / ".eval_results/clip-benchmark_wds_vtab-cifar10.yaml").read_text())[:1]
+    assert result["dataset"] == {"id": "clip-benchmark/wds_vtab-cifar10", "task_id": "acc1", "revision": commit}
+    card = ModelCard.load(out / "README.md")
+    of_cifar = [one for one in card.data.eval_results if one.dataset_type == "clip-benchmark/wds_vtab-cifar10"]
+    assert {(one.task_type, one.dataset_revision) for one in of_cifar} == {("zero-shot-image-classification", commit)}
+    assert f"was read at `{commit}`" in card.text
