@@ -117,9 +117,12 @@ def rank_temperature(rank: int, world_size: int, folder: str) -> None:
     model.logit_scale.requires_grad_(True)
     with pytest.raises(ValueError, match="No embedding depends on a trained parameter"):
         trainer_for(folder, model, use_cpu=False, fsdp=True)
+    for build in models.OWN.values():
+        with pytest.raises(ValueError, match="is not a model of transformers"):
+            trainer_for(folder, build(), use_cpu=False, fsdp=True)
 
 
-def test_the_temperature_alone_is_refused(fresh_ranks, tmp_path):
+def test_the_temperature_alone_and_a_model_of_one_s_own_are_refused(fresh_ranks, tmp_path):
     fresh_ranks.run(rank_temperature, 2, str(tmp_path))
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, compare_versions
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedModel
 
 from ..processes.collectives import failures_announced
 from .dual_encoder import DualEncoder
@@ -57,16 +59,21 @@ def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:
     sharded twice. CLIP does not implement ``get_input_embeddings`` and gets one that returns None.
 
     Raises:
-        ValueError: under FSDP2 only the temperature trains.
+        ValueError: under FSDP2 only the temperature trains, or the model is not of transformers.
     """
     if kind == DistributedType.FSDP:
+        if not isinstance(encoder.base, PreTrainedModel):
+            raise ValueError(
+                f"{type(encoder.base).__name__} is not a model of transformers, whose lists of layers FSDP shards by. "
+                "Train it with DDP."
+            )
         temperature = set(encoder.temperature_parameters)
         if not any(p.requires_grad for p in encoder.model.parameters() if p not in temperature):
             raise ValueError(
                 "No embedding depends on a trained parameter, but FSDP exchanges gradients only after a backward "
                 "through the model. Train a tower or a projection, or train only logit_scale without FSDP."
             )
-        base = encoder.base
+        base: Any = encoder.base
         names = getattr(base, "_no_split_modules", None) or ()
         base._no_split_modules = [name for name in names if not name.endswith("Embeddings")]
         try:
