@@ -47,8 +47,8 @@ def alpha_of(option: str, value: str, guards: GuardOptions, evaluation: Evaluati
         if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
             raise ValueError(
                 f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
-                "--zero_shot_dataset or --eval_benchmark for the one and --guard_dataset or --guard_benchmark for the "
-                f"other, or a number as --{option}."
+                "--zero_shot_dataset or --eval_benchmark for the one and --guard_benchmark or "
+                f"--guard_dataset for the other, or a number as --{option}."
             )
         return None
     try:
