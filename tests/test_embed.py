@@ -85,6 +85,16 @@ def test_every_image_and_caption_of_a_table_once_in_order(tmp_path, form):
     np.testing.assert_allclose(vectors, texts, atol=1e-6)
 
 
+def test_embeddings_in_bf16_are_of_length_1_and_near_those_in_fp32(tmp_path):
+    in_bf16 = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "dtype": "bf16"}
+    embedded(TableSource(table(), "image", "caption", None, "x"), tmp_path, **in_bf16)
+    for kind, wanted in zip(("images", "texts"), expected(range(21)), strict=True):
+        _, _, vectors = read(tmp_path, kind)
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+        assert (vectors * wanted).sum(1).min() > 0.999
+        assert np.abs(vectors - wanted).max() > 1e-5, "computed in bf16"
+
+
 def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_folder(tmp_path):
     source = TableSource(table(id=[f"n{row}" for row in range(21)]), "image", "caption", "id", "x")
     embedded(source, tmp_path)
