@@ -34,6 +34,7 @@ from helpers.processes import launched
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import HfApi, constants
 from hypothesis import strategies as st
+from PIL import Image
 from transformers import TrainingArguments
 
 import hf_infcl
@@ -120,6 +121,30 @@ def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "eval_zero_shot_acc1" in printed
     assert str(tmp_path) in printed
+
+
+def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, capsys):
+    words = ["--output_dir", tmp_path, "--use_cpu", "--report_to", "none", "--zero_shot_dataset", demo / "digits"]
+    words += ["--eval_dataset", demo / "digits", "--class_names", *DEMO["class_names"]]
+    infcl("compare", demo / "clip-init", trained, *words, "--templates", *DEMO["templates"])
+    results = json.loads((tmp_path / "compare_results.json").read_text())
+    accuracy = json.loads((trained / "all_results.json").read_text())["eval_zero_shot_acc1"]
+    classes = results["zero_shot"]
+    assert classes["metrics"]["acc1"]["second"] == accuracy
+    assert [name.split()[0] for name in classes["classes"]] == list("0123456789")
+    won, lost = (classes[f"right_by_{model}_alone"] for model in ("second", "first"))
+    assert len(won) - len(lost) == round((accuracy - classes["metrics"]["acc1"]["first"]) * classes["images"])
+    assert not {*won} & {*lost}
+    pairs = results["pairs"]
+    change = (pairs["metrics"]["text_retrieval_recall@1"][name] for name in ("second", "first"))
+    won, lost = (pairs[f"right_by_{model}_alone"] for model in ("second", "first"))
+    assert won
+    assert len(won) - len(lost) == round(float.__sub__(*change) * pairs["images"])
+    printed = capsys.readouterr().out
+    assert re.search(r"top-1 accuracy +\d+\.\d\d% +\d+\.\d\d%   [+-]\d+\.\d\d \[[+-]", printed)
+    assert re.search(r"pairs: \d+ images +first +second   difference\n  image retrieval recall@1 ", printed)
+    with Image.open(tmp_path / "compare.png") as sheet:
+        assert sheet.width > 800
 
 
 def left_in(folder: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from helpers.trainers import arguments, parameters, trainer_for
 from torch.utils.data import ChainDataset, IterableDataset
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
+from hf_infcl.averaging.choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.processes.collectives import OtherRankFailedError
@@ -434,3 +435,47 @@ def test_a_stream_without_end_is_not_evaluated(tmp_path, wrap):
 def test_an_empty_evaluation_set_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"The evaluation set of eval_\* is empty"):
         trainer_for(tmp_path).evaluate(models.Pairs(0))
+
+
+# ---- Intervals ----
+
+
+def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "save_strategy": "steps"}
+    options |= {"save_steps": 1, "learning_rate": 0.03, "max_steps": 3, "eval_dataset": {"pairs": models.Pairs(40)}}
+    whole = trainer_for(tmp_path, **options)
+    whole.train()
+    entries = {e["step"]: e for e in whole.state.log_history if "eval_pairs_loss" in e}
+    assert entries.keys() == {0, 1, 2, 3}
+    assert "eval_pairs_score_change_low" not in entries[0]
+    scores = {step: score(entry, "eval_pairs_") for step, entry in entries.items()}
+    assert len({*scores.values()}) > 1
+    for step, entry in entries.items():
+        name = "eval_pairs_image_retrieval_recall@10"
+        assert entry[f"{name}_low"] < entry[name] < entry[f"{name}_high"]
+        if step > 0:
+            low, high = (entry[f"eval_pairs_score_change_{end}"] for end in ("low", "high"))
+            assert low <= scores[step] - scores[0] <= high
+            assert low < high
+    again = trainer_for(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = next(e for e in reversed(again.state.log_history) if "eval_pairs_loss" in e)
+    for end in ("low", "high"):
+        name = f"eval_pairs_score_change_{end}"
+        assert resumed[name] == pytest.approx(entries[3][name], abs=1e-5)
+
+
+def test_of_labelled_images_ranks_are_gathered_instead_of_embeddings(tmp_path):
+    trainer = trainer_for(tmp_path, discerning(models.clip()), data_collator=LabelledImages())
+    data = labelled(17)
+    predicted = trainer.predict(data)
+    images, prompts = embeddings(trainer.model, data)
+    classifier = zero_shot_classifier(prompts, len(data.templates))
+    ranks, answers, gaps = torch.as_tensor(predicted.predictions).T
+    cosines = images @ classifier.T
+    labels = torch.as_tensor(predicted.label_ids)
+    own = cosines.gather(1, labels[:, None])
+    assert answers.tolist() == cosines.argmax(1).tolist()
+    assert ranks.tolist() == (cosines > own).sum(1).tolist()
+    torch.testing.assert_close(gaps, cosines.max(1).values - own[:, 0], atol=1e-6, rtol=0)
+    assert trainer.found["test"].answers.tolist() == answers.tolist()

@@ -29,6 +29,7 @@ from hf_infcl.publishing import (
     PicturesCallback,
     Source,
     TrainingFacts,
+    lines_of_changes,
     model_card,
     plot_curves,
     source_name,
@@ -437,6 +438,21 @@ def test_a_card_is_written_for_each_training_and_an_error_ends_none(tmp_path):
     card.mkdir()
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("high", "words"), [(0.02, "-0.0300 [-0.0800, +0.0200] within noise |"), (-0.01, "-0.0100] |")]
+)
+def test_a_change_stands_beside_its_interval(tmp_path, high, words):
+    metrics = {**PAIRS, "image_retrieval_recall@1_low": 0.2, "image_retrieval_recall@1_high": 0.3}
+    metrics |= {"score_change_low": -0.08, "score_change_high": high}
+    before = {name: value + 0.03 for name, value in PAIRS.items()}
+    made = facts(evaluations=[dataclasses.replace(RETRIEVAL, metrics=metrics, before=before)])
+    card = read(made, tmp_path)
+    assert words in card.text
+    assert "| 0.2500 (95% interval 0.2000 to 0.3000; before the training: 0.2800) |" in card.text
+    assert "score change" not in card.text
+    assert ("within noise" in "\n".join(lines_of_changes(made))) == (high > 0)
 
 
 def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):

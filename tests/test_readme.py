@@ -39,11 +39,18 @@ def blocks(language: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = "\n".join(blocks("bash")).replace("\\\n", " ").splitlines()
-    return [line for line in lines if re.match("infcl (train|evaluate|average|embed|plan) ", line)]
+    return [line for line in lines if re.match("infcl (train|evaluate|compare|average|embed|plan) ", line)]
 
 
 def test_there_are_commands_of_all_kinds():
-    assert {shlex.split(command)[1] for command in commands()} == {"train", "evaluate", "average", "embed", "plan"}
+    assert {shlex.split(command)[1] for command in commands()} == {
+        "train",
+        "evaluate",
+        "compare",
+        "average",
+        "embed",
+        "plan",
+    }
 
 
 @pytest.mark.parametrize("line", commands())

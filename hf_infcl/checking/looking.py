@@ -134,7 +134,7 @@ class Looker:
             seconds=seconds,
             is_one_colour=one_colour,
             print=None if one_colour else print_of(image),
-            thumbnail=_thumbnail(image),
+            thumbnail=thumbnail(image),
         )
 
     def caption(self, text: str, file: str = "") -> Caption:
@@ -169,7 +169,8 @@ class Looker:
         return rest.strip()
 
 
-def _thumbnail(pixels: np.ndarray) -> bytes:
+def thumbnail(pixels: np.ndarray) -> bytes:
+    """A JPEG of at most SIDE × SIDE pixels of an image, uint8 [H, W, 3]."""
     image = Image.fromarray(pixels)
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()

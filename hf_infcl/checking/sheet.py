@@ -15,7 +15,7 @@ from .set_facts import SetFacts
 
 COLUMNS, SAMPLED, FAULTY = 8, 16, 8  # pictures in a line, of the set, and of a finding
 _GAP, _LINE, _TITLE = 12, 12, 28  # pixels
-_CELL = SIDE + _GAP, SIDE + 3 * _LINE + _GAP  # with three lines of caption
+_LETTERS = 18  # in a line of a caption
 
 
 def draw_sheet(sets: Sequence[tuple[SetFacts, Sequence[Finding]]]) -> Image.Image:
@@ -31,23 +31,37 @@ def draw_sheet(sets: Sequence[tuple[SetFacts, Sequence[Finding]]]) -> Image.Imag
             shown = [facts.thumbnails[name] for name in finding.rows if name in facts.thumbnails][:FAULTY]
             if shown:
                 rows.append((f"{facts.name}: {finding.kind.replace('_', ' ')}", shown))
-    heights = [_TITLE + -(-len(shown) // COLUMNS) * _CELL[1] for _, shown in rows]
-    sheet = Image.new("RGB", (COLUMNS * _CELL[0] + _GAP, sum(heights) + _GAP), "white")
+    return draw_rows(rows)
+
+
+def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[bytes, str]]]], lines: int = 3) -> Image.Image:
+    """Titled rows of pictures with captions.
+
+    Args:
+        rows: title, and for each picture its `thumbnail` and its caption.
+        lines: of a caption; the rest is cut.
+    """
+    cell = SIDE + _GAP, SIDE + lines * _LINE + _GAP
+    heights = [_TITLE + -(-len(shown) // COLUMNS) * cell[1] for _, shown in rows]
+    sheet = Image.new("RGB", (COLUMNS * cell[0] + _GAP, sum(heights) + _GAP), "white")
     top = _GAP
     for (title, shown), height in zip(rows, heights, strict=True):
-        _draw_row(sheet, top, title, shown)
+        _draw_row(sheet, top, title, shown, cell, lines)
         top += height
     return sheet
 
 
-def _draw_row(sheet: Image.Image, top: int, title: str, shown: list[tuple[bytes, str]]) -> None:
+def _draw_row(
+    sheet: Image.Image, top: int, title: str, shown: Sequence[tuple[bytes, str]], cell: tuple[int, int], lines: int
+) -> None:
     pen = ImageDraw.Draw(sheet)
     large: Any = ImageFont.load_default(size=14)
     small: Any = ImageFont.load_default(size=10)
     pen.text((_GAP, top), textwrap.shorten(title, 110, placeholder=" ..."), "black", large)
     for number, (thumbnail, caption) in enumerate(shown):
         row, column = divmod(number, COLUMNS)
-        left, above = _GAP + column * _CELL[0], top + _TITLE + row * _CELL[1]
+        left, above = _GAP + column * cell[0], top + _TITLE + row * cell[1]
         sheet.paste(Image.open(io.BytesIO(thumbnail)), (left, above))
-        lines = textwrap.wrap(textwrap.shorten(caption, 54, placeholder=" ...") or "", 18)[:3]
-        pen.multiline_text((left, above + SIDE + 1), "\n".join(lines), "#444444", small, spacing=2)
+        short = textwrap.shorten(caption, lines * _LETTERS, placeholder=" ...")
+        text = "\n".join(textwrap.wrap(short, _LETTERS)[:lines])
+        pen.multiline_text((left, above + SIDE + 1), text, "#444444", small, spacing=2)

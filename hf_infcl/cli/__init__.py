@@ -69,6 +69,8 @@ def _run(command: str | None, words: list[str]) -> None:
         from .check import check as run
     elif command == "evaluate":
         from .evaluate import evaluate as run
+    elif command == "compare":
+        from .compare import compare as run
     elif command == "average":
         from .average import average as run
     elif command == "plan":

@@ -25,6 +25,7 @@ COMMANDS = {
     "check": "read the data as a training would, and tell what would spoil it",
     "train": "train a dual encoder with the exact contrastive loss of the global batch",
     "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
+    "compare": "measure two models beside each other, with the intervals of their differences",
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
     "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
     "embed": "write the embeddings of images and texts, with their keys",
@@ -102,6 +103,18 @@ def evaluate_parser() -> Parser:
         "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both.",
         *(ModelOptions, ColumnOptions, EvaluationOptions),
         shown=OF_EVALUATION,
+    )
+
+
+def compare_parser() -> Parser:
+    """The options of `infcl compare`."""
+    return Parser(
+        "compare",
+        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
+        "and the pictures on which they differ.",
+        *(ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+        places={"first": "A model: a Hub id or a folder.", "second": "The model that is compared with it."},
     )
 
 
@@ -194,6 +207,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "check": check_parser,
     "train": train_parser,
     "evaluate": evaluate_parser,
+    "compare": compare_parser,
     "average": average_parser,
     "embed": embed_parser,
     "plan": plan_parser,

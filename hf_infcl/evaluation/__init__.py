@@ -1,16 +1,34 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
+from .bootstrap import Difference, bounds, differences, differences_by_class, hits_of, interval, resampled
 from .captions import caption_ids, group_by_image, image_of_captions
-from .classification import zero_shot_classifier, zero_shot_metrics
-from .metrics import METRICS
-from .retrieval import choice_metrics, retrieval_metrics
+from .classification import class_ranks, label_scores, zero_shot_classifier, zero_shot_metrics
+from .metrics import METRICS, Choices, ClassRanks, LabelScores, PairRanks, measured
+from .retrieval import choice_metrics, choices, pair_ranks, recall_ceilings, retrieval_metrics
 
 __all__ = [
     "METRICS",
+    "Choices",
+    "ClassRanks",
+    "Difference",
+    "LabelScores",
+    "PairRanks",
+    "bounds",
     "caption_ids",
     "choice_metrics",
+    "choices",
+    "class_ranks",
+    "differences",
+    "differences_by_class",
     "group_by_image",
+    "hits_of",
     "image_of_captions",
+    "interval",
+    "label_scores",
+    "measured",
+    "pair_ranks",
+    "recall_ceilings",
+    "resampled",
     "retrieval_metrics",
     "zero_shot_classifier",
     "zero_shot_metrics",

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .metrics import ClassRanks, LabelScores, metrics_of_kind
-from .ranking import checked_embeds, checked_index, positive_ranks
+from .metrics import ClassRanks, LabelScores, measured
+from .ranking import checked_embeds, checked_index, positive_places
 
 
 @torch.no_grad()
@@ -57,23 +57,32 @@ def zero_shot_metrics(image_embeds: Tensor, classifier: Tensor, labels: Tensor) 
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, labels out of range.
     """
+    found = label_scores if labels.ndim == 2 else class_ranks
+    return measured(found(image_embeds, classifier, labels))
+
+
+@torch.no_grad()
+def label_scores(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> LabelScores:
+    """The score of each image for each class; arguments, labels being [N, C], and errors as for `zero_shot_metrics`."""
+    image_embeds = checked_embeds("image_embeds", image_embeds)
+    classifier = checked_embeds("classifier", classifier, like=image_embeds)
+    if labels.shape != (len(image_embeds), len(classifier)) or not ((labels == 0) | (labels == 1)).all():
+        raise ValueError(
+            f"labels [N, C] must hold 0 or 1 for each of {len(image_embeds)} images and {len(classifier)} classes, got "
+            f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
+        )
+    scores = F.normalize(image_embeds, dim=-1) @ classifier.T  # [N, C]
+    return LabelScores(scores, labels.to(scores.device).bool())
+
+
+@torch.no_grad()
+def class_ranks(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> ClassRanks:
+    """The rank of each image's class; arguments and errors are those of `zero_shot_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
     num_classes = len(classifier)
-    if labels.ndim == 2:
-        if labels.shape != (len(image_embeds), num_classes) or not ((labels == 0) | (labels == 1)).all():
-            raise ValueError(
-                f"labels [N, C] must hold 0 or 1 for each of {len(image_embeds)} images and {num_classes} classes, got "
-                f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
-            )
-        scores = F.normalize(image_embeds, dim=-1) @ classifier.T  # [N, C]
-        of_labels = LabelScores(scores, labels.to(scores.device).bool())
-        several = metrics_of_kind("labels")
-        return {name: metric.measure(of_labels) for name, metric in several.items() if metric.measure is not None}
     labels = checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
 
     classes = torch.arange(num_classes, device=labels.device)
-    ranks = positive_ranks(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
-    found = ClassRanks(ranks, labels.cpu(), num_classes)
-    kind = metrics_of_kind("classes", num_classes)
-    return {name: metric.measure(found) for name, metric in kind.items() if metric.measure is not None}
+    places = positive_places(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
+    return ClassRanks(places.ranks, labels.cpu(), num_classes, places.answers, places.gaps)

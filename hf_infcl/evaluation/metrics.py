@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ranking import fraction
-
 KS = (1, 5, 10)  # of the recalls
 CEILING = "_ceiling"  # ends the name of the highest value of a recall that any model can reach
+LOW, HIGH = "_low", "_high"  # end the names of the bounds of a metric's 95% interval
+CHANGE = "score_change"  # begins the names of the bounds of what the score has changed since before a training
 LOSS, FRACTION = "evaluation loss (nats)", "fraction correct"  # axes of curves
 
 
@@ -23,10 +23,21 @@ class PairRanks(NamedTuple):
     Attributes:
         images: [M] int32 on the CPU, among all images that of each caption's image.
         texts: [N] int32 on the CPU, among all captions that of each image's best-placed one; M without a caption.
+        text_image: [M] int64 on the CPU, the image of each caption.
+        answers: [N] int64 on the CPU, the caption that is found for each image.
+        gaps: [N] float on the CPU, by how much the cosine of the answer exceeds that of the image's best caption.
     """
 
     images: Tensor
     texts: Tensor
+    text_image: Tensor
+    answers: Tensor
+    gaps: Tensor
+
+    @property
+    def right(self) -> Tensor:
+        """[N] bool, whether each image finds one of its captions first."""
+        return self.texts == 0
 
 
 class ClassRanks(NamedTuple):
@@ -36,11 +47,55 @@ class ClassRanks(NamedTuple):
         classes: [N] int32 on the CPU, among all classes that of each image's class.
         labels: [N] int64 on the CPU, the class of each image.
         num_classes: C.
+        answers: [N] int64 on the CPU, the class that is chosen for each image.
+        gaps: [N] float on the CPU, by how much the cosine of the answer exceeds that of the image's class.
     """
 
     classes: Tensor
     labels: Tensor
     num_classes: int
+    answers: Tensor
+    gaps: Tensor
+
+    @property
+    def right(self) -> Tensor:
+        """[N] bool, whether the class of each image is chosen."""
+        return self.classes == 0
+
+
+class Hits(NamedTuple):
+    """The right answers of each of N images, of which a metric is the share.
+
+    Attributes:
+        right: [N] integer, the queries of each image that are answered right.
+        queries: [N] integer, all queries of each image: 1, or the number of its captions.
+        groups: [N] int64 for the mean of the shares of several groups of images, such as classes; None for one share.
+    """
+
+    right: Tensor
+    queries: Tensor
+    groups: Tensor | None = None
+
+    def share(self) -> float:
+        """The value of the metric."""
+        if self.groups is None:
+            return int(self.right.sum()) / int(self.queries.sum())
+        right, queries = (torch.bincount(self.groups, part.double()) for part in (self.right, self.queries))
+        return (right / queries)[queries > 0].mean().item()
+
+
+class Choices(NamedTuple):
+    """What N images choose between their right caption and wrong ones.
+
+    Attributes:
+        right: [N] bool on the CPU, whether the right caption is preferred to all wrong ones.
+        answers: [N] int64 on the CPU, the caption that is chosen, by its number among those of the image.
+        gaps: [N] float on the CPU, by how much the cosine of the best wrong caption exceeds that of the right one.
+    """
+
+    right: Tensor
+    answers: Tensor
+    gaps: Tensor
 
 
 class LabelScores(NamedTuple):
@@ -62,8 +117,9 @@ class Metric:
     Attributes:
         kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
             several classes; ``"choices"`` between a right caption and wrong ones.
-        measure: computes it from `PairRanks`, `ClassRanks`, `LabelScores` or, for choices, from [N] bool, whether each
-            image was matched; None for the loss, which the trainer computes.
+        measure: computes it from `PairRanks`, `ClassRanks`, `LabelScores` or `Choices`; None for the loss, which the
+            trainer computes.
+        hits: the `Hits` of which it is the share, from the same; None if it is no such share, and so has no interval.
         words: its name in a model card.
         hub_type: the kind of metric as the Hub names it.
         axis: the axis of the curves on which it is drawn; None if it is not.
@@ -78,24 +134,38 @@ class Metric:
     axis: str | None = None
     greater_is_better: bool = True
     least_classes: int = 1
+    hits: Callable[[Any], Hits] | None = None
 
 
-def image_recall(k: int, ranks: PairRanks) -> float:
-    return fraction(ranks.images < min(k, len(ranks.texts)))
+def image_hits(k: int, ranks: PairRanks) -> Hits:
+    num_images = len(ranks.texts)
+    found = ranks.text_image[ranks.images < min(k, num_images)]
+    counts = (torch.bincount(images, minlength=num_images) for images in (found, ranks.text_image))
+    return Hits(*counts)
 
 
-def text_recall(k: int, ranks: PairRanks) -> float:
-    return fraction(ranks.texts < min(k, len(ranks.images)))
+def text_hits(k: int, ranks: PairRanks) -> Hits:
+    return Hits(ranks.texts < min(k, len(ranks.images)), torch.ones(len(ranks.texts), dtype=torch.int64))
 
 
-def accuracy(k: int, ranks: ClassRanks) -> float:
-    return fraction(ranks.classes < k)
+def class_hits(k: int, ranks: ClassRanks) -> Hits:
+    return Hits(ranks.classes < k, torch.ones(len(ranks.labels), dtype=torch.int64))
 
 
-def mean_per_class_recall(ranks: ClassRanks) -> float:
-    counts = torch.bincount(ranks.labels, minlength=ranks.num_classes)
-    hits = torch.bincount(ranks.labels[ranks.classes == 0], minlength=ranks.num_classes)
-    return (hits.double() / counts)[counts > 0].mean().item()
+def choice_hits(choices: Choices) -> Hits:
+    return Hits(choices.right, torch.ones(len(choices.right), dtype=torch.int64))
+
+
+def per_class_hits(ranks: ClassRanks) -> Hits:
+    return class_hits(1, ranks)._replace(groups=ranks.labels)
+
+
+def _share(hits: Callable[[Any], Hits], ranks: Any) -> float:
+    return hits(ranks).share()
+
+
+def _of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **others: Any) -> Metric:
+    return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **others)
 
 
 def mean_average_precision(found: LabelScores) -> float:
@@ -113,15 +183,15 @@ def mean_average_precision(found: LabelScores) -> float:
 def recalls(ks: Sequence[int]) -> dict[str, Metric]:
     """The recalls of retrieval at each k."""
     return {
-        f"{way}_retrieval_recall@{k}": Metric(
-            kind="pairs",
-            measure=partial(measure, k),
-            words=f"{way} retrieval recall@{k}",
-            hub_type="recall",
+        f"{way}_retrieval_recall@{k}": _of_hits(
+            "pairs",
+            partial(hits, k),
+            f"{way} retrieval recall@{k}",
+            "recall",
             axis=FRACTION if k == 1 else None,
         )
         for k in ks
-        for way, measure in (("image", image_recall), ("text", text_recall))
+        for way, hits in (("image", image_hits), ("text", text_hits))
     }
 
 
@@ -136,13 +206,13 @@ METRICS: dict[str, Metric] = {
         greater_is_better=False,
     ),
     **recalls(KS),
-    "acc1": Metric("classes", partial(accuracy, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
-    "acc5": Metric("classes", partial(accuracy, 5), "top-5 accuracy", "accuracy", least_classes=5),
-    "mean_per_class_recall": Metric("classes", mean_per_class_recall, "mean per class recall", "recall"),
+    "acc1": _of_hits("classes", partial(class_hits, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
+    "acc5": _of_hits("classes", partial(class_hits, 5), "top-5 accuracy", "accuracy", least_classes=5),
+    "mean_per_class_recall": _of_hits("classes", per_class_hits, "mean per class recall", "recall"),
     "mean_average_precision": Metric(
         "labels", mean_average_precision, "mean average precision", "mean_average_precision", axis=FRACTION
     ),
-    "text_acc": Metric("choices", fraction, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
+    "text_acc": _of_hits("choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
 }
 
 
@@ -153,6 +223,24 @@ def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metr
         for name, metric in METRICS.items()
         if metric.kind == kind and (num_classes is None or num_classes >= metric.least_classes)
     }
+
+
+def measured(found: PairRanks | ClassRanks | LabelScores | Choices) -> dict[str, float]:
+    """The metrics of a set by name, without the loss."""
+    return {name: metric.measure(found) for name, metric in metrics_of(found).items() if metric.measure is not None}
+
+
+def metrics_of(found: PairRanks | ClassRanks | LabelScores | Choices) -> dict[str, Metric]:
+    """The metrics by name that are defined for a set."""
+    if isinstance(found, ClassRanks):
+        return metrics_of_kind("classes", found.num_classes)
+    kinds = {PairRanks: "pairs", LabelScores: "labels", Choices: "choices"}
+    return metrics_of_kind(kinds[type(found)])
+
+
+def is_bound(name: str) -> bool:
+    """Whether a name is that of a ceiling, or of a bound of an interval, instead of a metric."""
+    return name.endswith((CEILING, LOW, HIGH))
 
 
 def metric_named(name: str) -> Metric | None:

@@ -13,6 +13,7 @@ the score of chance.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +22,25 @@ from torch import Tensor
 TILE_NUMEL = 2**22
 
 
-def positive_ranks(
+class Places(NamedTuple):
+    """Where Q queries find their positives among K candidates.
+
+    Attributes:
+        ranks: [Q] int32 on the CPU, of the best-placed positive: 0 is the top, K means that there is none.
+        answers: [Q] int64 on the CPU, the candidate at the top.
+        gaps: [Q] float on the CPU, by how much the score of the answer exceeds that of the best-placed positive: 0 for
+            a hit, infinity without a positive.
+    """
+
+    ranks: Tensor
+    answers: Tensor
+    gaps: Tensor
+
+
+def positive_places(
     queries: Tensor, candidates: Tensor, query_ids: Tensor, candidate_ids: Tensor, copies: Tensor | None = None
-) -> Tensor:
-    """Rank of each query's best-placed positive: 0 is the top, K means that the query has no positive.
+) -> Places:
+    """Ranks the candidates of each query by their dot products.
 
     Args:
         queries: [Q, D].
@@ -33,14 +49,11 @@ def positive_ranks(
         candidate_ids: [K] int64.
         copies: [K] int64, the row of `candidates` that each of the K candidates is a copy of, so that copies tie
             exactly; by default candidate k is row k.
-
-    Returns:
-        [Q] int32, on the CPU.
     """
     num_candidates = len(candidate_ids)
     order = torch.arange(num_candidates, device=candidates.device)
     rows = max(1, TILE_NUMEL // num_candidates)
-    ranks = []
+    ranks, answers, gaps = [], [], []
     for query, ids in zip(queries.split(rows), query_ids.split(rows), strict=True):
         scores = query @ candidates.T  # [rows, K]
         if copies is not None:
@@ -50,7 +63,10 @@ def positive_ranks(
         best, place = scores.masked_fill(~positive, -math.inf).max(dim=1, keepdim=True)
         ahead = (scores > best) | ((scores == best) & (order < place))
         ranks.append(ahead.sum(dim=1, dtype=torch.int32))  # on a CPU ten times as fast as the default, int64
-    return torch.cat(ranks).cpu()
+        top, answer = scores.max(dim=1)
+        answers.append(answer)
+        gaps.append(top - best[:, 0])
+    return Places(*(torch.cat(parts).cpu() for parts in (ranks, answers, gaps)))
 
 
 def fraction(hits: Tensor) -> float:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .metrics import CEILING, KS, PairRanks, metrics_of_kind, recalls
-from .ranking import checked_embeds, checked_index, checked_integers, fraction, positive_ranks
+from .metrics import CEILING, KS, Choices, PairRanks, measured, recalls
+from .ranking import checked_embeds, checked_index, checked_integers, fraction, positive_places
 
 
 @torch.no_grad()
@@ -52,29 +52,35 @@ def retrieval_metrics(
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, indices out of range, no k or one below 1.
     """
+    if ks is not None and (not ks or min(ks) < 1):
+        raise ValueError(f"ks must name at least one k, and each must be at least 1, got {tuple(ks)}.")
+    ranks = pair_ranks(image_embeds, text_embeds, text_image, caption_ids)
+    found = measured(ranks) if ks is None else {name: m.measure(ranks) for name, m in recalls(ks).items() if m.measure}
+    if caption_ids is None:
+        return found
+    return found | recall_ceilings(caption_ids, ranks.text_image, len(image_embeds), KS if ks is None else ks)
+
+
+@torch.no_grad()
+def pair_ranks(
+    image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, caption_ids: Tensor | None = None
+) -> PairRanks:
+    """The ranks of all pairs in both directions; arguments and errors are those of `retrieval_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     device = image_embeds.device
     text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), device)
-    if ks is not None and (not ks or min(ks) < 1):
-        raise ValueError(f"ks must name at least one k, and each must be at least 1, got {tuple(ks)}.")
-
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     queries, copies = texts, None
-    ceilings: dict[str, float] = {}
     if caption_ids is not None:
         caption_ids = checked_integers("caption_ids", caption_ids, len(texts), device)
         _, copies = caption_ids.unique(return_inverse=True)
         texts = texts[_first_of_each(copies)]  # [U, D]
         queries = texts[copies]
-        ceilings = recall_ceilings(copies, text_image, len(images), KS if ks is None else ks)
     image_index = torch.arange(len(images), device=device)
-    image_ranks = positive_ranks(queries, images, text_image, image_index)
-    text_ranks = positive_ranks(images, texts, image_index, text_image, copies)
-    ranks = PairRanks(image_ranks, text_ranks)
-    wanted = metrics_of_kind("pairs") if ks is None else recalls(ks)
-    measured = {name: metric.measure(ranks) for name, metric in wanted.items() if metric.measure is not None}
-    return measured | ceilings
+    by_captions = positive_places(queries, images, text_image, image_index)
+    by_images = positive_places(images, texts, image_index, text_image, copies)
+    return PairRanks(by_captions.ranks, by_images.ranks, text_image.cpu(), by_images.answers, by_images.gaps)
 
 
 @torch.no_grad()
@@ -94,6 +100,12 @@ def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor
     Raises:
         ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image with fewer than two captions.
     """
+    return measured(choices(image_embeds, text_embeds, text_image))
+
+
+@torch.no_grad()
+def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor) -> Choices:
+    """What each image chooses; arguments and errors are those of `choice_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
@@ -110,9 +122,12 @@ def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor
     wrong = cosines.clone()
     wrong[first] = -torch.inf
     best_wrong = torch.full_like(right, -torch.inf).scatter_reduce_(0, text_image, wrong, "amax")
-    matched = right > best_wrong
-    kind = metrics_of_kind("choices")
-    return {name: metric.measure(matched) for name, metric in kind.items() if metric.measure is not None}
+    # The first caption of an image with the best wrong cosine; a tie with the right one counts as wrong.
+    index = torch.arange(len(wrong), device=wrong.device)
+    of_best = torch.where(wrong == best_wrong[text_image], index, len(wrong))
+    best = torch.full_like(first, len(wrong)).scatter_reduce_(0, text_image, of_best, "amin")
+    is_right = right > best_wrong
+    return Choices(is_right.cpu(), torch.where(is_right, 0, best - first).cpu(), (best_wrong - right).cpu())
 
 
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:

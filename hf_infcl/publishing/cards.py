@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from ..averaging import Averaged
-from ..evaluation.metrics import CEILING, METRICS
+from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ..loss.objectives import OBJECTIVES
 from .changes import SCORES, changes
 from .facts import SPEED, Evaluation, Source, TrainingFacts
@@ -187,11 +187,11 @@ def _describe_source(source: Source) -> str:
 
 
 def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
-    """The metrics that have a value (top-5 accuracy has none for four classes), without the ceilings of recalls."""
+    """The metrics that have a value (top-5 accuracy has none for four classes), without ceilings and intervals."""
     return [
         (metric, value)
         for metric, value in evaluation.metrics.items()
-        if metric not in SPEED and not metric.endswith(CEILING) and value is not None and not math.isnan(value)
+        if metric not in SPEED and not is_bound(metric) and value is not None and not math.isnan(value)
     ]
 
 
@@ -234,7 +234,7 @@ def _changes(facts: TrainingFacts) -> str:
                 _where(change.evaluation),
                 "guard" if change.evaluation.guard else "trained for",
                 *(f"{value:.4f}" for value in (change.before, change.after)),
-                f"{change.after - change.before:+.4f}",
+                change.words(),
             )
             for change in found
         ]
@@ -280,7 +280,9 @@ def _results(facts: TrainingFacts) -> str:
         where = _where(evaluation)
         for metric, value in _defined(evaluation):
             ceiling = evaluation.metrics.get(metric + CEILING)
-            beside = [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
+            bounds = [evaluation.metrics[metric + end] for end in (LOW, HIGH) if metric + end in evaluation.metrics]
+            beside = ["95% interval " + " to ".join(f"{bound:.4f}" for bound in bounds)] if bounds else []
+            beside += [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
             if metric in evaluation.before:
                 beside.append(f"before the training: {evaluation.before[metric]:.4f}")
             shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"

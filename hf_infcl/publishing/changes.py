@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..averaging import score_if_measured
+from ..evaluation import Difference
+from ..evaluation.metrics import CHANGE, HIGH, LOW
 from .facts import Evaluation, TrainingFacts
 
 SCORES = (
     "The score is the recall@1 of pairs, averaged over both directions, the top-1 accuracy of classes, the mean "
-    "average precision if images are of several classes, and the share of right captions preferred to wrong ones."
+    "average precision if images are of several classes, and the share of right captions preferred to wrong ones. In "
+    "brackets is the 95% interval of the change (paired bootstrap over images). If it includes 0, it is called noise."
 )
 
 
@@ -22,12 +25,20 @@ class Change:
         evaluation: the set.
         before, after: its scores.
         half: whether they are of that half of the rows by which no average was chosen.
+        interval: the 95% interval of the difference, by a bootstrap over the images; None if it was not measured.
     """
 
     evaluation: Evaluation
     before: float
     after: float
     half: bool = False
+    interval: tuple[float, float] | None = None
+
+    def words(self, factor: float = 1, digits: int = 4) -> str:
+        """The difference times ``factor``, its interval if there is one, and whether it is noise."""
+        if self.interval is None:
+            return f"{factor * (self.after - self.before):+.{digits}f}"
+        return Difference(self.before, self.after, *self.interval).words(factor, digits)
 
 
 def changes(facts: TrainingFacts) -> list[Change]:
@@ -47,7 +58,9 @@ def _changes(facts: TrainingFacts) -> Iterator[Change]:
             continue
         scores = [score_if_measured(metrics) for metrics in (evaluation.before, evaluation.metrics)]
         if scores[0] is not None and scores[1] is not None:
-            yield Change(evaluation, scores[0], scores[1])
+            bounds = [evaluation.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
+            interval = None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1])
+            yield Change(evaluation, scores[0], scores[1], interval=interval)
 
 
 def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
@@ -58,9 +71,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
     for name, change in zip(names, found, strict=True):
-        numbers = (
-            f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%  {100 * (change.after - change.before):+7.2f}"
-        )
+        numbers = f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%   {change.words(100, 2)}"
         half = " (the half of its rows that did not choose the average)" if change.half else ""
         yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
     yield SCORES

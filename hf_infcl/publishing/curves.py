@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.metrics import CEILING, FRACTION, METRICS, metric_named
+from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, metric_named
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -20,7 +20,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
 
     A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
     evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
-    drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step.
+    drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step. The 95% intervals of
+    scores are shaded.
 
     Args:
         log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
@@ -36,6 +37,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     training: dict[str, Line] = {}
     measured: dict[str | None, dict[str, Line]] = {metric.axis: {} for metric in METRICS.values()}
     ceilings: dict[str, float] = {}  # by the label of the score
+    intervals: dict[str, dict[int, tuple[float, float]]] = {}
     for entry in log_history:
         for key, value in entry.items():
             if value is None:
@@ -46,6 +48,9 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 training.setdefault(name, {}).setdefault(entry["step"], value)
             elif key.startswith("eval_") and (metric := metric_named(key)) is not None:
                 measured[metric.axis].setdefault(_label(key), {}).setdefault(entry["step"], value)
+                if key + LOW in entry:
+                    between = entry[key + LOW], entry[key + HIGH]
+                    intervals.setdefault(_label(key), {}).setdefault(entry["step"], between)
                 if entry.get(key + CEILING, 1) < 1:
                     ceilings[_label(key)] = entry[key + CEILING]
     if not training:
@@ -61,6 +66,10 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
             colour = COLOURS[index % len(COLOURS)]
             if name in ceilings:
                 axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
+            if between_at := intervals.get(name):
+                axis.fill_between(
+                    [*between_at], *zip(*between_at.values(), strict=True), color=colour, alpha=0.15, lw=0
+                )
             at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
             axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
         axis.set_ylabel(label)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
@@ -14,20 +15,32 @@ from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
+from ..averaging import score_if_measured
 from ..data import CaptionChoiceDataset, ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
+    Choices,
+    ClassRanks,
+    LabelScores,
+    PairRanks,
+    bounds,
     caption_ids,
-    choice_metrics,
+    choices,
+    class_ranks,
     group_by_image,
+    hits_of,
     image_of_captions,
-    retrieval_metrics,
+    interval,
+    label_scores,
+    measured,
+    pair_ranks,
+    recall_ceilings,
+    resampled,
     zero_shot_classifier,
-    zero_shot_metrics,
 )
-from ..evaluation.metrics import CEILING
+from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, failures_announced
@@ -115,6 +128,12 @@ class Evaluator:
         collator: the data collator, which tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         prepare_inputs: moves a batch to the device.
+        scores_before: by the prefix of a set, the number of its images and the resampled values of its score before the
+            training.
+        at_start: whether the training has not begun: `run` then sets ``scores_before``, which else it compares with.
+
+    Attributes:
+        found: the `PairRanks`, `ClassRanks`, `LabelScores` or `Choices` of the set that `run` has evaluated.
     """
 
     def __init__(
@@ -123,10 +142,16 @@ class Evaluator:
         collator: Any,
         processing_class: Any,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
+        scores_before: dict[str, Any] | None = None,
+        at_start: bool = False,
     ) -> None:
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class, self._prepare_inputs = collator, processing_class, prepare_inputs
+        self._scores_before, self._at_start = {} if scores_before is None else scores_before, at_start
+        self._classifier: Tensor | None = None
+        self._type_of_set = "dataset"
+        self.found: PairRanks | ClassRanks | LabelScores | Choices | None = None
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
@@ -137,7 +162,9 @@ class Evaluator:
             For pairs, ``(image_embeds [n, D], text_embeds [m, D])``, with the captions in the order of their images,
             and ``(counts [n], caption_ids [m])``: the number of captions of each image, and an int64 that is equal for
             captions with equal tokens. If the batch has ``pair_ids``, these [n] are the third label. For labelled
-            images, ``image_embeds`` and the labels [n].
+            images, [n, 3] fp32, the rank of the image's class, the class that is chosen and by how much its cosine
+            exceeds that of the image's class, and the labels [n]; if an image may be of several classes, the scores
+            [n, C] and the labels [n, C].
         """
         if self._accelerator.distributed_type == DistributedType.FSDP:
             Processes().agree([])  # before the forward, in which a process would wait for one that has failed
@@ -152,6 +179,9 @@ class Evaluator:
                 "A batch of an evaluation must have pixel_values and input_ids, for image-text pairs, or pixel_values "
                 f"and labels, for a ZeroShotDataset, got keys {list(batch)}."
             )
+        name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
+        if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
+            raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
         with torch.no_grad(), self._accelerator.autocast():
             images = self._encoder.encode_images(batch).float()
             texts = None if classified else self._encoder.encode_texts(batch).float()
@@ -160,7 +190,13 @@ class Evaluator:
         predictions: Any
         labels: Any
         if texts is None:
-            predictions, labels = images[:rows], batch["labels"][:rows]
+            if self._classifier is None:
+                raise ValueError(
+                    "Images with labels are evaluated zero-shot, which needs a ZeroShotDataset, not a "
+                    f"{self._type_of_set} around one. Select rows of the dataset inside it instead."
+                )
+            labels = batch["labels"][:rows]
+            predictions = self._classified(images[:rows], self._classifier, labels)
         else:
             order, counts = group_by_image(batch.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
@@ -171,20 +207,29 @@ class Evaluator:
             predictions, labels = (images[:rows], texts[order]), (counts.to(images.device), ids)
             if "pair_ids" in batch:
                 labels += (batch["pair_ids"][:rows],)
-        if "inputs" in self._args.include_for_metrics:  # Trainer gathers this input after this method returns
-            name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
-            if name not in batch:
-                raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
+        if with_inputs:  # Trainer gathers this input after this method returns
             inputs[name] = batch[name][kept[name]]
         return predictions, labels
+
+    @staticmethod
+    def _classified(images: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
+        if labels.ndim == 2:  # whatever the batch, a class is found among all images
+            return label_scores(images, classifier, labels).scores if len(images) else images @ classifier.T
+        if len(images) == 0:
+            return images.new_zeros(0, 3)
+        found = class_ranks(images, classifier, labels)
+        return torch.stack([found.classes, found.answers, found.gaps], dim=1).to(images)
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: Any, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
 
         For pairs, these are ``loss``, the contrastive loss of the whole set as one batch, and retrieval recalls over
-        all captions; for a `ZeroShotDataset`, they are accuracies. The loss uses the first caption of each image, or
-        all of them with ``equal_ids="positive"``. No metric uses negative captions. Every process gets the numbers of
-        rank 0. A training goes on as if it had not been evaluated: the random state of dropout stays the same.
+        all captions; for a `ZeroShotDataset`, they are accuracies. Accuracies and recalls have 95% bootstrap intervals
+        (``acc1_low``, ``acc1_high``). During a training, ``score_change_low`` and ``score_change_high`` are the paired
+        interval of the change of the score (see `hf_infcl.averaging.choice.score`) since before it. The loss uses the
+        first caption of each image, or all of them with ``equal_ids="positive"``. No metric uses negative captions.
+        Every process gets the numbers of rank 0. A training goes on as if it had not been evaluated: the random state
+        of dropout stays the same.
 
         Args:
             loop: Trainer's loop over a loader, with `gather_rows` as its function to gather.
@@ -195,33 +240,56 @@ class Evaluator:
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches = dataloader if isinstance(dataloader, DataLoaderDispatcher) else AnnouncingDataLoader(dataloader)
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder):
+            self._type_of_set = type(dataloader.dataset).__name__
+            if isinstance(dataloader.dataset, ZeroShotDataset):
+                self._classifier = self._prompt_vectors(dataloader.dataset)
             output = loop(batches)
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
             if output.num_samples == 0:
                 raise ValueError(f"The evaluation set of {prefix}_* is empty: it returned no batch.")
-            metrics = self.metrics(dataloader.dataset, output)
+            metrics = self.metrics(dataloader.dataset, output) | self._intervals(prefix)
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         output.metrics.update(of_main_process(output.metrics))
         return output
 
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
-        """The metrics of a set whose embeddings are gathered in ``output``; collective for a `ZeroShotDataset`."""
+        """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
         if any(isinstance(part, CaptionChoiceDataset) for part in parts_of(dataset)):
             predictions: Any = output.predictions
-            labels: Any = output.label_ids
-            images, texts, counts = map(self._on_device, (*predictions, labels[0]))
-            return choice_metrics(images, texts, image_of_captions(counts))
+            of_captions: Any = output.label_ids
+            images, texts, counts = map(self._on_device, (*predictions, of_captions[0]))
+            self.found = choices(images, texts, image_of_captions(counts))
+            return measured(self.found)
         if isinstance(output.predictions, tuple):
             return self._pair_metrics(output)
-        if isinstance(dataset, ZeroShotDataset):
-            return self._zero_shot_metrics(dataset, output)
-        raise ValueError(
-            "Images with labels are evaluated zero-shot, which needs a ZeroShotDataset, not a "
-            f"{type(dataset).__name__} around one. Select rows of the dataset inside it instead."
-        )
+        assert self._classifier is not None
+        found, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
+        if labels.ndim == 2:
+            self.found = LabelScores(found, labels.bool())
+        else:
+            ranks, answers, gaps = found.T
+            self.found = ClassRanks(ranks.int(), labels.long(), len(self._classifier), answers.long(), gaps)
+        return measured(self.found)
 
-    def _zero_shot_metrics(self, dataset: ZeroShotDataset, output: EvalLoopOutput) -> dict[str, float]:
+    def _intervals(self, prefix: str) -> dict[str, float]:
+        """Intervals of the metrics and, during a training, of the change of the score; on the main process."""
+        if Processes().rank > 0 or self.found is None or not (hits := hits_of(self.found)):
+            return {}
+        values = dict(zip(hits, resampled(list(hits.values())), strict=True))
+        found = bounds(values)
+        score: Any = score_if_measured(values)
+        size = len(next(iter(hits.values())).right)
+        if self._at_start:
+            self._scores_before[prefix] = {"images": size, "values": [round(float(value), 6) for value in score]}
+        elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
+            low, high = interval(score - np.array(before["values"]))
+            found |= {CHANGE + LOW: low, CHANGE + HIGH: high}
+        return found
+
+    def _prompt_vectors(self, dataset: ZeroShotDataset) -> Tensor:
+        """A vector for each class, on every process; collective."""
+
         def encode(prompts: list[str]) -> Tensor:
             batch = self._prepare_inputs(tokenize(prompts))
             with torch.no_grad(), self._accelerator.autocast():
@@ -232,9 +300,7 @@ class Evaluator:
         with failures_announced_unless_sharded(self._accelerator):
             share = encode_share(prompts, encode, self._args.per_device_eval_batch_size)
         texts = gather_rows(share)[: len(prompts)]
-        classifier = zero_shot_classifier(texts, num_templates=len(dataset.templates))
-        images, labels = self._on_device(output.predictions), self._on_device(output.label_ids)
-        return zero_shot_metrics(images, classifier, labels)
+        return zero_shot_classifier(texts, num_templates=len(dataset.templates))
 
     def _prompt_tokenizer(self) -> Callable[[list[str]], dict[str, Tensor]]:
         if callable(tokenize := getattr(self._collator, "tokenize", None)):
@@ -269,8 +335,9 @@ class Evaluator:
                 backend=self._args.backend,
                 **ids_of,
             )
-        recalls = retrieval_metrics(images, texts, image_of_captions(counts), caption_ids=ids)
-        ceilings = {name: value for name, value in recalls.items() if name.endswith(CEILING) and value < 1}
+        self.found = ranks = pair_ranks(images, texts, image_of_captions(counts), ids)
+        every = recall_ceilings(ids, ranks.text_image, len(images), KS)
+        ceilings = {name: value for name, value in every.items() if value < 1}
         if ceilings and self._accelerator.is_main_process:
             highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.4g}" for name, value in ceilings.items())
             logger.warning_once(
@@ -278,7 +345,7 @@ class Evaluator:
                 "several images, so some recalls cannot reach 1. "
                 f"The highest values that any model can reach are {highest}."
             )
-        return {"loss": loss.item(), **recalls}
+        return {"loss": loss.item(), **measured(ranks), **every}
 
     def _on_device(self, array: Any) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)

@@ -90,6 +90,8 @@ class InfCLTrainer(Trainer):
         setup, window_step, training_data, progress: the parts of the last training; see their classes.
         checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
         interruptions: signals and lost processes.
+        found: the `PairRanks`, `ClassRanks`, `LabelScores` or `Choices` of the last evaluation of each set, by the
+            prefix of its metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
         creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
             passed, or come from DeepSpeed's config.
@@ -121,6 +123,8 @@ class InfCLTrainer(Trainer):
         self.resumption = Resumption()
         self.interruptions = Interruptions()
         self.caption_notices = CaptionNotices()
+        self.found: dict[str, Any] = {}
+        self._evaluating: Evaluator | None = None
         self._pushes = pushes.Pushes(args)
         self._optimizer_options = OptimizerOptions(None)
         super().__init__(model, args, data_collator, **kwargs)
@@ -418,13 +422,19 @@ class InfCLTrainer(Trainer):
 
     @property
     def _evaluator(self) -> Evaluator:
-        return Evaluator(self.setup, self.data_collator, self.processing_class, self._prepare_inputs)
+        # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
+        kept: Any = self.state.stateful_callbacks
+        return Evaluator(
+            *(self.setup, self.data_collator, self.processing_class, self._prepare_inputs),
+            scores_before=kept.setdefault("scores_before", {}),
+            at_start=self.state.global_step == 0,
+        )
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[None, Any, Any]:
         """The embeddings and labels of this process's rows; see `Evaluator.embed`."""
-        predictions, labels = self._evaluator.embed(inputs)
+        predictions, labels = (self._evaluating or self._evaluator).embed(inputs)
         self.interruptions.end_batch()
         return None, predictions, labels
 
@@ -443,14 +453,17 @@ class InfCLTrainer(Trainer):
             self.caption_notices.look(name, parts_of(dataloader.dataset), self.data_collator)
         compute, loop = self.compute_metrics, super().evaluation_loop
         self.compute_metrics = None if compute is None else failures_announced()(compute)
+        self._evaluating = self._evaluator
         try:
-            return self._evaluator.run(
+            output = self._evaluating.run(
                 lambda batches: loop(batches, description, False, ignore_keys, metric_key_prefix),
                 dataloader,
                 metric_key_prefix,
             )
+            self.found[metric_key_prefix] = self._evaluating.found
+            return output
         finally:
-            self.compute_metrics = compute
+            self.compute_metrics, self._evaluating = compute, None
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)

@@ -1,0 +1,147 @@
+"""Bootstrap intervals of metrics, and of the differences between two models on one set.
+
+These are the 2.5th and 97.5th percentiles of 1,000 resamples of the images (Efron and Tibshirani 1993, An Introduction
+to the Bootstrap, section 13.3). The captions of an image stay together, because they are not independent. The resamples
+of two sets of equal size are the same, so the difference of two models is that of the resampled values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .metrics import HIGH, LOW, Choices, ClassRanks, Hits, LabelScores, PairRanks, measured, metrics_of
+
+RESAMPLES = 1000
+PERCENTILES = 2.5, 97.5
+_SEED = 0
+Found = PairRanks | ClassRanks | LabelScores | Choices
+_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
+
+
+def hits_of(found: Found) -> dict[str, Hits]:
+    """The hits of each image, for all metrics that are shares of hits; nothing for `LabelScores`."""
+    return {name: metric.hits(found) for name, metric in metrics_of(found).items() if metric.hits is not None}
+
+
+def resampled(hits: Sequence[Hits]) -> np.ndarray:
+    """The values of metrics on resamples of the images of a set.
+
+    Args:
+        hits: of one set of N images, in the same order.
+
+    Returns:
+        [metrics, RESAMPLES] float64.
+    """
+    size = len(hits[0].right)
+    numbers = [_Shares(one) for one in hits]
+    random = np.random.default_rng(_SEED)
+    rows = max(1, _NUMEL // size)
+    blocks = []
+    for start in range(0, RESAMPLES, rows):
+        count = min(rows, RESAMPLES - start)
+        drawn = random.integers(size, size=(count, size))
+        weights = np.bincount((drawn + size * np.arange(count)[:, None]).ravel(), minlength=count * size)
+        weights = weights.reshape(count, size).astype(np.float64)  # how often each image was drawn
+        blocks.append(np.stack([one.of(weights) for one in numbers]))
+    return np.concatenate(blocks, axis=1)
+
+
+class _Shares:
+    """The value of one metric on weighted images."""
+
+    def __init__(self, hits: Hits) -> None:
+        self._parts = [part.cpu().numpy().astype(np.float64) for part in (hits.right, hits.queries)]
+        self._groups = None if hits.groups is None else hits.groups.cpu().numpy()
+        if self._groups is not None:
+            self._order = np.argsort(self._groups, kind="stable")
+            self._starts = np.unique(self._groups[self._order], return_index=True)[1]
+
+    def of(self, weights: np.ndarray) -> np.ndarray:
+        """[resamples] from [resamples, N]."""
+        if self._groups is None:
+            right, queries = (weights @ part for part in self._parts)
+            return np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+        right, queries = (
+            np.add.reduceat((weights * part)[:, self._order], self._starts, axis=1) for part in self._parts
+        )
+        shares = np.divide(right, queries, out=np.zeros_like(right), where=queries > 0)
+        return shares.sum(axis=1) / (queries > 0).sum(axis=1)  # of the groups that were drawn
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """The 95% interval of a metric, or of a difference, from its values [RESAMPLES] on resamples."""
+    low, high = np.percentile(values, PERCENTILES)
+    return float(low), float(high)
+
+
+def bounds(resamples: dict[str, np.ndarray]) -> dict[str, float]:
+    """`interval` of each metric, as the name with `LOW` and with `HIGH`."""
+    found = {name: interval(values) for name, values in resamples.items()}
+    return {name + end: bound for name, both in found.items() for end, bound in zip((LOW, HIGH), both, strict=True)}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric of two models on the same images, as fractions.
+
+    Attributes:
+        first, second: its values.
+        low, high: the paired 95% interval of second - first; None for a metric that has none.
+    """
+
+    first: float
+    second: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the interval includes no difference."""
+        return self.low is not None and self.high is not None and self.low <= 0 <= self.high
+
+    def words(self, factor: float = 1, digits: int = 4) -> str:
+        """The difference times ``factor`` with its interval, and whether it is noise."""
+        values = (self.second - self.first, self.low, self.high)
+        change, *bounds = [f"{factor * value:+.{digits}f}" for value in values if value is not None]
+        return change + (f" [{', '.join(bounds)}]" if bounds else "") + (" within noise" if self.is_noise else "")
+
+
+def differences(first: Found, second: Found) -> dict[str, Difference]:
+    """The metrics of two models on the same images, by name; that of `LabelScores` has no interval.
+
+    Raises:
+        ValueError: the results are of other images.
+    """
+    if isinstance(first, LabelScores):
+        values = measured(first), measured(second)
+        return {name: Difference(value, values[1][name]) for name, value in values[0].items()}
+    both = hits_of(first), hits_of(second)
+    sizes = [sorted({len(one.right) for one in hits.values()}) for hits in both]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"Only results on the same images can be compared, got {sizes[0]} and {sizes[1]}.")
+    return _differences(*both)
+
+
+def differences_by_class(first: ClassRanks, second: ClassRanks) -> dict[int, Difference]:
+    """The recalls of each class that occurs, by its number; arguments as for `differences`."""
+    found = {}
+    right = [ranks.classes == 0 for ranks in (first, second)]
+    for label in first.labels.unique().tolist():
+        rows = first.labels == label
+        one = torch.ones(int(rows.sum()), dtype=torch.int64)
+        both = ({"recall": Hits(hits[rows], one)} for hits in right)
+        found[label] = _differences(*both)["recall"]
+    return found
+
+
+def _differences(first: dict[str, Hits], second: dict[str, Hits]) -> dict[str, Difference]:
+    values = resampled([*first.values(), *second.values()])
+    changes = values[len(first) :] - values[: len(first)]
+    return {
+        name: Difference(one.share(), second[name].share(), *interval(change))
+        for (name, one), change in zip(first.items(), changes, strict=True)
+    }

@@ -1,0 +1,142 @@
+"""Bootstrap intervals of metrics and of paired differences."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import datasets
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from PIL import Image
+from torch import Tensor
+
+from hf_infcl import ZeroShotDataset
+from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, hits_of, interval, measured, resampled
+from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences, differences_by_class
+from hf_infcl.evaluation.metrics import Hits
+from hf_infcl.publishing.comparison import comparison, lines_of_comparison, write_comparison
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def ones(count: int) -> Tensor:
+    return torch.ones(count, dtype=torch.int64)
+
+
+def classified(right: Tensor, labels: Tensor, num_classes: int = 4) -> ClassRanks:
+    return ClassRanks((~right).int(), labels, num_classes, labels, torch.zeros(len(right)))
+
+
+def retrieved(found: Tensor, text_image: Tensor, num_images: int) -> PairRanks:
+    texts = torch.full((num_images,), len(text_image), dtype=torch.int32)
+    return PairRanks(100 * (~found).int(), texts, text_image, text_image[:num_images], torch.zeros(num_images))
+
+
+def test_the_interval_of_an_accuracy_is_scipys():
+    right = torch.rand(200, generator=random(0)) < 0.7
+    (values,) = resampled([Hits(right, ones(200))])
+    assert values.shape == (RESAMPLES,)
+    expected = scipy.stats.bootstrap([right.numpy()], np.mean, method="percentile", random_state=1, n_resamples=20_000)
+    assert interval(values) == pytest.approx((*expected.confidence_interval,), abs=0.006)
+
+
+def test_the_paired_interval_of_a_difference_is_scipys_and_narrower_than_an_unpaired_one():
+    first = torch.rand(300, generator=random(0)) < 0.5
+    second = first ^ (torch.rand(300, generator=random(1)) < 0.05)
+    labels = torch.arange(300) % 4
+    found = differences(classified(first, labels), classified(second, labels))["acc1"]
+
+    def change(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
+        return b.mean(axis) - a.mean(axis)
+
+    expected = scipy.stats.bootstrap(
+        [first.numpy(), second.numpy()], change, paired=True, method="percentile", random_state=1, n_resamples=20_000
+    )
+    assert (found.low, found.high) == pytest.approx((*expected.confidence_interval,), abs=0.006)
+    assert found.second - found.first == pytest.approx((second.double().mean() - first.double().mean()).item())
+    assert found.high - found.low < 0.06, "of independent sets it would be 0.16"
+
+
+def test_the_captions_of_an_image_are_drawn_together():
+    """50 images with 8 captions each, all right or all wrong, say as much as 50 captions."""
+    right = torch.rand(50, generator=random(0)) < 0.5
+    text_image = torch.arange(50).repeat_interleave(8)
+    several = bounds(_values(retrieved(right[text_image], text_image, 50)))
+    single = bounds(_values(retrieved(right, torch.arange(50), 50)))
+    for end in ("low", "high"):
+        name = f"image_retrieval_recall@1_{end}"
+        assert several[name] == pytest.approx(single[name])
+
+
+def _values(ranks: PairRanks | ClassRanks) -> dict[str, np.ndarray]:
+    hits = hits_of(ranks)
+    return dict(zip(hits, resampled([*hits.values()]), strict=True))
+
+
+def test_the_mean_of_classes_weighs_each_class_that_was_drawn_alike():
+    labels = torch.tensor([0] * 90 + [2] * 10)
+    right = torch.cat([torch.ones(90), torch.arange(10) % 2]).bool()
+    ranks = classified(right, labels)
+    assert measured(ranks)["mean_per_class_recall"] == pytest.approx(0.75)
+    values = _values(ranks)["mean_per_class_recall"]
+    assert values.mean() == pytest.approx(0.75, abs=0.01)
+    assert values.std() == pytest.approx(0.5 * 0.5 / np.sqrt(10), rel=0.1), "the noise of the small class"
+
+
+def test_blocks_of_resamples_are_those_of_one(monkeypatch):
+    hits = [Hits(torch.rand(37, generator=random(0)) < 0.4, ones(37))]
+    whole = resampled(hits)
+    monkeypatch.setattr("hf_infcl.evaluation.bootstrap._NUMEL", 1)
+    assert np.array_equal(resampled(hits), whole)
+
+
+def test_a_difference_whose_interval_includes_0_is_noise():
+    assert Difference(0.5, 0.52, -0.01, 0.05).words(100, 1) == "+2.0 [-1.0, +5.0] within noise"
+    assert Difference(0.5, 0.52, 0.01, 0.03).words() == "+0.0200 [+0.0100, +0.0300]"
+
+
+def test_classes_are_compared_one_by_one():
+    labels = torch.tensor([0] * 40 + [1] * 40 + [3] * 40)
+    first, second = labels == 0, labels != 1
+    found = differences_by_class(classified(first, labels), classified(second, labels))
+    assert {label: (one.first, one.second, one.is_noise) for label, one in found.items()} == {
+        **{0: (1, 1, True), 1: (0, 0, True)},
+        3: (0, 1, False),
+    }
+
+
+def test_results_on_other_images_are_not_compared():
+    few, many = (classified(torch.ones(n).bool(), torch.zeros(n).long()) for n in (3, 4))
+    with pytest.raises(ValueError, match=r"Only results on the same images can be compared, got \[3\] and \[4\]"):
+        differences(few, many)
+
+
+def test_the_most_confident_mistakes_of_the_other_model_come_first(tmp_path):
+    table = datasets.Dataset.from_dict(
+        {"image": [Image.new("RGB", (8, 8), (30 * i, 0, 0)) for i in range(5)], "label": [0, 1, 0, 1, 0]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}),
+    )
+    data, labels = ZeroShotDataset(table), torch.tensor([0, 1, 0, 1, 0])
+    right = torch.tensor([[1, 0, 0, 0, 1], [0, 1, 0, 1, 1]]).bool()
+    gaps = torch.tensor([[0, 0.1, 0.2, 0.3, 0], [0.4, 0, 0.5, 0, 0]])
+    ranks = [
+        ClassRanks((~r).int(), labels, 2, torch.where(r, labels, 1 - labels), g)
+        for r, g in zip(right, gaps, strict=True)
+    ]
+    found = comparison(data, *ranks)
+    assert [found.wins(0), found.wins(1)] == [[0], [3, 1]]
+    write_comparison(tmp_path, {"animals": found}, "a", "b")
+    written = json.loads((tmp_path / "compare_results.json").read_text())["animals"]
+    assert written["right_by_second_alone"] == [3, 1]
+    assert written["classes"].keys() == {"0 cat", "1 dog"}
+    assert (tmp_path / "compare.png").is_file()
+    lines = "\n".join(lines_of_comparison({"animals": found}))
+    assert re.search(r"animals: 5 images +first +second   difference\n", lines)
+    assert re.search(r"\n  top-1 accuracy +40.00% +60.00%   .20.00 \[", lines)
+    assert "right by the first alone: 1 images, by the second alone: 2" in lines
+    assert "1 of 2 classes differ by more than noise:\n    dog  " in lines
