@@ -23,19 +23,19 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
     trainer: Any = None
-    ranks: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name in (namespace.first, namespace.second):
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer = None  # its model makes room for the next
             model, processor, conversion = load(name)
             trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
         if trainer.is_world_process_zero():
-            print(*conversion, *(describe_sets(datasets) if not ranks else ()), sep="\n")
+            print(*conversion, *(describe_sets(datasets) if not results else ()), sep="\n")
         with mistakes_in_one_line(parser.prog, of_libraries=False):
             trainer.evaluate()
-        ranks.append(trainer.found)
+        results.append(trainer.found)
     if trainer.is_world_process_zero():
-        found = {key: comparison(s, *(one[f"eval_{key}"] for one in ranks)) for key, s in datasets.items()}
+        found = {key: comparison(s, *(one[f"eval_{key}"] for one in results)) for key, s in datasets.items()}
         write_comparison(args.output_dir, found, namespace.first, namespace.second)
         print(*lines_of_comparison(found), f"All results are in {args.output_dir}.", sep="\n")
     leave(trainer)

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError
-from transformers import TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..averaging import Averaged, described
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import write_averages
+from ..training.ending import measured_last
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart, checkpoint_of_end
 from .datasets import what_was_measured
@@ -64,39 +57,6 @@ def save_results(
         trainer.save_metrics("eval", measured | what_was_measured(eval_datasets))
     trainer.save_state()
     return found
-
-
-@contextmanager
-def full_disk_told(folder: Path) -> Iterator[None]:
-    """Removes partly written results if the disk is full, and says what to do.
-
-    Raises:
-        ValueError: the disk is full, or the user's share of it.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # A SafetensorError has no number, only the text of the operating system.
-        if not any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT)):
-            raise
-        for path in (*folder.glob("*_results.json"), folder / TRAINER_STATE_NAME):
-            path.unlink(missing_ok=True)
-        raise ValueError(
-            f"The results could not be written into {folder} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are "
-            f"free there): {error}. Free some space, and run the same command with --resume_from_checkpoint auto, "
-            "which continues from the last checkpoint and writes the results."
-        ) from error
-
-
-def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:
-    """The metrics of all datasets if they were measured after the last step; otherwise nothing.
-
-    Measuring them again after the training would take time, and MLflow and trackio would start a new run for it.
-    """
-    entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
-    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith(("eval_", "epoch"))}
-    complete = all(any(name.startswith(f"eval_{dataset}_") for name in metrics) for dataset in datasets)
-    return metrics if complete else {}
 
 
 def tell_places(args: InfCLTrainingArguments, hub_model_id: str | None) -> None:

@@ -16,6 +16,8 @@ from ..encoders.adapters import ADAPTER_FILES, merge_adapters, with_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback, lines_of_changes
+from ..training.ending import full_disk_told
+from ..training.optimizer_table import GroupsTold
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart
 from .averages import check_average
@@ -25,9 +27,8 @@ from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
 from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .optimizer_table import GroupsTold
 from .parser import Parser
-from .results import full_disk_told, save_results, tell_places
+from .results import save_results, tell_places
 
 
 @record  # so the launcher's last lines are the error of the process that failed first

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..training.trainer import InfCLTrainer
+from .trainer import InfCLTrainer
 
 
 class GroupsTold(TrainerCallback):
