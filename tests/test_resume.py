@@ -192,7 +192,8 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
         *("optimizer", "muon_learning_rate", "muon_parameters", "adamw_parameters", "freeze", "max_logit_scale"),
         *("logit_scale_learning_rate", "learning_rate_batch_size", "image_learning_rate", "text_learning_rate"),
-        *("layer_decay", "no_decay_parameters", "freeze_layers", "keep_features", "keep_weights", "ema_decay"),
+        *("layer_decay", "no_decay_parameters", "freeze_layers", "patch_dropout", "full_tokens_last"),
+        *("keep_features", "keep_weights", "ema_decay"),
         *("replay_share", "replay_as"),
         *("remove_unused_columns", "label_smoothing_factor", "neftune_noise_alpha"),
     }

@@ -114,6 +114,7 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
         counts = planning.count(
             config,
             freeze=args.freeze,
+            patch_dropout=args.patch_dropout,
             checkpointing=bool(args.gradient_checkpointing),
             autocast=args.bf16 or args.fp16,
         )

@@ -18,7 +18,9 @@ from ..planning import GPUS, Choice, Counts
 from ..planning.picture import draw
 from ..planning.report import (
     better_batch,
+    check_shares,
     duration,
+    line_of_fewer_patches,
     link_lines,
     measured_line,
     memory_lines,
@@ -52,6 +54,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         ValueError: an option makes no sense, or nothing fits.
     """
     check_options(options)
+    check_shares(options.patch_dropout, options.full_tokens_last)
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
     kept = kept_choices(options, given)
@@ -65,11 +68,12 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 
     asked = kept.get("checkpointing", False)
     frozen: dict[str, Any] = {"freeze": options.freeze, "freeze_layers": options.freeze_layers}
-    counts[asked] = planning.count(config, **frozen, checkpointing=asked)
+    counted = frozen | {"patch_dropout": None if options.full_tokens_last else options.patch_dropout}
+    counts[asked] = planning.count(config, **counted, checkpointing=asked)
     found = find(global_batch, compiled=options.torch_compile)
     wanted = min(SMALL, global_batch // options.gpus, kept.get("micro_batch", SMALL))
     if "checkpointing" not in kept and (found is None or found[1].micro_batch < wanted):
-        counts[True] = planning.count(config, **frozen, checkpointing=True)
+        counts[True] = planning.count(config, **counted, checkpointing=True)
         found = find(global_batch, compiled=options.torch_compile)
     if found is None:
         rows = global_batch // options.gpus
@@ -87,7 +91,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    further = frozen | {name: getattr(options, name) for name in ("keep_features", "keep_weights", "ema_decay")}
+    names = ("patch_dropout", "full_tokens_last", "keep_features", "keep_weights", "ema_decay")
+    further = frozen | {name: getattr(options, name) for name in names}
     freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
@@ -104,6 +109,11 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         "",
         f"Time of a step: {duration(step)} ({', '.join(f'{name} {duration(t)}' for name, t in times.items())}).",
     ]
+    if options.full_tokens_last:
+        fewer = planning.count(
+            config, **frozen, patch_dropout=options.patch_dropout, checkpointing=choice.checkpointing
+        )
+        lines.append(line_of_fewer_patches(fewer, choice, gpu, options.full_tokens_last, step))
     other = find(global_batch, compiled=not options.torch_compile)
     if other is not None:
         how = "Without" if options.torch_compile else "With"
@@ -121,7 +131,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
     if options.measure:
-        lines.append(measured_line(config, frozen, choice, of_model, gpu))
+        lines.append(measured_line(config, counted, choice, of_model, gpu))
     epochs = options.num_train_epochs if "num_train_epochs" in given and "epochs" not in given else options.epochs
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step, old)

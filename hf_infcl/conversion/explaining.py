@@ -34,7 +34,8 @@ def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:
     reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
     if Path(checkpoint).exists():
         return f"{checkpoint!r} does not hold a model that can be loaded with its config and its processor: {reason}"
-    tried = f"There is no {'file' if Path(checkpoint).suffix in WEIGHTS else 'folder'} {checkpoint!r}"
+    of_weights = Path(checkpoint).suffix in WEIGHTS
+    tried = f"There is no file {checkpoint!r}" if of_weights else f"There is no folder {checkpoint!r}"
     if HFValidationError in causes:
         return f"{tried}, and the name is not the id of a model on the Hub, such as openai/clip-vit-base-patch32."
     if LocalEntryNotFoundError in causes:

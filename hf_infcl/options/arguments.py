@@ -59,6 +59,8 @@ _RANGES = {
     "replay_share": _Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
     "early_stopping_patience": _FROM_1,
+    "patch_dropout": _Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1),
+    "full_tokens_last": _Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),
     "learning_rate_batch_size": _Range(Real, "a number of pairs of at least 1", lambda value: value >= 1),
     "max_grad_norm": _Range(Real, "a number of at least 0 (0 disables clipping)", lambda value: value >= 0),
@@ -204,6 +206,17 @@ class InfCLTrainingArguments(TrainingArguments):
             "help": "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
             "these alone. They keep no graph, and frozen layers run in evaluation mode."
         },
+    )
+    patch_dropout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv "
+            "2212.00794). A step then takes less time and memory. Evaluations see all patches."
+        },
+    )
+    full_tokens_last: float | None = field(
+        default=None,
+        metadata={"help": "With patch_dropout: share of the steps, at the end, that see all patches, for example 0.1."},
     )
     keep_features: float | None = field(
         default=None,

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel, PretrainedConfig
 
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.patch_dropout import PatchDropout
 from ..optimizers.groups import BY_MUON, roles
 
 ROWS = 64  # pairs of the counted micro-batch; memory and operations scale in proportion for other sizes
@@ -80,6 +81,7 @@ def count(
     *,
     freeze: str | None = None,
     freeze_layers: int | None = None,
+    patch_dropout: float | None = None,
     checkpointing: bool = False,
     autocast: bool = True,
 ) -> Counts:
@@ -89,13 +91,15 @@ def count(
         config: the config of a dual encoder, see `DualEncoder`.
         freeze: the frozen tower, ``"image"`` or ``"text"``.
         freeze_layers: the frozen layers at the beginning of each tower, as in `InfCLTrainingArguments`.
+        patch_dropout: the share of the patches that is left out.
         checkpointing: whether to use gradient checkpointing.
         autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
 
     Raises:
-        ValueError: the model is not a dual encoder, has fewer layers, or its forward needs the content of tensors.
+        ValueError: the model is not a dual encoder, has fewer layers or no patches to drop, or its forward needs the
+            content of tensors.
     """
-    encoder = build(config, torch.device("meta"), freeze, freeze_layers, checkpointing)
+    encoder = build(config, torch.device("meta"), freeze, freeze_layers, checkpointing, patch_dropout)
     model = encoder.model
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -142,7 +146,12 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def build(
-    config: PretrainedConfig, device: torch.device, freeze: str | None, freeze_layers: int | None, checkpointing: bool
+    config: PretrainedConfig,
+    device: torch.device,
+    freeze: str | None,
+    freeze_layers: int | None,
+    checkpointing: bool,
+    patch_dropout: float | None = None,
 ) -> DualEncoder:
     """The model of a config as it trains, in fp32 and with random weights; the arguments are as in `count`."""
     with device:
@@ -151,6 +160,8 @@ def build(
     encoder.freeze(freeze)
     if freeze_layers is not None:
         encoder.freeze_layers(freeze_layers)
+    if patch_dropout:
+        PatchDropout(encoder, patch_dropout)
     model.train()
     encoder.eval_frozen_parts()
     if checkpointing:

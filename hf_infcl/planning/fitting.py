@@ -31,6 +31,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
             config,
             freeze=args.freeze,
             freeze_layers=args.freeze_layers,
+            patch_dropout=None if args.full_tokens_last else args.patch_dropout,  # the last steps need the most
             checkpointing=checkpointing,
             autocast=args.bf16 or args.fp16,
         )

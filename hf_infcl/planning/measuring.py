@@ -17,6 +17,7 @@ def measure(
     *,
     freeze: str | None = None,
     freeze_layers: int | None = None,
+    patch_dropout: float | None = None,
     checkpointing: bool = False,
 ) -> tuple[float, int]:
     """Runs two micro-batches forward and backward under bf16 autocast, and measures the second.
@@ -34,7 +35,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
     seconds = 0.0
     try:
-        encoder = build(config, device, freeze, freeze_layers, checkpointing)
+        encoder = build(config, device, freeze, freeze_layers, checkpointing, patch_dropout)
         batch = example_inputs(config, rows, device)
         for _ in range(2):
             _synchronize(device)

@@ -65,6 +65,31 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
+def check_shares(patch_dropout: float | None, full_tokens_last: float | None) -> None:
+    """Raises a ValueError if the patches that a training leaves out are no share, or those steps that see all."""
+    if not 0 <= (patch_dropout or 0) < 1:
+        raise ValueError(f"--patch_dropout must be at least 0 and less than 1, got {patch_dropout:g}.")
+    if full_tokens_last is not None and not (patch_dropout and 0 <= full_tokens_last <= 1):
+        raise ValueError(
+            "--full_tokens_last is a share of the steps, from 0 to 1, of a training with --patch_dropout, got "
+            f"{full_tokens_last:g}."
+        )
+
+
+def line_of_fewer_patches(counts: Counts, choice: Choice, gpu: GPU, full_tokens_last: float, step: float) -> str:
+    """The seconds of a step before the last ones, which see all patches, and the mean of both kinds.
+
+    Args:
+        counts: of a micro-batch with fewer patches.
+        choice, gpu: of the training.
+        full_tokens_last: the share of the last steps.
+        step: the seconds of one of the last steps.
+    """
+    before = sum(prediction.seconds(counts, choice, gpu).values())
+    mean = (1 - full_tokens_last) * before + full_tokens_last * step
+    return f"  Before the last steps, with fewer patches, it is {duration(before)}; the mean is {duration(mean)}."
+
+
 def measured_line(config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, counts: Counts, gpu: GPU) -> str:
     """One micro-batch of the choice, measured on this machine's GPU without compilation, beside its prediction."""
     measured, peak = measure(

@@ -16,6 +16,8 @@ _OF_PARTS = {
     "image_learning_rate": "learning rate of the image tower",
     "text_learning_rate": "learning rate of the text tower",
     "layer_decay": "factor of the learning rate per layer",
+    "patch_dropout": "share of the patches of an image that training left out",
+    "full_tokens_last": "share of the steps with all patches, at the end",
     "freeze_layers": "frozen layers of each tower, with the embeddings",
     "no_decay_parameters": "no weight decay of",
     "keep_features": "weight of the distance from the embeddings of the start",

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
 from ..windows.start import Start
@@ -32,9 +33,10 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
 
     Raises:
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
-            ``args.freeze_layers``, the objective is sigmoid for a model without logit_bias, ``args`` sets learning
-            rates that an optimizer created by DeepSpeed does not support, the wrapper leaves Muon no whole matrices or
-            ema_decay no weights, or checkpoints would lack trained parameters beside the adapters of peft.
+            ``args.freeze_layers`` or no patches to drop, the objective is sigmoid for a model without logit_bias,
+            ``args`` sets learning rates that an optimizer created by DeepSpeed does not support, the wrapper leaves
+            Muon no whole matrices or ema_decay no weights, or checkpoints would lack trained parameters beside the
+            adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
@@ -49,6 +51,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
         dual_encoder.freeze_layers(args.freeze_layers)
+    if args.patch_dropout:
+        check_patches(dual_encoder)
     prepare_for_wrapper(dual_encoder, accelerator.distributed_type)
     _check_adapters(model, accelerator)
     scale, *bias = dual_encoder.temperature_parameters

@@ -181,6 +181,8 @@ class InfCLTrainer(Trainer):
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
                 except AskedToEndError as asked:  # between two steps, on all processes alike
                     raise self._saved_early(asked.number, trial) from None
+                finally:
+                    self.window_step.close()
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
@@ -204,6 +206,7 @@ class InfCLTrainer(Trainer):
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
+            steps=self.state.max_steps,
         )
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size

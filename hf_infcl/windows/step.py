@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..encoders.patch_dropout import PatchDropout
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
 from ..loss import OBJECTIVES
@@ -45,6 +46,7 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
+        steps: the optimizer steps of the whole training, from which ``full_tokens_last`` counts.
 
     Attributes:
         windows: the number that was trained.
@@ -63,6 +65,7 @@ class WindowStep:
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
+        steps: int = 0,
     ) -> None:
         encoder, args = setup.encoder, setup.args
         self.skipped = SkippedWindows(args.skip_nonfinite, args.divergence_factor, record)
@@ -90,8 +93,9 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(encoder.batch_norms()))
         if args.freeze_layers is not None:
             encoder.stop_gradients_at_frozen_layers()
-        retain = args.retain_graphs
-        self.graph_budget = GraphBudget(None if retain == "auto" else int(retain), args.device)
+        self.graph_budget = self._new_budget()
+        self._patches: PatchDropout | None = None  # from the first window on
+        self._full_from = steps - math.ceil((args.full_tokens_last or 0.0) * steps)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
         self._start = setup.start if args.keep_features else None
@@ -130,6 +134,7 @@ class WindowStep:
         model.train()
         self._encoder.eval_frozen_parts()
         if index == 0:
+            self._drop_patches(step)
             self._wrapper.begin_window()
             self.checks.begin_window(model)
         with self._wrapper.gradient_sync(last):
@@ -167,6 +172,27 @@ class WindowStep:
         scaler = self._accelerator.scaler
         self._tower_gradients.measure(1.0 if scaler is None else scaler.get_scale())
         return loss
+
+    def _new_budget(self) -> GraphBudget:
+        retain = self._args.retain_graphs
+        return GraphBudget(None if retain == "auto" else int(retain), self._args.device)
+
+    def _drop_patches(self, step: int) -> None:
+        """Sets the share of the patches that the window of this step drops."""
+        if not self._args.patch_dropout:
+            return
+        share = self._args.patch_dropout if step < self._full_from or not self._args.full_tokens_last else 0.0
+        if self._patches is None:
+            self._patches = PatchDropout(self._encoder, share)
+        elif self._patches.share != share:
+            self._patches.share = share
+            self.graph_budget = self._new_budget()  # a graph takes more memory now
+
+    def close(self) -> None:
+        """Leaves the model as it was before the training, but for its weights."""
+        if self._patches is not None:
+            self._patches.remove()
+            self._patches = None
 
     def _first_pass(self, model: nn.Module, window: Window, step: int) -> CachedWindow:
         """Encodes the window and evaluates its loss, on every process at once."""

@@ -1,0 +1,209 @@
+"""Patches of images that training leaves out: the same ones in both passes, and none in evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import models
+from helpers.demo import infcl
+from helpers.parity import FLOOR, TOLERANCE, Draws, key_of, set_random_state
+from helpers.trainers import StopAt, parameters, trainer_for
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from hf_infcl import planning, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.patch_dropout import PatchDropout
+
+NONE = ("align", "siglip2")  # towers without patches that can be left out
+
+
+class Tokens:
+    """The tokens that leave the embeddings of the image tower, before any are dropped and as its layers get them."""
+
+    def __init__(self, model: Any) -> None:
+        self.whole: list[Tensor] = []
+        self.left: list[Tensor] = []
+        self._embeddings = model.vision_model.embeddings
+        self._embeddings.register_forward_hook(lambda module, inputs, tokens: self.whole.append(tokens.detach()))
+
+    def watch(self) -> None:
+        """Call this once the tower drops patches, since hooks run in their order."""
+        self._embeddings.register_forward_hook(lambda module, inputs, tokens: self.left.append(tokens.detach()))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in models.BUILD if kind not in NONE])
+def test_every_tower_takes_a_part_of_the_patches(kind):
+    model = models.BUILD[kind]()
+    tokens = Tokens(model)
+    dropout = PatchDropout(DualEncoder(model), 0.5)
+    tokens.watch()
+    encoder, batch = DualEncoder(model), models.batch_for(kind)
+    embeds = encoder.embed(model.train(), batch)
+    assert all(e.isfinite().all() for e in embeds)
+    (whole,), (left,) = tokens.whole, tokens.left
+    patches = 4
+    others = whole.shape[1] - patches
+    assert left.shape[1] == others + patches // 2
+    assert torch.equal(left[:, :others], whole[:, :others]), "class and register tokens stay"
+    drawn = []
+    for image, kept in zip(whole[:, others:], left[:, others:], strict=True):
+        places = [(image == token).all(1).nonzero().flatten() for token in kept]
+        assert all(len(place) == 1 for place in places), "each is one of the patches"
+        drawn.append(frozenset(int(place) for place in places))
+    assert all(len(places) == patches // 2 for places in drawn)
+    assert len(set(drawn)) > 1, "each image has its own"
+    model.eval()(**{n: v for n, v in batch.items() if n in ("pixel_values", "input_ids", "attention_mask")})
+    assert torch.equal(tokens.left[-1], tokens.whole[-1]), "in evaluation mode all stay"
+    dropout.remove()
+    encoder.embed(model.train(), batch)
+    assert tokens.left[-1].shape == tokens.whole[-1].shape
+
+
+@pytest.mark.parametrize("kind", NONE)
+def test_towers_without_such_patches_are_refused_before_the_training(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"patch_dropout leaves patches of images out, and .* Leave patch_dropout out"):
+        trainer_for(tmp_path, models.BUILD[kind](), patch_dropout=0.5)
+
+
+def test_one_s_own_towers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"the image tower of TwoTowers \(type None\) is not known to take a part"):
+        trainer_for(tmp_path, models.two_towers(), patch_dropout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_dropout": 1.0}, "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
+        ({"patch_dropout": -0.1}, "patch_dropout must be a number of at least 0 and less than 1, got -0.1"),
+        ({"patch_dropout": 0.5, "full_tokens_last": 2}, "full_tokens_last must be a number from 0 to 1, got 2"),
+        ({"full_tokens_last": 0.1}, "full_tokens_last=0.1 has no effect without patch_dropout"),
+        ({"patch_dropout": 0.5, "freeze": "image"}, "patch_dropout=0.5 would have no effect, because freeze='image'"),
+    ],
+)
+def test_shares_that_make_no_sense_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **options)
+
+
+# ---- Training ----
+
+
+class Gradients(TrainerCallback):
+    """Weights and gradients before the first optimizer step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model = getattr(model, "module", model)
+        if state.global_step == 0:
+            self.weights = {name: value.clone() for name, value in model.state_dict().items()}
+            self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def trained(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = getattr(models, kind)(dropout=0.1)
+    draws, seen = Draws(model), Gradients()
+    options = {"per_device_train_batch_size": 8 // 2 // world_size, "max_steps": 1, "max_grad_norm": 0.0, **options}
+    trainer_for(folder, model, models.Pairs(8), callbacks=[seen], patch_dropout=0.5, **options).train()
+    return seen.weights, seen.gradients, draws.states
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "options"),
+    [
+        ("clip", 1, {}),
+        ("clip", 2, {}),
+        ("siglip", 1, {}),
+        ("clip", 1, {"retain_graphs": "2"}),
+        ("clip", 1, {"gradient_checkpointing": True}),
+    ],
+)
+def test_gradients_are_those_of_autograd_with_the_same_patches(ranks, tmp_path, kind, world_size, options):
+    by_rank = ranks.run(trained, world_size, str(tmp_path), kind, options)
+    model, data = getattr(models, kind)(dropout=0.1).train(), models.Pairs(8)
+    encoder = DualEncoder(model)
+    PatchDropout(encoder, 0.5)
+    tokens = Tokens(model)
+    model.load_state_dict(by_rank[0][0])
+    rows = {key_of(data[i]["input_ids"]): i for i in range(len(data))}
+    width, embeds = len(next(iter(rows))), []
+    for key, state in (draw for _, _, states in by_rank for draw in states.items()):
+        set_random_state(state, torch.device("cpu"))
+        embeds.append(encoder.embed(model, data.batch([rows[key[i : i + width]] for i in range(0, len(key), width)])))
+    assert tokens.whole[0].shape[1] == (3 if kind == "clip" else 2), "the hook sees what is left of 4 patches"
+    images, texts = (torch.cat(column) for column in zip(*embeds, strict=True))
+    reference.contrastive_loss(images, texts, *encoder.scale_and_bias(), objective=encoder.objective).sum().backward()
+    whole = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    for name, parameter in model.named_parameters():
+        for _, gradients, _ in by_rank:
+            error = (gradients[name] - parameter.grad).norm()
+            assert error <= TOLERANCE * parameter.grad.norm() + FLOOR * whole, name
+
+
+class Widths(TrainerCallback):
+    """The numbers of tokens that the layers of the image tower get in each step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.steps: list[set[int]] = [set()]
+        layers: Any = model.vision_model.encoder.layers
+        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(set())
+
+
+def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_always(tmp_path):
+    options = {
+        "patch_dropout": 0.75,
+        "full_tokens_last": 0.4,
+        "max_steps": 5,
+        "save_steps": 1,
+        "save_strategy": "steps",
+    }
+    options |= {"learning_rate": 0.01}
+    model = models.clip(dropout=0.1)
+    widths = Widths(model)
+    whole = trainer_for(tmp_path / "whole", model, callbacks=[widths], **options)
+    budget = whole.window_step.graph_budget
+    whole.train()
+    assert widths.steps == [{2}, {2}, {2}, {5}, {5}, set()]
+    assert whole.window_step.graph_budget is not budget, "graphs of another size are measured again"
+    model.train()(**models.Pairs(4).batch())
+    assert widths.steps[-1] == {5}, "after the training nothing is dropped"
+    for step in (2, 4):
+        place = tmp_path / str(step)
+        trainer_for(place, models.clip(dropout=0.1), callbacks=[StopAt(step)], **options).train()
+        resumed = trainer_for(place, models.clip(dropout=0.1, seed=3), **options)
+        resumed.train(resume_from_checkpoint=True)
+        assert torch.equal(parameters(resumed), parameters(whole)), step
+
+
+def test_a_compiled_model_drops_the_same_in_both_passes(tmp_path):
+    """`Draws` fails where the passes differ; the change to all patches compiles once more."""
+    torch.manual_seed(0)
+    model = models.clip(dropout=0.1)
+    Draws(model)
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 3, "full_tokens_last": 0.3}
+    trainer_for(tmp_path, model, patch_dropout=0.5, **options).train()
+
+
+def test_the_plan_counts_what_is_left(tmp_path, capsys):
+    vision = {"patch_size": 16, "num_hidden_layers": 2}
+    config = transformers.CLIPConfig(vision_config=vision, text_config={"num_hidden_layers": 1})
+    half, whole = (planning.count(config, patch_dropout=share) for share in (0.5, None))
+    frozen = (planning.count(config, freeze=tower) for tower in ("image", "text"))
+    of_text, of_image = (sum(operation.flops for operation in counts.again) for counts in frozen)
+    assert half.graph < 0.7 * whole.graph
+    assert sum(o.flops for o in half.forward) == pytest.approx(of_text + 0.5 * of_image, rel=0.05)
+    config.save_pretrained(tmp_path)
+    infcl("plan", "--model", tmp_path, "--global_batch", 64, "--patch_dropout", 0.5, "--full_tokens_last", 0.1)
+    printed = capsys.readouterr().out
+    assert "--patch_dropout 0.5 --full_tokens_last 0.1" in printed
+    assert "Before the last steps, with fewer patches, it is" in printed
+    for shares in (["--patch_dropout", 1], ["--full_tokens_last", 0.1]):
+        with pytest.raises(SystemExit):
+            infcl("plan", "--model", tmp_path, "--global_batch", 64, *shares)
+        assert shares[0] in capsys.readouterr().err
