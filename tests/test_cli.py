@@ -530,9 +530,10 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         "| precision | bf16 autocast |",
     ):
         assert row in card, row
-    results = re.findall(
-        r"^\| `(\w+)`, test \| 12 \| (.*?) \| [\d.]+ \((?:at most [\d.]+; )?before the", card, re.MULTILINE
-    )
+    interval, most = r"95% interval [\d.]+ to [\d.]+; ", r"at most [\d.]+; "
+    row = rf"^\| `(\w+)`, test \| 12 \| (.*?) \| [\d.]+ \((?:{interval})?(?:{most})?before the"
+    results = re.findall(row, card, re.MULTILINE)
+    assert re.search(rf"top-1 accuracy \| [\d.]+ \({interval}", card)
     assert {("classes", "top-1 accuracy"), ("classes", "mean per class recall")} <= set(results)
     assert ("pairs", "contrastive loss of the whole set as one batch") in results
     assert "`classes`, test is a guard set" in card
@@ -936,7 +937,7 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or both"),
+        ("evaluate --model m", "Pass --eval_dataset, --zero_shot_dataset or --benchmark"),
         ("evaluate --model m --zero_shot_dataset z --eval_pictures 3", "Above 0 it also needs --eval_dataset"),
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),

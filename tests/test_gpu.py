@@ -18,7 +18,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 
 pytestmark = pytest.mark.gpu
 
-CELLS = [(objective, variant, steps) for objective in MODELS for variant in VARIANTS for steps in (1, 2)]
+CELLS = [(objective, variant, steps) for objective in MODELS for variant in (*VARIANTS, "patches") for steps in (1, 2)]
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])

@@ -9,12 +9,12 @@ import torch
 import transformers
 from helpers import models
 from helpers.demo import infcl
-from helpers.parity import FLOOR, TOLERANCE, Draws, key_of, set_random_state
+from helpers.parity import MODELS, Draws, check
 from helpers.trainers import StopAt, parameters, trainer_for
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from hf_infcl import planning, reference
+from hf_infcl import planning
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
 
@@ -92,55 +92,10 @@ def test_shares_that_make_no_sense_are_refused(tmp_path, options, message):
 # ---- Training ----
 
 
-class Gradients(TrainerCallback):
-    """Weights and gradients before the first optimizer step."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        model = getattr(model, "module", model)
-        if state.global_step == 0:
-            self.weights = {name: value.clone() for name, value in model.state_dict().items()}
-            self.gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def trained(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    model = getattr(models, kind)(dropout=0.1)
-    draws, seen = Draws(model), Gradients()
-    options = {"per_device_train_batch_size": 8 // 2 // world_size, "max_steps": 1, "max_grad_norm": 0.0, **options}
-    trainer_for(folder, model, models.Pairs(8), callbacks=[seen], patch_dropout=0.5, **options).train()
-    return seen.weights, seen.gradients, draws.states
-
-
-@pytest.mark.parametrize(
-    ("kind", "world_size", "options"),
-    [
-        ("clip", 1, {}),
-        ("clip", 2, {}),
-        ("siglip", 1, {}),
-        ("clip", 1, {"retain_graphs": "2"}),
-        ("clip", 1, {"gradient_checkpointing": True}),
-    ],
-)
-def test_gradients_are_those_of_autograd_with_the_same_patches(ranks, tmp_path, kind, world_size, options):
-    by_rank = ranks.run(trained, world_size, str(tmp_path), kind, options)
-    model, data = getattr(models, kind)(dropout=0.1).train(), models.Pairs(8)
-    encoder = DualEncoder(model)
-    PatchDropout(encoder, 0.5)
-    tokens = Tokens(model)
-    model.load_state_dict(by_rank[0][0])
-    rows = {key_of(data[i]["input_ids"]): i for i in range(len(data))}
-    width, embeds = len(next(iter(rows))), []
-    for key, state in (draw for _, _, states in by_rank for draw in states.items()):
-        set_random_state(state, torch.device("cpu"))
-        embeds.append(encoder.embed(model, data.batch([rows[key[i : i + width]] for i in range(0, len(key), width)])))
-    assert tokens.whole[0].shape[1] == (3 if kind == "clip" else 2), "the hook sees what is left of 4 patches"
-    images, texts = (torch.cat(column) for column in zip(*embeds, strict=True))
-    reference.contrastive_loss(images, texts, *encoder.scale_and_bias(), objective=encoder.objective).sum().backward()
-    whole = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-    for name, parameter in model.named_parameters():
-        for _, gradients, _ in by_rank:
-            error = (gradients[name] - parameter.grad).norm()
-            assert error <= TOLERANCE * parameter.grad.norm() + FLOOR * whole, name
+@pytest.mark.parametrize("options", [{"retain_graphs": "2"}, {"gradient_checkpointing": True}], ids=["retain", "again"])
+def test_gradients_are_those_of_autograd_with_the_same_patches(ranks, options):
+    """Those of a window without these options are among the cells of test_parity.py."""
+    check(ranks, 1, [(objective, "patches", 4) for objective in MODELS], options)
 
 
 class Widths(TrainerCallback):

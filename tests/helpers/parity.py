@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
 from hf_infcl.encoders.dual_encoder import TOWERS, DualEncoder
+from hf_infcl.encoders.patch_dropout import PatchDropout
 from hf_infcl.loss import OBJECTIVES
 
 from . import models
@@ -85,6 +86,11 @@ def _unwrap(model: Any) -> nn.Module:
     return getattr(model, "module", model)
 
 
+def draws_numbers(variant: str) -> bool:
+    """Whether a forward draws random numbers: for dropout, and for the patches that it leaves out."""
+    return variant == "dropout" or variant.endswith("patches")
+
+
 def _model(objective: str, variant: str) -> nn.Module:
     model = MODELS[objective](dropout=0.3 if variant == "dropout" else 0.0)
     if variant.startswith("frozen"):
@@ -93,7 +99,7 @@ def _model(objective: str, variant: str) -> nn.Module:
         for projection in ("visual_projection", "text_projection"):
             if projection.startswith("visual") == (variant == "frozen image") and hasattr(model, projection):
                 getattr(model, projection).requires_grad_(False)
-    if variant == "lora":
+    if variant.startswith("lora"):
         import peft
 
         targets = r".*(q_proj|v_proj|fc1)"
@@ -107,6 +113,8 @@ def _data(variant: str, rows: int = GLOBAL_BATCH) -> models.Pairs:
 
 def train(objective: str, variant: str, world_size: int, steps: int, **overrides: Any) -> InfCLTrainer:
     options = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": True, **overrides}
+    if variant.endswith("patches"):
+        options["patch_dropout"] = 0.5
     gradients = options.pop("gradients", Gradients)
     with tempfile.TemporaryDirectory() as folder:
         args = InfCLTrainingArguments(
@@ -144,20 +152,22 @@ def rank_gradients(rank: int, world_size: int, cells: list[tuple], overrides: di
 def truth(
     objective: str, variant: str, draws: dict[bytes, list[Tensor]], device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one process that holds the whole batch. Dropout uses the recorded random states."""
+    """Loss and gradients of one process that holds the whole batch. Forwards that draw use the recorded states."""
     model = _model(objective, variant).train().to(device)
     encoder = DualEncoder(model)
     encoder.initialise_sigmoid()
+    if variant.endswith("patches"):
+        PatchDropout(encoder, 0.5)
     data = _data(variant)
     parts = [range(len(data))]
-    if variant == "dropout":
+    if draws_numbers(variant):
         rows = {key_of(data.tokens[i : i + 1]): i for i in range(len(data))}
         width = len(key_of(data.tokens[:1]))
         parts = [[rows[key[i : i + width]] for i in range(0, len(key), width)] for key in draws]
         assert sorted(functools.reduce(operator.iadd, parts, [])) == list(range(len(data))), (
             "the micro-batches are not a partition of the batch"
         )
-    states = draws.values() if variant == "dropout" else [random_state(device)]
+    states = draws.values() if draws_numbers(variant) else [random_state(device)]
     embeds = []
     for part, state in zip(parts, states, strict=True):
         set_random_state(state, device)
