@@ -19,6 +19,8 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
+KINDS = {kind: (build, kind) for kind, build in models.BUILD.items() if kind not in NONE}
+KINDS["dinov2"] = models.vision_text_dinov2, "vision-text-dual-encoder"
 
 
 class Tokens:
@@ -35,9 +37,9 @@ class Tokens:
         self._embeddings.register_forward_hook(lambda module, inputs, tokens: self.left.append(tokens.detach()))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in models.BUILD if kind not in NONE])
-def test_every_tower_takes_a_part_of_the_patches(kind):
-    model = models.BUILD[kind]()
+@pytest.mark.parametrize(("build", "kind"), KINDS.values(), ids=KINDS)
+def test_every_tower_takes_a_part_of_the_patches(build, kind):
+    model = build()
     tokens = Tokens(model)
     dropout = PatchDropout(DualEncoder(model), 0.5)
     tokens.watch()
