@@ -160,7 +160,10 @@ def test_the_plan_counts_what_is_left(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "--patch_dropout 0.5 --full_tokens_last 0.1" in printed
     assert "Before the last steps, with fewer patches, it is" in printed
-    for shares in (["--patch_dropout", 1], ["--full_tokens_last", 0.1]):
+    for words, complaint in (
+        (["--patch_dropout", 1], "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
+        (["--full_tokens_last", 0.1], "full_tokens_last=0.1 has no effect without patch_dropout"),
+    ):
         with pytest.raises(SystemExit):
-            infcl("plan", "--model", tmp_path, "--global_batch", 64, *shares)
-        assert shares[0] in capsys.readouterr().err
+            infcl("plan", "--model", tmp_path, "--global_batch", 64, *words)
+        assert complaint in capsys.readouterr().err

@@ -83,10 +83,12 @@ def test_logit_scale_is_clamped_after_each_step_and_told_if_by_default(tmp_path,
     with torch.no_grad():
         model.logit_scale.fill_(math.log(3000))
     trainer = trainer_for(tmp_path, model, max_steps=1, learning_rate=1e-9, max_logit_scale=limit)
+    assert "lowers it" not in caplog.text, "it may only be there to evaluate"
     trainer.train()
     assert trainer.state.log_history[0]["logit_scale"] == pytest.approx(expected, rel=1e-3)
     told = "is 3000, and the first step lowers it to 100" in caplog.text and "max_logit_scale=300" in caplog.text
     assert told == (expected == 100)
+    assert caplog.text.count("lowers it") == told
 
 
 def _gradients(folder: Any, model: Any = None, **options: Any) -> dict[str, torch.Tensor]:

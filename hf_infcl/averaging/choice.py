@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
+from ..evaluation.metrics import SCORES
+
 ALPHAS = tuple(step / 10 for step in range(11))
 ROUNDING = 1e-9  # so that a loss of exactly the tolerance is within it
-_SCORES = (
-    *(("image_retrieval_recall@1", "text_retrieval_recall@1"), ("acc1",)),
-    *(("mean_average_precision",), ("text_acc",)),
-)
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,10 @@ class Measured:
 
 
 def score(metrics: Mapping[str, float], prefix: str = "") -> float:
-    """The score of one set: the mean of both directions' recall@1 for pairs, the top-1 accuracy for classes.
+    """The score of one set by the table `hf_infcl.evaluation.metrics.SCORES`, such as the top-1 accuracy of classes.
 
     Args:
-        metrics: of an evaluation.
+        metrics: the results of an evaluation.
         prefix: of the names of the metrics of the set, such as "eval_pairs_".
 
     Raises:
@@ -50,7 +48,7 @@ def score(metrics: Mapping[str, float], prefix: str = "") -> float:
 
 def score_if_measured(metrics: Mapping[str, float], prefix: str = "") -> float | None:
     """The `score`, or None if neither was measured."""
-    for names in _SCORES:
+    for names in SCORES.values():
         keys = [prefix + name for name in names]
         if all(key in metrics for key in keys):
             return sum(metrics[key] for key in keys) / len(keys)

@@ -16,12 +16,12 @@ class Files:
     """The files of a benchmark on this machine.
 
     Attributes:
-        name: of the benchmark.
+        name: the name of the benchmark.
         dataset: its Hub repository, or its name if it is in none.
         on_hub: whether ``dataset`` is a repository.
         folder: where the files are.
         revision: the commit of the repository, or a hash of what a local copy contains.
-        captions: of SugarCrepe, the file of a subset.
+        captions: the file of the captions, for a subset of SugarCrepe.
     """
 
     name: str
@@ -80,9 +80,9 @@ def files_of(name: str, folder: str | None) -> Files:
     """The files of a benchmark.
 
     Args:
-        name: of the benchmark.
-        folder: of the local copies, each in a folder such as ``wds_vtab-cifar10``; None for the Hub, whose client
-            keeps the files in its cache and needs no network once they are there.
+        name: the name of the benchmark.
+        folder: holds local copies, each in a folder such as ``wds_vtab-cifar10``. None reads from the Hub, whose
+            client keeps the files in its cache and needs no network once they are there.
 
     Raises:
         ValueError: the folder has no copy, or the Hub returns none.
@@ -125,7 +125,7 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
     """The files of a subset of SugarCrepe: its captions, and the images of COCO's val2017.
 
     Args:
-        name: of the subset, "sugarcrepe/add_att".
+        name: the name of the subset, such as "sugarcrepe/add_att".
         folder: holds ``sugarcrepe/data/add_att.json`` and the images in ``sugarcrepe/val2017``.
 
     Raises:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-RECALLS = ("image_retrieval_recall@1", "text_retrieval_recall@1")  # of which the mean is taken
 _RETRIEVAL = ("mscoco_captions", "flickr8k", "flickr30k")
 _ROBUSTNESS = ("imagenetv2", "imagenet_sketch", "imagenet-a", "imagenet-r", "objectnet")
 _OF_VTAB = (
@@ -39,16 +38,10 @@ BENCHMARKS = tuple(
     dict.fromkeys([*GROUPS["vtab+"], *_RETRIEVAL, "imagenet-o", "vtab/dsprites_label_y_position", *SUGARCREPE])
 )
 
-# Others are known by the main metric of their kind.
-_MAIN = dict.fromkeys(
+# The metrics whose mean is the score of a benchmark, where it is not that of its kind.
+MAIN_METRICS = dict.fromkeys(
     ("vtab/caltech101", "vtab/flowers", "vtab/pets", "fgvc_aircraft"), ("mean_per_class_recall",)
-) | dict.fromkeys(_RETRIEVAL, RECALLS)
-_MAIN_OF_KIND = {
-    "classes": ("acc1",),
-    "labels": ("mean_average_precision",),
-    "choices": ("text_acc",),
-    "pairs": RECALLS,
-}
+)
 
 
 def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
@@ -56,7 +49,7 @@ def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
 
     Args:
         names: benchmarks, also by the last part of their names ("cifar10"), and groups.
-        folder: of local copies, in which there may be others than the known ones.
+        folder: the folder of local copies, which may hold other benchmarks than the known ones.
 
     Raises:
         ValueError: there is none of a name; the message has the nearest ones.
@@ -88,15 +81,5 @@ def folder_name(name: str) -> str:
 
 
 def benchmark_key(name: str) -> str:
-    """What the metrics of a benchmark are called by: "vtab/cifar10" is measured as ``eval_vtab_cifar10_acc1``."""
+    """The name of a benchmark within its metrics: "vtab/cifar10" is measured as ``eval_vtab_cifar10_acc1``."""
     return re.sub(r"\W+", "_", name.replace("+", "_plus"))
-
-
-def main_metric(name: str, kind: str) -> tuple[str, ...]:
-    """The metrics whose mean is the score of a benchmark.
-
-    Args:
-        name: of the benchmark.
-        kind: of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
-    """
-    return _MAIN.get(name, _MAIN_OF_KIND[kind])

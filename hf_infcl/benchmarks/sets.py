@@ -35,10 +35,10 @@ def benchmark_sets(
     Each has an attribute ``benchmark``, its `Files`, which name its repository and revision.
 
     Args:
-        names: of benchmarks and groups, see `expanded`.
-        folder: of local copies; None for the Hub.
-        prefix: of the keys.
-        select: which rows to evaluate, by default all.
+        names: benchmarks and groups, see `expanded`.
+        folder: holds local copies; None reads from the Hub.
+        prefix: begins all keys.
+        select: takes the rows to evaluate out of all; by default, all are evaluated.
 
     Raises:
         ValueError: an unknown name, or files that are missing or not as they should be; the message names the
@@ -90,6 +90,7 @@ def _choices(files: Files) -> datasets.Dataset:
 
 
 def _cached(generate: Callable[..., Iterator[dict[str, Any]]], column: str, values: Any, **options: Any) -> Any:
+    """The rows of a generator, in a cache that its options tell apart: hence the revision among them."""
     features = datasets.Features({"image": datasets.Image(decode=False), column: values})
     try:
         return datasets.Dataset.from_generator(

@@ -39,7 +39,7 @@ def draw_rows(rows: Sequence[tuple[str, Sequence[tuple[bytes, str]]]], lines: in
 
     Args:
         rows: title, and for each picture its `thumbnail` and its caption.
-        lines: of a caption; the rest is cut.
+        lines: how many lines a caption may have; the rest is cut.
     """
     cell = SIDE + _GAP, SIDE + lines * _LINE + _GAP
     heights = [_TITLE + -(-len(shown) // COLUMNS) * cell[1] for _, shown in rows]

@@ -33,7 +33,7 @@ from ..conversion.models import load_readers
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
 from ..options.arguments import InfCLTrainingArguments
-from ..planning import GPUS, choice_of
+from ..planning import GPUS, choice_of, counts_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from .datasets import evaluation_datasets, guard_datasets, training_set
 from .launched import mistakes_in_one_line
@@ -111,13 +111,7 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        counts = planning.count(
-            config,
-            freeze=args.freeze,
-            patch_dropout=args.patch_dropout,
-            checkpointing=bool(args.gradient_checkpointing),
-            autocast=args.bf16 or args.fp16,
-        )
+        counts = counts_of(config, args, patch_dropout=args.patch_dropout)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
     choice = choice_of(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..benchmarks import means, table
+from ..benchmarks import lines_of_scores, means_of_groups
 from ..conversion.models import load
 from ..publishing import PicturesCallback
 from ..training.trainer import InfCLTrainer
@@ -31,10 +31,10 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         metrics = trainer.evaluate()
-    metrics |= means(metrics, datasets, evaluation.eval_benchmark)
+    metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics | what_was_measured(datasets), combined=False)
     if trainer.is_world_process_zero():
-        print(*table(metrics, datasets, evaluation.eval_benchmark), sep="\n")
+        print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)

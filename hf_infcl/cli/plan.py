@@ -13,12 +13,12 @@ from .. import planning
 from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
 from ..loading.replay import DEFAULT_SHARE
-from ..options.combinations import CHECKPOINTING
+from ..options.arguments import check_number
+from ..options.combinations import CHECKPOINTING, check_dropped_patches
 from ..planning import GPUS, Choice, Counts
 from ..planning.picture import draw
 from ..planning.report import (
     better_batch,
-    check_shares,
     duration,
     line_of_fewer_patches,
     link_lines,
@@ -54,7 +54,6 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         ValueError: an option makes no sense, or nothing fits.
     """
     check_options(options)
-    check_shares(options.patch_dropout, options.full_tokens_last)
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
     kept = kept_choices(options, given)
@@ -141,8 +140,10 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
-    if options.freeze_layers is not None and options.freeze_layers < 0:
-        raise ValueError(f"--freeze_layers must be at least 0, got {options.freeze_layers}.")
+    for name in ("freeze_layers", "patch_dropout", "full_tokens_last"):
+        if (value := getattr(options, name)) is not None:
+            check_number(name, value)
+    check_dropped_patches(options)
     for name in (*numbers, "per_device_train_batch_size", "gradient_accumulation_steps"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0, got {value}.")

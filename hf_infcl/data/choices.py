@@ -16,7 +16,7 @@ class CaptionChoiceDataset(ImageTextDataset):
     The items are those of an `ImageTextDataset` with ``all_captions``.
 
     Attributes:
-        kind: of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
+        kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.

@@ -26,7 +26,7 @@ class ZeroShotDataset(ImageDataset):
         label: int, index into `class_names`; or, if an image may be of several classes, a list with 0 or 1 for each.
 
     Attributes:
-        kind: of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
+        kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.

@@ -71,7 +71,7 @@ REFUSED = {
     "videoprism": "it has no scale",
     "xclip": "its text embeddings depend on the video",
 }
-_OF_ONE_IMAGE_SIZE = {kind.tower_of_one_size for kind in MODEL_TYPES.values()} - {None}
+OF_ONE_IMAGE_SIZE = {kind.tower_of_one_size for kind in MODEL_TYPES.values() if kind.tower_of_one_size is not None}
 
 # The modules that `freeze` freezes: the tower itself, and its projection if the model has one.
 TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model", "text_projection")}
@@ -154,7 +154,7 @@ class DualEncoder:
     def check_images(self, batch: Mapping[str, Any]) -> None:
         """Raises a ValueError if the image tower has no embeddings for the patches of images of this size."""
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
-        if config is None or config.model_type not in _OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
+        if config is None or config.model_type not in OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
             return
         if pixel_values is None or pixel_values.ndim != 4:
             return

@@ -7,15 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dual_encoder import TOWERS, DualEncoder
+from .dual_encoder import OF_ONE_IMAGE_SIZE, TOWERS, DualEncoder
 
-# The types of vision towers that attend to all tokens alike, whose output does not depend on where in the sequence a
-# patch stands, and whose module ``embeddings`` returns the tokens of images with their positions.
-WITH_PATCHES = (
-    *("aimv2_vision_model", "altclip_vision_model", "blip_vision_model", "chinese_clip_vision_model"),
-    *("clip_vision_model", "clipseg_vision_model", "dinov2", "groupvit_vision_model", "metaclip_2_vision_model"),
-    *("owlv2_vision_model", "owlvit_vision_model", "siglip_vision_model", "tipsv2_vision_model", "vit"),
-)
+# Vision towers that attend to all tokens alike, whose module ``embeddings`` returns the tokens of images with their
+# positions: those with an embedding for each patch, and three that interpolate the embeddings of positions.
+WITH_PATCHES = sorted(OF_ONE_IMAGE_SIZE | {"clipseg_vision_model", "dinov2", "tipsv2_vision_model"})
 
 
 def check_patches(encoder: DualEncoder) -> None:
@@ -33,16 +29,16 @@ def check_patches(encoder: DualEncoder) -> None:
 class PatchDropout:
     """Drops a random share of the patches of each image in the forwards of training (FLIP, arXiv 2212.00794).
 
-    The tokens are dropped after the position embedding, and so are never part of the tower's layers. Class and register
-    tokens stay. In evaluation mode nothing is dropped. The patches are drawn from torch's generator of the device, so
-    that a forward with the random state of another one drops the same.
+    They are dropped after the position embedding, before the first layer. Class and register tokens stay. In evaluation
+    mode nothing is dropped. The draw uses torch's generator of the device, so the second pass over a micro-batch, which
+    has the random state of the first, drops the same patches.
 
     Args:
         encoder: the model, whose image tower gets a hook.
         share: the share of the patches to drop, in [0, 1). Of n patches, round(n · (1 - share)) stay, at least one.
 
     Attributes:
-        share: the same. It may be changed between two forwards.
+        share: the argument; it may be changed between two forwards.
 
     Raises:
         ValueError: see `check_patches`.
@@ -63,7 +59,7 @@ class PatchDropout:
         self._hook.remove()
 
     def _drop(self, module: nn.Module, inputs: Any, tokens: Tensor) -> Tensor | None:
-        # Frozen embeddings are in evaluation mode below layers that train.
+        # The mode of the tower counts: frozen embeddings are in evaluation mode even below layers that train.
         if self.share == 0 or not self._tower.training:
             return None
         others, patches = tokens[:, : self._others], tokens[:, self._others :]

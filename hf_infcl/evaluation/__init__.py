@@ -3,7 +3,7 @@
 from .bootstrap import Difference, bounds, differences, differences_by_class, hits_of, interval, resampled
 from .captions import caption_ids, group_by_image, image_of_captions
 from .classification import class_ranks, label_scores, zero_shot_classifier, zero_shot_metrics
-from .metrics import METRICS, Choices, ClassRanks, LabelScores, PairRanks, measured
+from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
 from .retrieval import choice_metrics, choices, pair_ranks, recall_ceilings, retrieval_metrics
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Choices",
     "ClassRanks",
     "Difference",
+    "Found",
     "LabelScores",
     "PairRanks",
     "bounds",

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .metrics import HIGH, LOW, Choices, ClassRanks, Hits, LabelScores, PairRanks, measured, metrics_of
+from .metrics import HIGH, LOW, ClassRanks, Found, Hits, LabelScores, measured, metrics_of
 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
 _SEED = 0
-Found = PairRanks | ClassRanks | LabelScores | Choices
 _NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
 
 
@@ -31,7 +30,7 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
     """The values of metrics on resamples of the images of a set.
 
     Args:
-        hits: of one set of N images, in the same order.
+        hits: the hits for several metrics, all of the same N images in the same order.
 
     Returns:
         [metrics, RESAMPLES] float64.

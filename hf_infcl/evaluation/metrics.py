@@ -110,6 +110,9 @@ class LabelScores(NamedTuple):
     labels: Tensor
 
 
+Found = PairRanks | ClassRanks | LabelScores | Choices  # what is measured on a set, by its kind
+
+
 @dataclass(frozen=True)
 class Metric:
     """What is measured on a set of one kind.
@@ -117,9 +120,9 @@ class Metric:
     Attributes:
         kind: of the set: ``"pairs"``; ``"classes"`` for zero-shot classification, or ``"labels"`` if an image may be of
             several classes; ``"choices"`` between a right caption and wrong ones.
-        measure: computes it from `PairRanks`, `ClassRanks`, `LabelScores` or `Choices`; None for the loss, which the
-            trainer computes.
-        hits: the `Hits` of which it is the share, from the same; None if it is no such share, and so has no interval.
+        measure: computes it from what was found on a set; None for the loss, which the trainer computes.
+        hits: counts the `Hits` whose share the metric is, from the same; None for a metric that is no such share, and
+            so has no interval.
         words: its name in a model card.
         hub_type: the kind of metric as the Hub names it.
         axis: the axis of the curves on which it is drawn; None if it is not.
@@ -164,7 +167,7 @@ def _share(hits: Callable[[Any], Hits], ranks: Any) -> float:
     return hits(ranks).share()
 
 
-def _of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **others: Any) -> Metric:
+def _share_of_hits(kind: str, hits: Callable[[Any], Hits], words: str, hub_type: str, **others: Any) -> Metric:
     return Metric(kind, partial(_share, hits), words, hub_type, hits=hits, **others)
 
 
@@ -183,7 +186,7 @@ def mean_average_precision(found: LabelScores) -> float:
 def recalls(ks: Sequence[int]) -> dict[str, Metric]:
     """The recalls of retrieval at each k."""
     return {
-        f"{way}_retrieval_recall@{k}": _of_hits(
+        f"{way}_retrieval_recall@{k}": _share_of_hits(
             "pairs",
             partial(hits, k),
             f"{way} retrieval recall@{k}",
@@ -206,13 +209,24 @@ METRICS: dict[str, Metric] = {
         greater_is_better=False,
     ),
     **recalls(KS),
-    "acc1": _of_hits("classes", partial(class_hits, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
-    "acc5": _of_hits("classes", partial(class_hits, 5), "top-5 accuracy", "accuracy", least_classes=5),
-    "mean_per_class_recall": _of_hits("classes", per_class_hits, "mean per class recall", "recall"),
+    "acc1": _share_of_hits("classes", partial(class_hits, 1), "top-1 accuracy", "accuracy", axis=FRACTION),
+    "acc5": _share_of_hits("classes", partial(class_hits, 5), "top-5 accuracy", "accuracy", least_classes=5),
+    "mean_per_class_recall": _share_of_hits("classes", per_class_hits, "mean per class recall", "recall"),
     "mean_average_precision": Metric(
         "labels", mean_average_precision, "mean average precision", "mean_average_precision", axis=FRACTION
     ),
-    "text_acc": _of_hits("choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION),
+    "text_acc": _share_of_hits(
+        "choices", choice_hits, "right captions preferred to wrong ones", "accuracy", axis=FRACTION
+    ),
+}
+
+
+# The metrics whose mean is the score of a set, by its kind.
+SCORES = {
+    "pairs": ("image_retrieval_recall@1", "text_retrieval_recall@1"),
+    "classes": ("acc1",),
+    "labels": ("mean_average_precision",),
+    "choices": ("text_acc",),
 }
 
 
@@ -225,12 +239,12 @@ def metrics_of_kind(kind: str, num_classes: int | None = None) -> dict[str, Metr
     }
 
 
-def measured(found: PairRanks | ClassRanks | LabelScores | Choices) -> dict[str, float]:
+def measured(found: Found) -> dict[str, float]:
     """The metrics of a set by name, without the loss."""
     return {name: metric.measure(found) for name, metric in metrics_of(found).items() if metric.measure is not None}
 
 
-def metrics_of(found: PairRanks | ClassRanks | LabelScores | Choices) -> dict[str, Metric]:
+def metrics_of(found: Found) -> dict[str, Metric]:
     """The metrics by name that are defined for a set."""
     if isinstance(found, ClassRanks):
         return metrics_of_kind("classes", found.num_classes)

@@ -72,6 +72,13 @@ _RANGES = {
 }
 
 
+def check_number(name: str, value: Any) -> None:
+    """Raises a ValueError if the value of an option, which has to be a number, is out of its range."""
+    kind, words, holds = _RANGES[name]
+    if not (isinstance(value, kind) and holds(value)):
+        raise ValueError(f"{name} must be {words}, got {value!r}.")
+
+
 @dataclass(repr=False)  # TrainingArguments' own hides the token
 class InfCLTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` for exact contrastive training.
@@ -211,7 +218,7 @@ class InfCLTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv "
-            "2212.00794). A step then takes less time and memory. Evaluations see all patches."
+            "2212.00794), so that its tower computes less. Evaluations see all patches."
         },
     )
     full_tokens_last: float | None = field(
@@ -403,10 +410,10 @@ class InfCLTrainingArguments(TrainingArguments):
             )
 
     def _check_numbers(self) -> None:
-        for name, (kind, words, holds) in _RANGES.items():
+        for name in _RANGES:
             value, optional = getattr(self, name), self.__dataclass_fields__[name].default is None
-            if not (optional and value is None) and not (isinstance(value, kind) and holds(value)):
-                raise ValueError(f"{name} must be {words}, got {value!r}.")
+            if not (optional and value is None):
+                check_number(name, value)
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be 'auto' or an integer of at least 0, got {self.retain_graphs!r}.")

@@ -66,16 +66,7 @@ def check_combinations(args: Any) -> None:
 
 def _check_parts(args: Any) -> None:
     """Checks the options that apply to parts of the model."""
-    if args.patch_dropout and args.freeze == "image":
-        raise ValueError(
-            f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
-            "in evaluation mode. Omit one of both."
-        )
-    if args.full_tokens_last is not None and not args.patch_dropout:
-        raise ValueError(
-            f"full_tokens_last={args.full_tokens_last:g} has no effect without patch_dropout: all steps see all "
-            "patches. Pass both or none."
-        )
+    check_dropped_patches(args)
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
         if name.startswith(str(args.freeze)):
@@ -112,6 +103,20 @@ def _check_parts(args: Any) -> None:
                     f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
+
+
+def check_dropped_patches(args: Any) -> None:
+    """Raises a ValueError if ``patch_dropout`` or ``full_tokens_last`` would have no effect."""
+    if args.patch_dropout and args.freeze == "image":
+        raise ValueError(
+            f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
+            "in evaluation mode. Omit one of both."
+        )
+    if args.full_tokens_last is not None and not args.patch_dropout:
+        raise ValueError(
+            f"full_tokens_last={args.full_tokens_last:g} has no effect without patch_dropout: all steps see all "
+            "patches. Pass both or none."
+        )
 
 
 def _check_effects(args: Any) -> None:

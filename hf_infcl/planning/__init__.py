@@ -1,7 +1,7 @@
 """Predicts memory and time of a training from the model's config and from rates measured on GPUs."""
 
 from .counting import ROWS, Counts, Operation, count
-from .fitting import check_memory, choice_of
+from .fitting import check_memory, choice_of, counts_of
 from .measuring import measure
 from .prediction import (
     GIB,
@@ -36,6 +36,7 @@ __all__ = [
     "choice_of",
     "choices",
     "count",
+    "counts_of",
     "hiding_bandwidth",
     "is_gathered",
     "is_replayed",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PretrainedConfig
 
 from ..options.arguments import InfCLTrainingArguments
-from .counting import count
+from .counting import Counts, count
 from .prediction import GIB, USABLE, Choice, memory
 
 
@@ -25,16 +25,9 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     """
     if args.fsdp or args.deepspeed or args.cache_features:
         return None
-    checkpointing = bool(args.gradient_checkpointing)
     try:
-        counts = count(
-            config,
-            freeze=args.freeze,
-            freeze_layers=args.freeze_layers,
-            patch_dropout=None if args.full_tokens_last else args.patch_dropout,  # the last steps need the most
-            checkpointing=checkpointing,
-            autocast=args.bf16 or args.fp16,
-        )
+        # The last steps need the most memory.
+        counts = counts_of(config, args, patch_dropout=None if args.full_tokens_last else args.patch_dropout)
     except ValueError as error:
         return f"The memory of the training was not predicted. {error}"
     choice = choice_of(args)
@@ -59,6 +52,18 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
     if least > gpu_bytes:
         raise ValueError(message)
     return message
+
+
+def counts_of(config: PretrainedConfig, args: InfCLTrainingArguments, *, patch_dropout: float | None) -> Counts:
+    """`count` of a training with these arguments, in those of its steps that leave out this share of the patches."""
+    return count(
+        config,
+        freeze=args.freeze,
+        freeze_layers=args.freeze_layers,
+        patch_dropout=patch_dropout,
+        checkpointing=bool(args.gradient_checkpointing),
+        autocast=args.bf16 or args.fp16,
+    )
 
 
 def choice_of(args: InfCLTrainingArguments) -> Choice:

@@ -65,23 +65,12 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
-def check_shares(patch_dropout: float | None, full_tokens_last: float | None) -> None:
-    """Raises a ValueError if the patches that a training leaves out are no share, or those steps that see all."""
-    if not 0 <= (patch_dropout or 0) < 1:
-        raise ValueError(f"--patch_dropout must be at least 0 and less than 1, got {patch_dropout:g}.")
-    if full_tokens_last is not None and not (patch_dropout and 0 <= full_tokens_last <= 1):
-        raise ValueError(
-            "--full_tokens_last is a share of the steps, from 0 to 1, of a training with --patch_dropout, got "
-            f"{full_tokens_last:g}."
-        )
-
-
 def line_of_fewer_patches(counts: Counts, choice: Choice, gpu: GPU, full_tokens_last: float, step: float) -> str:
     """The seconds of a step before the last ones, which see all patches, and the mean of both kinds.
 
     Args:
-        counts: of a micro-batch with fewer patches.
-        choice, gpu: of the training.
+        counts: a micro-batch with fewer patches.
+        choice, gpu: the training and its GPU.
         full_tokens_last: the share of the last steps.
         step: the seconds of one of the last steps.
     """
@@ -154,8 +143,8 @@ def replay_lines(old: int, choice: Choice) -> list[str]:
     if old == 0:
         return []
     return [
-        f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new, in the "
-        "memory and time of as many new pairs. An epoch ends with the new ones."
+        f"Replay: {old:,} of the {choice.global_batch:,} pairs are old, {choice.global_batch - old:,} new. Both take "
+        "the same memory and time. An epoch ends with the new ones."
     ]
 
 
@@ -163,7 +152,7 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
     """The length of the training, and whether it has enough steps: a rule of thumb.
 
     Args:
-        pairs: of the training set, without those that are replayed.
+        pairs: the pairs of the training set, without those that are replayed.
         max_steps: the length in steps, which replaces that in epochs if it is more than 0.
         old: the replayed pairs of a global batch.
     """

@@ -13,13 +13,20 @@ import torch
 from ..checking.looking import SIDE, thumbnail
 from ..checking.sheet import draw_rows
 from ..data import ImageTextDataset, ZeroShotDataset
-from ..evaluation import Choices, ClassRanks, Difference, LabelScores, PairRanks, differences, differences_by_class
+from ..evaluation import (
+    Choices,
+    ClassRanks,
+    Difference,
+    Found,
+    LabelScores,
+    PairRanks,
+    differences,
+    differences_by_class,
+)
 from ..evaluation.metrics import METRICS
 
 PICTURES = 16  # of the images that only one of the models gets right
 _CLASSES = 10  # lines of classes; the JSON has all
-
-Ranks = PairRanks | ClassRanks | LabelScores | Choices
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,13 @@ class Comparison:
 
     Attributes:
         dataset: the set.
-        ranks: of the first and of the second model.
+        ranks: what was found for the first model, and for the second.
         metrics: the difference of each metric.
         classes: the difference of the recall of each class that occurs, by its number; empty for pairs.
     """
 
     dataset: ImageTextDataset | ZeroShotDataset
-    ranks: tuple[Ranks, Ranks]
+    ranks: tuple[Found, Found]
     metrics: Mapping[str, Difference]
     classes: Mapping[int, Difference]
 
@@ -52,7 +59,7 @@ class Comparison:
         return rows[order].tolist()
 
 
-def comparison(dataset: ImageTextDataset | ZeroShotDataset, first: Ranks, second: Ranks) -> Comparison:
+def comparison(dataset: ImageTextDataset | ZeroShotDataset, first: Found, second: Found) -> Comparison:
     """Compares two models by their ranks on a set."""
     both = isinstance(first, ClassRanks) and isinstance(second, ClassRanks)
     classes = differences_by_class(first, second) if both else {}  # type: ignore[arg-type]

@@ -21,10 +21,9 @@ from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
-    Choices,
     ClassRanks,
+    Found,
     LabelScores,
-    PairRanks,
     bounds,
     caption_ids,
     choices,
@@ -128,12 +127,12 @@ class Evaluator:
         collator: the data collator, which tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         prepare_inputs: moves a batch to the device.
-        scores_before: by the prefix of a set, the number of its images and the resampled values of its score before the
-            training.
-        at_start: whether the training has not begun: `run` then sets ``scores_before``, which else it compares with.
+        scores_before: for each set, by the prefix of its metrics, the number of its images and the resampled values of
+            its score before the training.
+        at_start: whether the training has not begun. Then `run` fills ``scores_before``; later it compares with it.
 
     Attributes:
-        found: the `PairRanks`, `ClassRanks`, `LabelScores` or `Choices` of the set that `run` has evaluated.
+        found: what was found on the set that `run` has evaluated.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Evaluator:
         self._scores_before, self._at_start = {} if scores_before is None else scores_before, at_start
         self._classifier: Tensor | None = None
         self._type_of_set = "dataset"
-        self.found: PairRanks | ClassRanks | LabelScores | Choices | None = None
+        self.found: Found | None = None
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
         """The predictions and labels of this process's rows, which are image-text pairs or labelled images.
@@ -213,10 +212,11 @@ class Evaluator:
 
     @staticmethod
     def _classified(images: Tensor, classifier: Tensor, labels: Tensor) -> Tensor:
-        if labels.ndim == 2:  # whatever the batch, a class is found among all images
-            return label_scores(images, classifier, labels).scores if len(images) else images @ classifier.T
-        if len(images) == 0:
-            return images.new_zeros(0, 3)
+        several = labels.ndim == 2
+        if len(images) == 0:  # a process may have no rows of the last batch
+            return images.new_zeros(0, len(classifier) if several else 3)
+        if several:
+            return label_scores(images, classifier, labels).scores
         found = class_ranks(images, classifier, labels)
         return torch.stack([found.classes, found.answers, found.gaps], dim=1).to(images)
 
@@ -256,9 +256,9 @@ class Evaluator:
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
         if any(isinstance(part, CaptionChoiceDataset) for part in parts_of(dataset)):
-            predictions: Any = output.predictions
-            of_captions: Any = output.label_ids
-            images, texts, counts = map(self._on_device, (*predictions, of_captions[0]))
+            embeddings: Any = output.predictions
+            counts_and_ids: Any = output.label_ids
+            images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))
             self.found = choices(images, texts, image_of_captions(counts))
             return measured(self.found)
         if isinstance(output.predictions, tuple):

@@ -48,7 +48,7 @@ def save_weights(
         save: Trainer's own method.
         processor: the processor that it saves as well, or None.
         repository: the repository of the Hub that the model is pushed to, or None.
-        collator: of the training.
+        collator: the data collator of the training.
     """
     model = encoder.model
     _restore_end_of_text(encoder)

@@ -26,6 +26,7 @@ from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
+from ..evaluation import Found
 from ..loading import loaders
 from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
@@ -90,8 +91,8 @@ class InfCLTrainer(Trainer):
         setup, window_step, training_data, progress: the parts of the last training; see their classes.
         checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
         interruptions: signals and lost processes.
-        found: the `PairRanks`, `ClassRanks`, `LabelScores` or `Choices` of the last evaluation of each set, by the
-            prefix of its metrics, such as ``eval_pairs``.
+        found: what the last evaluation of each set has found (`hf_infcl.evaluation.Found`), by the prefix of its
+            metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
         creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
             passed, or come from DeepSpeed's config.
@@ -123,7 +124,7 @@ class InfCLTrainer(Trainer):
         self.resumption = Resumption()
         self.interruptions = Interruptions()
         self.caption_notices = CaptionNotices()
-        self.found: dict[str, Any] = {}
+        self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
         self._pushes = pushes.Pushes(args)
         self._optimizer_options = OptimizerOptions(None)

@@ -46,7 +46,7 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
-        steps: the optimizer steps of the whole training, from which ``full_tokens_last`` counts.
+        steps: the optimizer steps of the whole training, of which ``full_tokens_last`` is a share; 0 before it begins.
 
     Attributes:
         windows: the number that was trained.
@@ -106,7 +106,8 @@ class WindowStep:
         self._largest_scale = args.max_logit_scale
         if self._largest_scale is None:
             self._largest_scale = OBJECTIVES[setup.objective].largest_scale
-            self._warn_of_lower_scale()
+            if steps:
+                self._warn_of_lower_scale()
 
     def _warn_of_lower_scale(self) -> None:
         """Warns if the default of ``max_logit_scale`` lowers the scale of the model in the first step."""
