@@ -14,7 +14,15 @@ import torch.nn.functional as F
 import transformers
 import yaml
 from helpers import models
-from helpers.benchmarks import NAMES, TEMPLATES, coloured, write_classes, write_retrieval, write_sugarcrepe
+from helpers.benchmarks import (
+    NAMES,
+    TEMPLATES,
+    coloured,
+    write_classes,
+    write_retrieval,
+    write_sugarcrepe,
+    write_xm3600,
+)
 from helpers.demo import infcl
 from helpers.evaluation import discerning
 from helpers.hub import Hub, hub_for_this_process, sha_of
@@ -23,10 +31,10 @@ from helpers.trainers import trainer_for
 from huggingface_hub import ModelCard, constants
 from PIL import Image
 
-from hf_infcl.benchmarks import benchmark_sets, expanded
-from hf_infcl.benchmarks.names import BENCHMARKS, GROUPS
+from hf_infcl.benchmarks import benchmark_key, benchmark_sets, expanded
+from hf_infcl.benchmarks.names import BENCHMARKS, GROUPS, OF_CLIP_BENCHMARK
 
-SETS = ["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe"]
+SETS = ["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe", "sugarcrepe++", "xm3600/sw"]
 
 
 def small_clip() -> transformers.CLIPModel:
@@ -49,13 +57,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A folder of local copies, with what they contain."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    subsets = [name.partition("/")[2] for name in GROUPS["sugarcrepe"]]
+    subsets = {group: [name.partition("/")[2] for name in GROUPS[group]] for group in ("sugarcrepe", "sugarcrepe++")}
     return {
         "folder": folder,
         "classes": write_classes(folder / "wds_vtab-cifar10"),
         "labels": write_classes(folder / "wds_voc2007_multilabel", several=True),
         "captions": write_retrieval(folder / "wds_mscoco_captions"),
-        "choices": write_sugarcrepe(folder / "sugarcrepe", subsets),
+        "choices": {group: write_sugarcrepe(folder / group, names) for group, names in subsets.items()},
+        "sw": write_xm3600(folder / "xm3600", ["de", "sw"])["sw"],
     }
 
 
@@ -97,20 +106,23 @@ def expected(written: dict[str, Any], folder: Path) -> dict[str, float]:
         places = [place for place, row in enumerate(order, 1) if flags[row, c]]
         precisions.append(sum(n / place for n, place in enumerate(places, 1)) / max(len(places), 1))
     found["voc2007_multilabel_mean_average_precision"] = sum(precisions) / 6
-    captions = [caption for row in written["captions"] for caption in row]
-    scores = of_texts(captions) @ of_images(range(100, 106), folder).T  # [30, 6]
-    for k in (1, 5):
-        hits = [n // 5 in row.topk(k).indices.tolist() for n, row in enumerate(scores)]
-        found[f"mscoco_captions_image_retrieval_recall@{k}"] = sum(hits) / 30
-        hits = [any(n // 5 == row for n in column.topk(k).indices.tolist()) for row, column in enumerate(scores.T)]
-        found[f"mscoco_captions_text_retrieval_recall@{k}"] = sum(hits) / 6
+    for name, first, rows in (("mscoco_captions", 100, written["captions"]), ("xm3600_sw", 300, written["sw"])):
+        image_of = [image for image, captions in enumerate(rows) for _ in captions]
+        scores = (
+            of_texts([caption for captions in rows for caption in captions])
+            @ of_images(range(first, first + 6), folder).T
+        )  # [captions, 6]
+        for k in (1, 5):
+            hits = [image in row.topk(k).indices.tolist() for image, row in zip(image_of, scores, strict=True)]
+            found[f"{name}_image_retrieval_recall@{k}"] = sum(hits) / len(hits)
+            hits = [image in {image_of[n] for n in column.topk(k).indices} for image, column in enumerate(scores.T)]
+            found[f"{name}_text_retrieval_recall@{k}"] = sum(hits) / 6
     images = of_images(range(200, 205), folder)
-    better = [
-        (image @ of_texts([right]).T > image @ of_texts([wrong]).T).item()
-        for image, (right, wrong) in zip(images, written["choices"], strict=True)
-    ]
-    for name in GROUPS["sugarcrepe"]:
-        found[f"{name.replace('/', '_')}_text_acc"] = sum(better) / 5
+    for group, rows in written["choices"].items():
+        scores = [image @ of_texts(captions).T for image, captions in zip(images, rows, strict=True)]
+        better = [bool((of_one[:-1] > of_one[-1]).all()) for of_one in scores]
+        for name in GROUPS[group]:
+            found[f"{benchmark_key(name)}_text_acc"] = sum(better) / 5
     return {f"eval_{name}": value for name, value in found.items()}
 
 
@@ -133,7 +145,7 @@ def test_a_command_measures_benchmarks_by_name(checkpoint, written, tmp_path, ca
 
 
 def rank_benchmarks(rank: int, world_size: int, folder: str, benchmarks: str) -> dict[str, float]:
-    sets = benchmark_sets(["cifar10", "voc2007_multilabel", "mscoco_captions", "sugarcrepe/add_att"], benchmarks)
+    sets = benchmark_sets([*SETS[:3], "sugarcrepe/add_att", "sugarcrepe++/swap_obj", "xm3600/sw"], benchmarks)
     options: dict[str, Any] = {"eval_dataset": sets, "processing_class": clip_processor(), "data_collator": None}
     trainer = trainer_for(folder, small_clip(), per_device_eval_batch_size=2, **options)
     return trainer.evaluate()
@@ -143,7 +155,7 @@ def test_figures_are_the_same_on_three_processes(ranks, written, tmp_path):
     by_definition = expected(written, tmp_path)
     for found in ranks.run(rank_benchmarks, 3, str(tmp_path), str(written["folder"])):
         same = {name: value for name, value in by_definition.items() if name in found}
-        assert len(same) == 9
+        assert len(same) == 14
         assert {name: found[name] for name in same} == pytest.approx(same, abs=1e-6)
 
 
@@ -189,7 +201,8 @@ def test_a_download_that_is_not_whole_is_told(hub, written):
 
 
 def test_names_and_groups_are_those_of_clip_benchmark():
-    assert len(BENCHMARKS) == 41 + 7
+    assert len(OF_CLIP_BENCHMARK) == 41 + 7
+    assert len(BENCHMARKS) == 41 + 7 + 5 + 36
     assert [len(GROUPS[group]) for group in ("vtab", "vtab+", "retrieval", "sugarcrepe")] == [19, 36, 3, 7]
     assert expanded(["retrieval", "flickr8k", "flowers"]) == [*GROUPS["retrieval"], "vtab/flowers"]
     with pytest.raises(ValueError, match=r"no benchmark 'imagnet1k'. Did you mean imagenet1k"):
@@ -221,6 +234,22 @@ def test_a_set_that_is_not_as_it_should_be_is_told(tmp_path, damage, message):
     message = "There is no benchmark 'mine'" if damage is shutil.rmtree else f"^The benchmark mine: .*(?:{message})"
     with pytest.raises(ValueError, match=message):
         benchmark_sets(["mine"], str(tmp_path))
+
+
+def test_a_language_and_any_repository_in_the_layout_are_read_from_the_hub(hub, written):
+    tree = tree_of(written["folder"] / "xm3600")
+    hub.commits["datasets/floschne/xm3600", "main"] = [tree]
+    (german,) = benchmark_sets(["xm3600/de"]).values()
+    assert (german.benchmark.revision, len(german)) == (sha_of(tree), 6)
+    assert not list(german.benchmark.folder.glob("data/sw-*"))
+    with pytest.raises(ValueError, match=r"^The benchmark xm3600/fil: .* has no data/fil-\*.parquet. Fill it with"):
+        benchmark_sets(["xm3600/fil"])
+    tree = tree_of(written["folder"] / "wds_vtab-cifar10")
+    hub.commits["datasets/somebody/wds_sorts_test", "main"] = [tree]
+    ((key, of_somebody),) = benchmark_sets(["somebody/wds_sorts_test"]).items()
+    assert (key, of_somebody.benchmark.dataset) == ("somebody_wds_sorts_test", "somebody/wds_sorts_test")
+    with pytest.raises(ValueError, match=r"no benchmark 'vtab/cifar11'. Did you mean vtab/cifar10"):
+        expanded(["vtab/cifar11"])
 
 
 def test_sugarcrepe_says_which_files_it_needs(tmp_path):

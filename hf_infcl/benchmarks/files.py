@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .names import BENCHMARKS, folder_name
 
 OWNER = "clip-benchmark"
+OF_XM3600 = "floschne/xm3600"
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Files:
         on_hub: whether ``dataset`` is a repository.
         folder: where the files are.
         revision: the commit of the repository, or a hash of what a local copy contains.
-        captions: the file of the captions, for a subset of SugarCrepe.
+        rows: the files of the rows, relative to ``folder``, if they are not shards: the captions of a subset of
+            SugarCrepe or SugarCrepe++, the tables of a language of XM3600.
     """
 
     name: str
@@ -29,7 +32,7 @@ class Files:
     on_hub: bool
     folder: Path
     revision: str
-    captions: str = ""
+    rows: tuple[str, ...] = ()
 
     def lines(self, file: str) -> list[str]:
         """The lines of a text file without their outer spaces; empty ones count, as in CLIP_benchmark.
@@ -87,8 +90,8 @@ def files_of(name: str, folder: str | None) -> Files:
     Raises:
         ValueError: the folder has no copy, or the Hub returns none.
     """
-    repository = f"{OWNER}/{folder_name(name)}"
     on_hub = name in BENCHMARKS
+    repository = name if "/" in name and not on_hub else f"{OWNER}/{folder_name(name)}"
     if folder is not None:
         local = Path(folder, folder_name(name)).resolve()
         if not local.is_dir():
@@ -96,24 +99,30 @@ def files_of(name: str, folder: str | None) -> Files:
                 f"{folder} has no folder {local.name}. Fill it with `hf download {repository} --repo-type dataset "
                 f"--local-dir {Path(folder, local.name)}`, or omit --benchmark_folder to read it from the Hub."
             )
-        return Files(name, repository if on_hub else name, on_hub, local, _content(local))
+        files = [*local.glob("*.txt"), *local.glob("test/*")]
+        return Files(name, repository if on_hub else name, on_hub, local, _content(files))
+    snapshot = _snapshot(repository, ["*.txt", "test/*"])
+    return Files(name, repository, True, snapshot, snapshot.name)
+
+
+def _snapshot(repository: str, patterns: list[str]) -> Path:
+    """The folder, named after the commit, in the cache of the Hub's client."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        snapshot = snapshot_download(repository, repo_type="dataset", allow_patterns=["*.txt", "test/*"])
+        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{repository} could not be downloaded from the Hub: {type(error).__name__}: {str(error).splitlines()[0]} "
             "Without a network, copy the set to a folder and name that with --benchmark_folder."
         ) from error
-    return Files(name, repository, True, Path(snapshot), Path(snapshot).name)
 
 
-def _content(folder: Path) -> str:
-    """A hash of the text files and of the names and contents of the shards."""
+def _content(files: Iterable[Path]) -> str:
+    """A hash of the names and contents of files."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.txt"), *folder.glob("test/*")]):
+    for path in sorted(files):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as file:
             while block := file.read(2**20):
@@ -121,8 +130,14 @@ def _content(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
+_SOURCES = {
+    "sugarcrepe": "https://github.com/RAIVNLab/sugar-crepe",
+    "sugarcrepe++": "https://huggingface.co/datasets/Aman-J/SugarCrepe_pp",
+}
+
+
 def sugarcrepe_files(name: str, folder: str | None) -> Files:
-    """The files of a subset of SugarCrepe: its captions, and the images of COCO's val2017.
+    """The files of a subset of SugarCrepe or SugarCrepe++: its captions, and the images of COCO's val2017.
 
     Args:
         name: the name of the subset, such as "sugarcrepe/add_att".
@@ -131,13 +146,35 @@ def sugarcrepe_files(name: str, folder: str | None) -> Files:
     Raises:
         ValueError: one of them is missing.
     """
-    place = Path(folder or "DIR", "sugarcrepe").absolute()
-    captions = f"data/{name.rpartition('/')[2]}.json"
+    family, _, subset = name.partition("/")
+    place = Path(folder or "DIR", family).absolute()
+    captions = f"data/{subset}.json"
     if folder is None or not ((place / captions).is_file() and (place / "val2017").is_dir()):
         raise ValueError(
-            "SugarCrepe is read from a local copy alone. Copy the folder data of "
-            f"https://github.com/RAIVNLab/sugar-crepe to {place / 'data'} and the images of "
-            f"http://images.cocodataset.org/zips/val2017.zip to {place / 'val2017'}, and pass --benchmark_folder."
+            f"It is read from a local copy alone. Copy the folder data of {_SOURCES[family]} to {place / 'data'} and "
+            f"the images of http://images.cocodataset.org/zips/val2017.zip to {place / 'val2017'}, and pass "
+            "--benchmark_folder."
         )
-    content = hashlib.sha256((place / captions).read_bytes()).hexdigest()[:16]
-    return Files(name, name, False, place, f"sha256:{content}", captions)
+    return Files(name, name, False, place, _content([place / captions]), (captions,))
+
+
+def xm3600_files(name: str, folder: str | None) -> Files:
+    """The tables of a language of Crossmodal-3600 (Thapliyal et al. 2022, arXiv 2205.12522).
+
+    Args:
+        name: the language, such as "xm3600/de".
+        folder: holds a copy of the repository in ``xm3600``. None reads from the Hub.
+
+    Raises:
+        ValueError: the folder has no copy, the Hub returns none, or it has no table of the language.
+    """
+    tables = f"data/{name.partition('/')[2]}-*.parquet"
+    local = Path(folder, "xm3600").resolve() if folder is not None else _snapshot(OF_XM3600, [tables])
+    rows = sorted(local.glob(tables))
+    if not rows:
+        raise ValueError(
+            f"{local} has no {tables}. Fill it with `hf download {OF_XM3600} --repo-type dataset --local-dir {local}`, "
+            "or omit --benchmark_folder to read it from the Hub."
+        )
+    revision = local.name if folder is None else _content(rows)
+    return Files(name, OF_XM3600, True, local, revision, tuple(str(path.relative_to(local)) for path in rows))

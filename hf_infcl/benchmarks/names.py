@@ -19,10 +19,14 @@ _OF_VTAB = (
     *("flowers", "pets", "pcam", "resisc45", "smallnorb_label_azimuth", "smallnorb_label_elevation", "svhn"),
 )
 _VTAB = tuple(f"vtab/{name}" for name in _OF_VTAB)
-SUGARCREPE = tuple(
-    f"sugarcrepe/{subset}"
-    for subset in ("add_att", "add_obj", "replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
+_CHANGES = ("replace_att", "replace_obj", "replace_rel", "swap_att", "swap_obj")
+SUGARCREPE = tuple(f"sugarcrepe/{change}" for change in ("add_att", "add_obj", *_CHANGES))
+SUGARCREPE_PP = tuple(f"sugarcrepe++/{change}" for change in _CHANGES)
+_LANGUAGES = (
+    *("ar", "bn", "cs", "da", "de", "el", "en", "es", "fa", "fi", "fil", "fr", "he", "hi", "hr", "hu", "id", "it"),
+    *("ja", "ko", "mi", "nl", "no", "pl", "pt", "quz", "ro", "ru", "sv", "sw", "te", "th", "tr", "uk", "vi", "zh"),
 )
+XM3600 = tuple(f"xm3600/{language}" for language in _LANGUAGES)
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "vtab": (*_VTAB, "sun397"),
@@ -33,10 +37,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "retrieval": _RETRIEVAL,
     "imagenet_robustness": _ROBUSTNESS,
     "sugarcrepe": SUGARCREPE,
+    "sugarcrepe++": SUGARCREPE_PP,
+    "xm3600": XM3600,
 }
-BENCHMARKS = tuple(
+OF_CLIP_BENCHMARK = tuple(
     dict.fromkeys([*GROUPS["vtab+"], *_RETRIEVAL, "imagenet-o", "vtab/dsprites_label_y_position", *SUGARCREPE])
 )
+BENCHMARKS = (*OF_CLIP_BENCHMARK, *SUGARCREPE_PP, *XM3600)
 
 # The metrics whose mean is the score of a benchmark, where it is not that of its kind.
 MAIN_METRICS = dict.fromkeys(
@@ -48,13 +55,14 @@ def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
     """The benchmarks of names and groups, each once.
 
     Args:
-        names: benchmarks, also by the last part of their names ("cifar10"), and groups.
+        names: benchmarks, also by the last part of the names of CLIP_benchmark ("cifar10"); groups; and repositories of
+            the Hub in the layout of CLIP_benchmark ("djghosh/wds_cars_test").
         folder: the folder of local copies, which may hold other benchmarks than the known ones.
 
     Raises:
         ValueError: there is none of a name; the message has the nearest ones.
     """
-    by_last = {name.rpartition("/")[2]: name for name in BENCHMARKS}
+    by_last = {name.rpartition("/")[2]: name for name in OF_CLIP_BENCHMARK}
     found: list[str] = []
     for name in names:
         if name in GROUPS:
@@ -63,16 +71,23 @@ def expanded(names: Iterable[str], folder: str | None = None) -> list[str]:
             found.append(name)
         elif name in by_last:
             found.append(by_last[name])
-        elif folder is not None and Path(folder, folder_name(name)).is_dir():
+        elif _is_repository(name) if folder is None else Path(folder, folder_name(name)).is_dir():
             found.append(name)
         else:
             nearest = difflib.get_close_matches(name, [*GROUPS, *BENCHMARKS, *by_last], n=3, cutoff=0.5)
-            hint = f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are {', '.join(BENCHMARKS)}."
+            known = ", ".join(OF_CLIP_BENCHMARK)
+            hint = f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are {known}."
             raise ValueError(
                 f"There is no benchmark {name!r}. {hint} The groups are {', '.join(GROUPS)}. A set of your own is the "
-                f"folder {folder_name(name)!r} in --benchmark_folder."
+                f"folder {folder_name(name)!r} in --benchmark_folder, or a repository OWNER/NAME of the Hub."
             )
     return list(dict.fromkeys(found))
+
+
+def _is_repository(name: str) -> bool:
+    """Whether it can be a repository of the Hub; ``vtab/...`` is none, but a family of benchmarks."""
+    families = {known.partition("/")[0] for known in BENCHMARKS}
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and name.partition("/")[0] not in families
 
 
 def folder_name(name: str) -> str:

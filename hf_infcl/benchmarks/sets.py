@@ -1,4 +1,4 @@
-"""Benchmarks as evaluation sets: tar shards in the layout of CLIP_benchmark, and SugarCrepe's files."""
+"""Benchmarks as evaluation sets: tar shards in the layout of CLIP_benchmark, files of SugarCrepe, tables of XM3600."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
 from ..shards.readers import IMAGE_EXTENSIONS, Columns, DamagedShardError, TarReader
-from .files import Files, files_of, sugarcrepe_files
-from .names import SUGARCREPE, benchmark_key, expanded
+from .files import Files, files_of, sugarcrepe_files, xm3600_files
+from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 
 _LABELS = {"classification": "cls", "multilabel": "npy", "retrieval": "txt"}  # the file beside an image
 _COLUMNS = {
@@ -47,8 +47,8 @@ def benchmark_sets(
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name in expanded(names or (), folder):
         try:
-            files = sugarcrepe_files(name, folder) if name in SUGARCREPE else files_of(name, folder)
-            rows = _choices(files) if name in SUGARCREPE else _rows(files)
+            files = _OF_FILES.get(name, files_of)(name, folder)
+            rows = _OF_ROWS.get(name, _rows)(files)
             dataset = _set_of(files, rows if select is None else select(rows))
         except ValueError as error:
             raise ValueError(f"The benchmark {name}: {error}") from error
@@ -59,8 +59,10 @@ def benchmark_sets(
 
 
 def _set_of(files: Files, rows: datasets.Dataset) -> ImageTextDataset | ZeroShotDataset:
-    if files.name in SUGARCREPE:
-        return CaptionChoiceDataset(rows)
+    if files.name in (*SUGARCREPE, *SUGARCREPE_PP):
+        return CaptionChoiceDataset(rows, right=1 if files.name in SUGARCREPE else 2)
+    if files.name in XM3600:
+        return ImageTextDataset(rows, caption_column="captions", all_captions=True)
     if files.kind == "retrieval":
         return ImageTextDataset(rows, all_captions=True)
     templates = files.lines("zeroshot_classification_templates.txt")
@@ -85,8 +87,14 @@ def _rows(files: Files) -> datasets.Dataset:
 
 def _choices(files: Files) -> datasets.Dataset:
     values = datasets.List(datasets.Value("string"))
-    captions = str(files.folder / files.captions)
+    captions = str(files.folder / files.rows[0])
     return _cached(_sugarcrepe, "caption", values, captions=captions, revision=files.revision)
+
+
+def _tables(files: Files) -> datasets.Dataset:
+    rows = datasets.Dataset.from_parquet([str(files.folder / table) for table in files.rows])
+    # Its images are structs of bytes and path, not of the type of images.
+    return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
 
 
 def _cached(generate: Callable[..., Iterator[dict[str, Any]]], column: str, values: Any, **options: Any) -> Any:
@@ -134,5 +142,10 @@ def _sugarcrepe(captions: str, revision: str) -> Iterator[dict[str, Any]]:
             raise ValueError(f"Entry {key!r} of {captions} is about {path.name}, which is not in {images}.")
         yield {
             "image": {"bytes": None, "path": str(path)},
-            "caption": [entry["caption"], entry["negative_caption"]],
+            # SugarCrepe++ has a second right caption.
+            "caption": [entry[name] for name in ("caption", "caption2", "negative_caption") if name in entry],
         }
+
+
+_OF_FILES = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), sugarcrepe_files) | dict.fromkeys(XM3600, xm3600_files)
+_OF_ROWS = dict.fromkeys((*SUGARCREPE, *SUGARCREPE_PP), _choices) | dict.fromkeys(XM3600, _tables)

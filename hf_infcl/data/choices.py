@@ -1,4 +1,4 @@
-"""Images with one right caption and wrong ones, between which a model has to choose."""
+"""Images with right captions and wrong ones, between which a model has to choose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CaptionChoiceDataset(ImageTextDataset):
-    """Images with lists of captions, the first of which is right and the others are not, for evaluation.
+    """Images with lists of captions, the first of which are right and the others are not, for evaluation.
 
     The items are those of an `ImageTextDataset` with ``all_captions``.
 
@@ -21,21 +21,29 @@ class CaptionChoiceDataset(ImageTextDataset):
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
         image_column: a column of images, paths (strings) or encoded images (binary).
-        caption_column: a column of lists of at least two strings.
+        caption_column: a column of lists of strings, more than are right.
+        right: the number of right captions of each image: 1 as in SugarCrepe, 2 as in SugarCrepe++.
 
     Raises:
         ValueError: at construction, for a wrong dataset, column or column type, or a row with an empty caption or
-            fewer than two; on access, for a bad image.
+            no wrong one; on access, for a bad image.
     """
 
     kind = "choices"
 
     def __init__(
-        self, dataset: datasets.Dataset, *, image_column: str = "image", caption_column: str = "caption"
+        self,
+        dataset: datasets.Dataset,
+        *,
+        image_column: str = "image",
+        caption_column: str = "caption",
+        right: int = 1,
     ) -> None:
         super().__init__(dataset, image_column=image_column, caption_column=caption_column, all_captions=True)
+        self.right = right
         for row, captions in enumerate(self._texts[caption_column]):
-            if not isinstance(captions, list) or len(captions) < 2 or usable_captions(captions) != captions:
+            if not isinstance(captions, list) or len(captions) <= right or usable_captions(captions) != captions:
+                of_right = "its right caption" if right == 1 else f"its {right} right captions"
                 raise ValueError(
-                    f"Each row needs its right caption and at least one wrong one, but row {row} has {captions!r}."
+                    f"Each row needs {of_right} and at least one wrong one, but row {row} has {captions!r}."
                 )

@@ -85,12 +85,12 @@ class Hits(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What N images choose between their right caption and wrong ones.
+    """What N images choose between their right captions and wrong ones.
 
     Attributes:
-        right: [N] bool on the CPU, whether the right caption is preferred to all wrong ones.
+        right: [N] bool on the CPU, whether all right captions are preferred to all wrong ones.
         answers: [N] int64 on the CPU, the caption that is chosen, by its number among those of the image.
-        gaps: [N] float on the CPU, by how much the cosine of the best wrong caption exceeds that of the right one.
+        gaps: [N] float on the CPU, the cosine of the best wrong caption less that of the worst right one.
     """
 
     right: Tensor

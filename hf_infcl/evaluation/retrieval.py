@@ -84,50 +84,54 @@ def pair_ranks(
 
 
 @torch.no_grad()
-def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor) -> dict[str, float]:
-    """How often an image is more similar to its right caption than to each of its wrong ones.
+def choice_metrics(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> dict[str, float]:
+    """How often an image is more similar to each of its right captions than to each of its wrong ones.
 
-    This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610). A tie counts as wrong.
+    This is the measure of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) and, with two right captions, the image-text
+    measure of SugarCrepe++ (Dumpala et al. 2024, arXiv 2406.11171). A tie counts as wrong.
 
     Args:
         image_embeds: [N, D] float; normalised here.
-        text_embeds: [M, D] float, the captions of each image, of which the first is right; normalised here.
+        text_embeds: [M, D] float, the captions of each image, of which the first are right; normalised here.
         text_image: [M] integer in [0, N), in ascending order: the image that each caption belongs to.
+        right: the number of right captions of each image.
 
     Returns:
         Fractions: `text_acc`.
 
     Raises:
-        ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image with fewer than two captions.
+        ValueError: wrong shape or dtype, NaN or infinity, indices out of range, an image without a wrong caption.
     """
-    return measured(choices(image_embeds, text_embeds, text_image))
+    return measured(choices(image_embeds, text_embeds, text_image, right))
 
 
 @torch.no_grad()
-def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor) -> Choices:
+def choices(image_embeds: Tensor, text_embeds: Tensor, text_image: Tensor, right: int = 1) -> Choices:
     """What each image chooses; arguments and errors are those of `choice_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     text_embeds = checked_embeds("text_embeds", text_embeds, like=image_embeds)
     text_image = checked_index("text_image", text_image, len(text_embeds), len(image_embeds), image_embeds.device)
     counts = text_image.bincount(minlength=len(image_embeds))
-    if counts.min() < 2 or (text_image.diff() < 0).any():
+    if counts.min() <= right or (text_image.diff() < 0).any():
         raise ValueError(
-            "text_image must be in ascending order, with at least two captions for each image, but image "
+            f"text_image must be in ascending order, with at least {right + 1} captions for each image, but image "
             f"{int(counts.argmin())} has {int(counts.min())}."
         )
     images, texts = F.normalize(image_embeds, dim=-1), F.normalize(text_embeds, dim=-1)
     cosines = (images[text_image] * texts).sum(-1)  # [M]
     first = counts.cumsum(0) - counts
-    right = cosines[first]
-    wrong = cosines.clone()
-    wrong[first] = -torch.inf
-    best_wrong = torch.full_like(right, -torch.inf).scatter_reduce_(0, text_image, wrong, "amax")
-    # The first caption of an image with the best wrong cosine; a tie with the right one counts as wrong.
-    index = torch.arange(len(wrong), device=wrong.device)
+    index = torch.arange(len(cosines), device=cosines.device)
+    of_right = index - first[text_image] < right
+    wrong = cosines.masked_fill(of_right, -torch.inf)
+    best_wrong = cosines.new_full((len(images),), -torch.inf).scatter_reduce_(0, text_image, wrong, "amax")
+    least_right = torch.full_like(best_wrong, torch.inf).scatter_reduce_(
+        0, text_image, cosines.masked_fill(~of_right, torch.inf), "amin"
+    )
+    # The first caption of an image with the best wrong cosine; a tie with a right one counts as wrong.
     of_best = torch.where(wrong == best_wrong[text_image], index, len(wrong))
     best = torch.full_like(first, len(wrong)).scatter_reduce_(0, text_image, of_best, "amin")
-    is_right = right > best_wrong
-    return Choices(is_right.cpu(), torch.where(is_right, 0, best - first).cpu(), (best_wrong - right).cpu())
+    is_right = least_right > best_wrong
+    return Choices(is_right.cpu(), torch.where(is_right, 0, best - first).cpu(), (best_wrong - least_right).cpu())
 
 
 def recall_ceilings(caption_ids: Tensor, text_image: Tensor, num_images: int, ks: Sequence[int]) -> dict[str, float]:

@@ -255,11 +255,11 @@ class Evaluator:
 
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        if any(isinstance(part, CaptionChoiceDataset) for part in parts_of(dataset)):
+        if of_choices := [part for part in parts_of(dataset) if isinstance(part, CaptionChoiceDataset)]:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
             images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))
-            self.found = choices(images, texts, image_of_captions(counts))
+            self.found = choices(images, texts, image_of_captions(counts), of_choices[0].right)
             return measured(self.found)
         if isinstance(output.predictions, tuple):
             return self._pair_metrics(output)

@@ -1,4 +1,4 @@
-"""Small benchmarks in the layout of the repositories clip-benchmark/wds_... and of SugarCrepe."""
+"""Small benchmarks in the layout of clip-benchmark/wds_..., of SugarCrepe, SugarCrepe++ and XM3600."""
 
 from __future__ import annotations
 
@@ -70,15 +70,40 @@ def write_retrieval(folder: Path, rows: int = 6) -> list[list[str]]:
 
 
 def write_sugarcrepe(folder: Path, subsets: Sequence[str], rows: int = 5) -> list[list[str]]:
-    """Writes the same entries as every subset, with keys that are not contiguous; [right, wrong] of each."""
+    """Writes the same entries as every subset, with keys that are not contiguous; the captions, of which one is wrong.
+
+    As in SugarCrepe++, there is a second right caption if the folder is called so.
+    """
     (folder / "data").mkdir(parents=True)
     (folder / "val2017").mkdir()
     letters, entries, captions = "abcdefghijklmnopqrstuvwxyz", {}, []
     for row in range(rows):
         captions.append([f"{letters[row]} {letters[2 * row]}", f"{letters[row + 7]} c"])
+        if folder.name == "sugarcrepe++":
+            captions[-1].insert(1, f"{letters[3 * row]} {letters[row]}")
         (folder / f"val2017/{row:012d}.jpg").write_bytes(coloured(200 + row))
-        entry = {"filename": f"{row:012d}.jpg", "caption": captions[-1][0], "negative_caption": captions[-1][1]}
-        entries[str(3 * row)] = entry
+        entry = {"filename": f"{row:012d}.jpg", "caption": captions[-1][0], "negative_caption": captions[-1][-1]}
+        entries[str(3 * row)] = entry | ({"caption2": captions[-1][1]} if len(captions[-1]) > 2 else {})
     for subset in subsets:
         (folder / f"data/{subset}.json").write_text(json.dumps(entries))
+    return captions
+
+
+def write_xm3600(folder: Path, languages: Sequence[str], rows: int = 6) -> dict[str, list[list[str]]]:
+    """Writes the tables of languages, whose images have one to three captions; the captions."""
+    import datasets
+
+    letters, captions = "abcdefghijklmnopqrstuvwxyz", {}
+    for shift, language in enumerate(languages):
+        captions[language] = [
+            [f"{letters[row + 3 * n + shift]} {letters[2 * row + n]}" for n in range(1 + row % 3)]
+            for row in range(rows)
+        ]
+        table = {
+            "image_id": [f"{row:04x}" for row in range(rows)],
+            "captions": captions[language],
+            "image": [{"bytes": coloured(300 + row), "path": None} for row in range(rows)],
+        }
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(table).to_parquet(folder / f"data/{language}-00000-of-00001.parquet")
     return captions
