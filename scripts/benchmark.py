@@ -22,6 +22,7 @@ BENCHMARKS = {
     "memory": "memory of the loss across GPUs",
     "step": "time and memory of a training step of a CLIP ViT-B/16",
     "optimizer": "time and memory of a step of Muon and AdamW",
+    "evaluation": "a zero-shot evaluation beside a pure forward",
     "data": "images per second and core, the cost of passing them on, and training from shards",
     "plan": "what `infcl plan` predicts beside the rows of the others",
     "tables": "the tables of the Inf-CL paper, from the rows of the others",
@@ -32,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:9} {what}" for name, what in BENCHMARKS.items()),
+        epilog="\n".join(f"  {name:10} {what}" for name, what in BENCHMARKS.items()),
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
     name = parser.parse_args(sys.argv[1:2]).benchmark

@@ -250,6 +250,18 @@ def test_benchmark_optimizer_compares_steps(tmp_path):
     assert ours < adamw, "one buffer for a matrix instead of two"
 
 
+def test_benchmark_evaluation_compares_with_the_forward(script, tmp_path):
+    evaluation, parser = script("benchmarks.evaluation"), argparse.ArgumentParser()
+    evaluation.add_arguments(parser)
+    words = ["--model", "tiny", "--images", 16, "--classes", 3, "--templates", 2, "--batch", 4, "--workers", 0]
+    evaluation.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "evaluation.csv")]))
+    rows = rows_of(tmp_path / "evaluation.csv")
+    ways = ("forward", "evaluate, pool", "evaluate, jpeg")
+    assert [(row["dtype"], row["implementation"]) for row in rows] == [(d, w) for d in ("fp32", "bf16") for w in ways]
+    assert all(float(row["per_second"]) > 0 and float(row["ratio"]) > 0 for row in rows), rows
+    assert float(rows[0]["error"]) < 1e-6 < float(rows[3]["error"]) < 0.05
+
+
 def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
     training = script("benchmarks.training")
     pool = training.make_pool("tiny", 3, 4, torch.float32)
