@@ -8,6 +8,7 @@ from pathlib import Path
 from ..benchmarks import lines_of_scores, means_of_groups
 from ..conversion.models import load
 from ..publishing import PicturesCallback
+from ..training.set_by_set import evaluate_sets
 from ..training.trainer import InfCLTrainer
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -30,7 +31,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
     if evaluation.eval_pictures:
         PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
-        metrics = trainer.evaluate()
+        metrics = evaluate_sets(trainer, datasets)
     metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics | what_was_measured(datasets), combined=False)

@@ -62,7 +62,7 @@ def embed(
     """
     processes, place = Processes(), Path(folder)
     record = {
-        "fingerprint": fingerprint(source, encoder.model, collator, dtype),
+        "fingerprint": fingerprint(source.image_fingerprint(), encoder.model, collator, dtype),
         "dtype": dtype,
         "format": format,
         "kinds": list(source.kinds),

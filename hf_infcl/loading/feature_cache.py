@@ -89,7 +89,7 @@ def cache_images(
     """
     import datasets
 
-    place = Path(folder, fingerprint(pairs, tower, collator, dtype))
+    place = Path(folder, fingerprint(pairs.image_fingerprint(), tower, collator, dtype))
     count = -(-len(pairs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
@@ -149,11 +149,11 @@ def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, shard
         raise ValueError(f"cache_features computes the image tower's outputs once, but {reason}.")
 
 
-def fingerprint(pairs: Any, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
+def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
     """A hash, 32 hexadecimal digits, of everything on which the features of a dataset depend.
 
     Args:
-        pairs: has a method ``image_fingerprint``, like `ImageTextDataset`.
+        content: what ``image_fingerprint`` of the dataset returns.
         tower: whose weights and config count.
         collator: prepares the images.
         dtype: of the computation.
@@ -162,7 +162,7 @@ def fingerprint(pairs: Any, tower: nn.Module, collator: ContrastiveCollator, dty
     # The config has what the weights do not show, and the printed modules show what was changed after loading.
     digest.update(f"{json.dumps(options_of_model(tower), sort_keys=True)} {tower}\n".encode())
     digest.update(collator.processor.image_processor.to_json_string().encode())
-    digest.update(pairs.image_fingerprint().encode())
+    digest.update(content.encode())
     for name, value in tower.state_dict().items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
