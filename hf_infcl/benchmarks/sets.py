@@ -92,7 +92,8 @@ def _choices(files: Files) -> datasets.Dataset:
 
 
 def _tables(files: Files) -> datasets.Dataset:
-    rows = datasets.Dataset.from_parquet([str(files.folder / table) for table in files.rows])
+    paths = [str(files.folder / table) for table in files.rows]
+    rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
     # Its images are structs of bytes and path, not of the type of images.
     return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
 

@@ -91,16 +91,18 @@ def lines_of_comparison(found: Mapping[str, Comparison]) -> Iterator[str]:
 
 def _lines(key: str, found: Comparison) -> Iterator[str]:
     head = f"{key}: {len(found.dataset):,} images"
-    yield f"{head:<30}{'first':>9}  second   difference"
+    width = max(28, len(head) - 2, *(len(METRICS[name].words) for name in found.metrics))
+    yield f"{head:<{width + 2}}{'first':>9}  second   difference"
     for name, difference in found.metrics.items():
-        yield f"  {METRICS[name].words:<28}{_numbers(difference)}"
+        yield f"  {METRICS[name].words:<{width}}{_numbers(difference)}"
     clear = [(label, one) for label, one in found.classes.items() if not one.is_noise]
     clear.sort(key=lambda item: -abs(item[1].second - item[1].first))
     if found.classes:
         yield f"  {len(clear)} of {len(found.classes)} classes differ by more than noise" + (":" if clear else ".")
     for label, one in clear[:_CLASSES]:
-        yield f"    {_class_name(found.dataset, label):<26.26}{_numbers(one)}"
-    yield f"  right by the first alone: {len(found.wins(0)):,} images, by the second alone: {len(found.wins(1)):,}"
+        yield f"    {_class_name(found.dataset, label)[:26]:<{width - 2}}{_numbers(one)}"
+    if not isinstance(found.ranks[0], LabelScores):
+        yield f"  right by the first alone: {len(found.wins(0)):,} images, by the second alone: {len(found.wins(1)):,}"
 
 
 def _numbers(one: Difference) -> str:
