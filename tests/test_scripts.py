@@ -208,6 +208,8 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)
     step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
+    dropped = [*map(str, words), "--implementations", "hf_infcl", "--patch-dropout", "0.5"]
+    step.run(parser.parse_args([*dropped, "--accumulation-steps", "2", "--warmup", "0"]))
     on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0, "--pixel-dtype", "uint8")
     rows = rows_of(tmp_path / "step.csv")
     assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
@@ -217,6 +219,7 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
         *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"),
     }
     assert all(float(row["images_per_s"]) > 0 for row in rows), rows
+    assert sum(row["implementation"] == "hf_infcl, patch dropout 0.5" for row in rows) == 1
     assert {row["accumulation_steps"] for row in rows} == {"2", "3"}
     assert (tmp_path / "step.png").stat().st_size > 10_000
 

@@ -10,7 +10,8 @@ model, micro-batch and accumulation steps. The plain Trainer computes a separate
 measures OpenCLIP's --accum-freq, which like InfCLTrainer computes the loss of the whole batch and, if open_clip_torch
 is installed, OpenCLIP's own model in its own training loop, with and without --accum-freq. With --compile each is
 measured again under torch.compile. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
-relative to that of the plain Trainer, not compiled, in the same run.
+relative to that of the plain Trainer, not compiled, in the same run. With --patch-dropout 0 0.5 all but the plain
+Trainer, which has no such option, are measured with each of these shares of the patches left out.
 
 With --global-batch-sizes there is a row per global batch and loss, as in the first table of the Inf-CL paper:
 ``loss_gib`` is the memory that the loss allocates from its call to its gradients and ``peak_gib`` that of the whole
@@ -139,10 +140,14 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
     steps = args.accumulation_steps
     measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # warms the card up for the rows
     plain: float | None = None
-    for compiled in (False, True) if args.compile else (False,):
-        for name, train, accumulation in implementations(args, pool, device, compiled):
-            if args.implementations and name not in (PLAIN, *args.implementations):
+    ways = (
+        (compiled, share) for compiled in ((False, True) if args.compile else (False,)) for share in args.patch_dropout
+    )
+    for compiled, share in ways:
+        for name, train, accumulation in implementations(args, pool, device, compiled, share):
+            if (args.implementations and name not in (PLAIN, *args.implementations)) or (name == PLAIN and share):
                 continue
+            name += f", patch dropout {share:g}" if share else ""
             row = measured(args, accumulation, device, train)
             plain = plain or row.get("images_per_s")
             if plain and "images_per_s" in row:
@@ -151,7 +156,7 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
 
 
 def implementations(
-    args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool
+    args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool, patch_dropout: float
 ) -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Name, training function and accumulation steps of everything measured, beginning with the plain Trainer."""
     steps = args.accumulation_steps
@@ -159,14 +164,16 @@ def implementations(
     yield PLAIN, trains(args, pool, training.PlainTrainer, **common_options), steps
     for name, options in OVERHEAD.items():
         retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
-        options = {**options, "retain_graphs": retain, **common_options}
+        options = {**options, "retain_graphs": retain, "patch_dropout": patch_dropout, **common_options}
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
-    yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
+    if not patch_dropout:  # in OpenCLIP it belongs to the model
+        yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
         return
 
     def own(count: int, accumulation: int) -> tuple[Any, Any]:
-        return training.train_open_clip(args.model, pool, count, accumulation, device, compiled=compiled)
+        options = {"compiled": compiled, "patch_dropout": patch_dropout}
+        return training.train_open_clip(args.model, pool, count, accumulation, device, **options)
 
     yield "OpenCLIP's own model", own, 1
     yield "OpenCLIP's own model, --accum-freq", own, steps
@@ -322,5 +329,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
+    parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], help="shares of an image's patches")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

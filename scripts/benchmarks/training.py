@@ -372,7 +372,14 @@ def train(
 
 
 def train_open_clip(
-    name: str, pool: list[Batch], steps: int, accumulation: int, device: torch.device, *, compiled: bool = False
+    name: str,
+    pool: list[Batch],
+    steps: int,
+    accumulation: int,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    patch_dropout: float = 0.0,
 ) -> tuple[Clock, None]:
     """Trains OpenCLIP's own model of the same size with its own training loop, loss and --accum-freq.
 
@@ -395,6 +402,7 @@ def train_open_clip(
             "mlp_ratio": vision["intermediate_size"] / vision["hidden_size"],
             "patch_size": vision["patch_size"],
             "image_size": vision["image_size"],
+            "patch_dropout": patch_dropout,
         },
         {
             "layers": text["num_hidden_layers"],
