@@ -399,10 +399,10 @@ def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module)
     once = found[tables.Setting("InfCLTrainer", 512, "softmax", False)]
     assert once.cells(tables.STYLE) == ["0.001", "1", "0.0"], "one seed has no deviation"
     assert tables.steps_and_batch(rows, tables.STYLE).splitlines() == [
-        "| steps | 512 pairs | 1,024 pairs |",
-        "| --- | --- | --- |",
-        "| 576 | 0.0 | 10.0 ± 10.0 |",
-        "| 1,152 | 0.0 |  |",
+        "| optimizer | steps | 512 pairs | 1,024 pairs |",
+        "| --- | --- | --- | --- |",
+        "| AdamW | 576 | 0.0 | 10.0 ± 10.0 |",
+        "| AdamW | 1,152 | 0.0 |  |",
     ], "a batch that was not trained for as many steps has an empty cell"
 
     columns = {
@@ -458,8 +458,16 @@ def test_averages_of_a_fine_tuning_are_shown_at_its_best_rate_beside_its_start_a
     rows = [row("base", 0.1), row("base", 0.3, seed=1), *tuning(0.5, 0.3), *tuning(0.7, 0.5, seed=1)]
     rows += tuning(0.4, 0.9, rate=3e-4)
     assert tables.averages(rows).splitlines()[2:] == [
-        "| full, keep_features 3, AdamW | 2 | 20.0 / 20.0 | 40.0 / 40.0 | 60.0 / 60.0 | 0.0 / 0.0 |"
+        "| AdamW | full, keep_features 3, AdamW | 2 | 20.0 / 20.0 | 40.0 / 40.0 | 60.0 / 60.0 | 0.0 / 0.0 |"
     ]
+    others = {"experiment": "13_replay_of_others", "options": '{"replay_share": 0.1}', "replay": "twemoji"}
+    rows += [row("base", 0.1, **others), row("full", 0.3, **others)]
+    rows += [row("full", 0.2, path="line", alpha=0.5, **others), row("full", 0.2, path="depth", alpha=0.5, **others)]
+    assert (
+        tables.averages(rows)
+        .splitlines()[3]
+        .startswith("| AdamW, no Twemoji | full, replay_share 0.1, of Twemoji, AdamW | 1 | 10.0 / 10.0 | 20.0 / 20.0 |")
+    ), "another base, whose old pairs are named"
 
 
 def test_each_batch_stands_once_with_the_figures_of_both_optimizers(module, tmp_path):

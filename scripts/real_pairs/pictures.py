@@ -31,6 +31,8 @@ from .rows import (
 )
 
 BLUE, VERMILION, GREEN, PURPLE, ORANGE = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"  # Okabe and Ito
+SKY = "#56B4E9"
+BATCHES_SHOWN = [256, 512, 1024, 2048, 4096]
 
 
 def panels(rows: int, columns: int) -> tuple[Figure, Any]:
@@ -44,29 +46,25 @@ def panels(rows: int, columns: int) -> tuple[Figure, Any]:
 
 
 def draw_global_batch(rows: list[Row], path: Path, shown: str, title_of_axis: str) -> None:
-    """A figure against the batch at the same number of optimizer steps, and at the same numbers of samples.
+    """A figure against the batch at the same numbers of optimizer steps, with each optimizer.
 
     The marker of a single run is hollow.
     """
     figure, (axes,) = panels(1, 2)
-    in_steps = [at_fixed_steps(rows, steps) for steps in FIXED_STEPS]
-    of_samples = [at_fixed_samples(rows, samples) for samples in FIXED_SAMPLES]
-    for steps, found, colour, form in zip(FIXED_STEPS, in_steps, (BLUE, PURPLE, GREEN), "ovD", strict=True):
-        draw_batches(axes[0], found, shown, "InfCLTrainer", (f"one loss, {steps:,} steps", colour, f"{form}-"))
-    draw_batches(axes[0], in_steps[0], shown, "Trainer", (f"losses over 256, {FIXED_STEPS[0]} steps", VERMILION, "s"))
-    for samples, found, colour, form in zip(FIXED_SAMPLES, of_samples, (BLUE, GREEN), "oD", strict=True):
-        draw_batches(axes[1], found, shown, "InfCLTrainer", (f"one loss, {samples:,} samples", colour, f"{form}-"))
-    for samples, found, colour, form in zip(FIXED_SAMPLES, of_samples, (VERMILION, ORANGE), "s^", strict=True):
-        draw_batches(axes[1], found, shown, "Trainer", (f"losses over 256, {samples:,} samples", colour, form))
-    top = 1.1 * max(100 * v for found in in_steps + of_samples for c in found.values() for v in c.values(shown))
-    for axis, several, place in ((axes[0], in_steps, "lower right"), (axes[1], of_samples, "lower left")):
+    for axis, (optimizer, name) in zip(axes, OPTIMIZERS.items(), strict=True):
+        for steps, colour, form in zip(FIXED_STEPS, (BLUE, PURPLE, GREEN), "ovD", strict=True):
+            found = at_fixed_steps(rows, steps, optimizer)
+            draw_batches(axis, found, shown, "InfCLTrainer", (f"one loss, {steps:,} steps", colour, f"{form}-"))
+        of_parts = (f"losses over 256, {FIXED_STEPS[0]} steps", VERMILION, "s")
+        draw_batches(axis, at_fixed_steps(rows, FIXED_STEPS[0], optimizer), shown, "Trainer", of_parts)
         axis.set_xscale("log", base=2)
-        batches = sorted({c.batch for found in several for c in found.values()})
-        axis.set_xticks(batches, [f"{batch:,}" for batch in batches])
-        axis.set(xlabel="pairs in a step", ylim=(0, top))
-        axis.legend(frameon=False, fontsize=8, loc=place)
-    axes[0].set(ylabel=title_of_axis, title="the same number of steps")
-    axes[1].set_title("the same number of samples")
+        axis.set_xticks(BATCHES_SHOWN, [f"{batch:,}" for batch in BATCHES_SHOWN])
+        axis.set(xlabel="pairs in a step", xlim=(220, 4800), title=name)
+        axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axes[0].set(ylabel=title_of_axis)
+    top = 1.05 * max(axis.get_ylim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_ylim(0, top)
     figure.savefig(path)
 
 
@@ -85,7 +83,8 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
     figure, (axes,) = panels(1, 2 if step_seconds else 1)
     for optimizer, colour in (("muon", VERMILION), ("adamw", BLUE)):
         for samples, form in zip(reversed(FIXED_SAMPLES), ("D--", "o-"), strict=True):
-            found = {s: c for s, c in at_fixed_samples(rows, samples, optimizer).items() if c.batch <= 4096}
+            of_these = at_fixed_samples(rows, samples, optimizer)
+            found = {s: c for s, c in of_these.items() if c.batch in BATCHES_SHOWN}
             name = f"{OPTIMIZERS[optimizer]}, {samples / 1e6:.1f} million samples"
             draw_batches(axes[0], found, STYLE, "InfCLTrainer", (name, colour, form))
             timed = [c for s, c in found.items() if s.method == "InfCLTrainer" and (optimizer, c.batch) in step_seconds]
@@ -94,6 +93,8 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
             if timed:
                 axes[1].plot(x, y, form, color=colour)
             for c, place in zip(timed, zip(x, y, strict=True), strict=True):
+                if len(c.ended) == 1:
+                    axes[1].plot(*place, form[0], color=colour, mfc="white", zorder=3)
                 many = samples == max(FIXED_SAMPLES)
                 side, offset = ("right", (-5, 4)) if many else ("left", (4, -11))
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
@@ -102,9 +103,8 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
         draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))
     axes[0].set_xscale("log", base=2)
-    batches = [256, 512, 1024, 2048, 4096]
-    axes[0].set_xticks(batches, [f"{batch:,}" for batch in batches])
-    axes[0].set(xlabel="pairs in a step", ylabel="recall@1, known concepts in another style, %", ylim=(0, None))
+    axes[0].set_xticks(BATCHES_SHOWN, [f"{batch:,}" for batch in BATCHES_SHOWN])
+    axes[0].set(xlabel="pairs in a step", ylabel="recall@1, known concepts in another style, %", ylim=(-3, None))
     axes[0].legend(frameon=False, fontsize=8)
     axes[0].set_title("the same samples")
     if step_seconds:
@@ -179,38 +179,45 @@ def draw_curves(rows: list[Row], path: Path) -> None:
 
 
 def draw_fronts(rows: list[Row], path: Path) -> None:
-    """What is gained against what is kept, from the start of each fine-tuning to its end.
+    """What is gained against what is kept, from the start of each fine-tuning to its end, for each base.
 
     Nothing is drawn before a fine-tuning has been averaged with its start.
     """
     styles = {
         "full, AdamW": ("full", "black", "s"),
-        "full, layer_decay 0.65, AdamW": ("layer_decay 0.65", "grey", "v"),
+        "full, Muon": ("full, Muon", "grey", "v"),
+        "full, image_learning_rate 3e-05, AdamW": ("image_learning_rate 3e-5", SKY, ">"),
         "full, keep_weights 100, AdamW": ("keep_weights 100", PURPLE, "^"),
+        "locked image tower, AdamW": ("locked image tower", PURPLE, "o"),
         "locked image tower, Muon": ("locked image tower, Muon", ORANGE, "o"),
         "full, keep_features 3, AdamW": ("keep_features 3", GREEN, "D"),
+        "full, keep_features 3, Muon": ("keep_features 3, Muon", GREEN, "D"),
         "locked image tower, keep_features 3, AdamW": ("locked image tower, keep_features 3", GREEN, "o"),
         "full, replay_share 0.1, AdamW": ("replay, a tenth of the batch", BLUE, "<"),
         "full, replay_share 0.25, AdamW": ("replay, a quarter", BLUE, ">"),
         "full, replay_share 0.5, AdamW": ("replay, a half", VERMILION, "P"),
+        "full, replay_share 0.5, Muon": ("replay, a half, Muon", VERMILION, "P"),
     }
-    found = {name_of_way(setting): front for setting, front in fronts(rows).items()}
+    found = {
+        base: {name_of_way(setting): front for setting, front in fronts(rows, base).items()}
+        for base in ("AdamW", "Muon")
+    }
+    found = {base: of_base for base, of_base in found.items() if of_base}
     if not found:
         return
-    figure, ((axis,),) = panels(1, 1)
-    figure.set_size_inches(7.6, 5)
-    for way, (name, colour, marker) in styles.items():
-        if way in found:
-            kept, gained = zip(*found[way].line.values(), strict=True)
-            axis.plot(kept[1:-1], gained[1:-1], marker, color=colour, ms=4, mfc="white")
-            axis.plot(kept[-1:], gained[-1:], marker, color=colour, ms=7, label=name)
-            axis.plot(kept, gained, "-", color=colour, lw=1)
-    axis.plot(kept[:1], gained[:1], "*", color="black", ms=12, label="before")
-    axis.set(
-        xlabel="kept: recall@1 of emoji in another style, %", ylabel="gained: recall@5, new concepts of clip art, %"
-    )
-    axis.set(xlim=(0, None), ylim=(0, None))
-    axis.legend(frameon=False, fontsize=8, loc="lower left")
+    figure, (axes,) = panels(1, len(found))
+    for axis, (base, of_base) in zip(axes, found.items(), strict=True):
+        for way, (name, colour, marker) in styles.items():
+            if way in of_base:
+                kept, gained = zip(*of_base[way].line.values(), strict=True)
+                axis.plot(kept[1:-1], gained[1:-1], marker, color=colour, ms=4, mfc="white")
+                axis.plot(kept[-1:], gained[-1:], marker, color=colour, ms=7, label=name)
+                axis.plot(kept, gained, "-", color=colour, lw=1)
+                axis.plot(kept[:1], gained[:1], "*", color="black", ms=12)
+        axis.set(xlabel="kept: recall@1 of emoji in another style, %", xlim=(0, None), ylim=(0, 29))
+        axis.set_title(f"a base that {base} trained")
+        axis.legend(frameon=False, fontsize=8, loc="lower left")
+    axes[0].set(ylabel="gained: recall@5, new concepts of clip art, %")
     figure.savefig(path)
 
 

@@ -37,9 +37,10 @@ COLUMNS = ("learning rate", "seeds")
 BATCHES = ("1_global_batch", "2_fixed_steps", "8_more_samples", "9_optimizers")
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 COST_OF_OPTIMIZERS = "12_cost_of_optimizers"
-TUNINGS = {  # the experiments about fine-tuning, by the optimizer that trained the base
-    "adamw": ("4_fine_tuning", "11_adamw_base_fine_tuning"),
-    "muon": ("10_muon_fine_tuning",),
+TUNINGS = {  # the experiments about fine-tuning, by the base: what trained it, and on what if not on all emoji
+    "AdamW": ("4_fine_tuning", "11_adamw_base_fine_tuning"),
+    "Muon": ("10_muon_fine_tuning",),
+    "AdamW, no Twemoji": ("13_replay_of_others",),
 }
 FIXED_STEPS = (576, 1152, 2304)
 FIXED_SAMPLES = (589_824, 2_359_296)
@@ -173,8 +174,8 @@ def label(setting: Setting, micro_batch: int = 256) -> str:
     )
 
 
-def tunings(rows: list[Row], base: str = "adamw") -> dict[Setting, Configuration]:
-    """The ways of fine-tuning a base that this optimizer trained, the state before it first.
+def tunings(rows: list[Row], base: str) -> dict[Setting, Configuration]:
+    """The ways of fine-tuning one of the bases of `TUNINGS`, the state before it first.
 
     Where several experiments have the same base, its figures are those of the first one that has run; where a run was
     repeated, the last one counts.
@@ -197,8 +198,8 @@ class Front(NamedTuple):
     seeds: int
 
 
-def fronts(rows: list[Row], base: str = "adamw") -> dict[Setting, Front]:
-    """For each fine-tuning that was averaged with its start, at its best rate: means over the seeds in per cent."""
+def fronts(rows: list[Row], base: str) -> dict[Setting, Front]:
+    """For each fine-tuning of a base that was averaged with it, at its best rate: means over the seeds in per cent."""
     averaged = [row for row in rows if row.get("path") and row["experiment"] in TUNINGS[base]]
     experiments = {row["experiment"] for row in averaged}
     of_these = [row for row in rows if row["experiment"] in experiments and not row.get("path")]
@@ -230,8 +231,9 @@ def _kept_and_gained(rows: list[Row]) -> tuple[float, float]:
 
 
 def name_of_way(setting: Setting) -> str:
-    """The way, and the options and the optimizer in which it differs from the usual ones."""
+    """The way, the options and the old pairs in which it differs from the usual ones, and the optimizer."""
     options = json.loads(setting.options or "{}")
     told = [f"{name} {value:g}" if not isinstance(value, str) else f"{name} {value}" for name, value in options.items()]
     optimizer = [] if setting.way == "base" else [OPTIMIZERS[setting.optimizer]]
-    return ", ".join([setting.way, *(text for text in told if text != "weight_decay 0"), *optimizer])
+    others = ["of Twemoji"] if setting.replay == "twemoji" else []
+    return ", ".join([setting.way, *(text for text in told if text != "weight_decay 0"), *others, *optimizer])

@@ -35,6 +35,7 @@ from real_pairs.rows import (
     OPTIMIZERS,
     STYLE,
     SWAPS,
+    TUNINGS,
     VALIDATION,
     Configuration,
     Row,
@@ -132,37 +133,48 @@ def rates(rows: list[Row]) -> str:
 
 def fixed_steps(rows: list[Row]) -> str:
     body = [
-        [f"{steps:,}", label(setting), f"{c.steps * c.batch:,}", *c.cells()]
+        [f"{steps:,}", label(setting), name, f"{c.steps * c.batch:,}", *c.cells()]
         for steps in FIXED_STEPS
-        for setting, c in at_fixed_steps(rows, steps).items()
+        for optimizer, name in OPTIMIZERS.items()
+        for setting, c in at_fixed_steps(rows, steps, optimizer).items()
     ]
-    return markdown(["steps", "", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
+    return markdown(["steps", "", "optimizer", "samples", *COLUMNS, *FIGURES], body) if len(body) > 1 else ""
 
 
-def of_every_size(rows: list[Row]) -> list[tuple[Setting, Configuration]]:
+def of_every_size(rows: list[Row], optimizer: str = "adamw") -> list[tuple[Setting, Configuration]]:
     """The trainings that differ in the batch, of the fewest samples first."""
     sizes = sorted({row["samples"] for row in rows if row["experiment"] in BATCHES})
-    return [pair for samples in sizes for pair in at_fixed_samples(rows, samples).items()]
+    return [pair for samples in sizes for pair in at_fixed_samples(rows, samples, optimizer).items()]
 
 
 def steps_and_batch(rows: list[Row], figure: str) -> str:
     """The figure of one loss over the batch: a line for each number of steps, a column for each batch."""
-    found = {(c.steps, c.batch): c for setting, c in of_every_size(rows) if setting.method == "InfCLTrainer"}
-    batches = sorted({batch for _, batch in found})
+    found = {
+        (name, c.steps, c.batch): c
+        for optimizer, name in OPTIMIZERS.items()
+        for setting, c in of_every_size(rows, optimizer)
+        if setting.method == "InfCLTrainer"
+    }
+    batches = sorted({batch for _, _, batch in found})
     body = [
-        [f"{steps:,}", *(found[steps, batch].cell(figure) if (steps, batch) in found else "" for batch in batches)]
-        for steps in sorted({steps for steps, _ in found})
+        [
+            name,
+            f"{steps:,}",
+            *(found[of].cell(figure) if (of := (name, steps, batch)) in found else "" for batch in batches),
+        ]
+        for name, steps in sorted({(name, steps) for name, steps, _ in found})
     ]
-    return markdown(["steps", *(f"{batch:,} pairs" for batch in batches)], body) if body else ""
+    return markdown(["optimizer", "steps", *(f"{batch:,} pairs" for batch in batches)], body) if body else ""
 
 
 def directions(rows: list[Row]) -> str:
     """Images found by captions and captions by images, of the trainings that differ in the batch."""
     body = [
-        [label(setting), f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
-        for setting, c in of_every_size(rows)
+        [label(setting), name, f"{c.steps:,}", f"{c.steps * c.batch:,}", *c.cells(*DIRECTIONS)]
+        for optimizer, name in OPTIMIZERS.items()
+        for setting, c in of_every_size(rows, optimizer)
     ]
-    return markdown(["", "steps", "samples", *COLUMNS, *DIRECTIONS], body) if body else ""
+    return markdown(["", "optimizer", "steps", "samples", *COLUMNS, *DIRECTIONS], body) if body else ""
 
 
 def optimizers(rows: list[Row]) -> str:
@@ -266,26 +278,28 @@ def fine_tuning(rows: list[Row]) -> str:
     """Validation and new concepts are those of clip art, which the fine-tuning is about; the rest is of emoji."""
     figures = (CONCEPTS, STYLE, "zero-shot, other style")
     body = []
-    for base in OPTIMIZERS:
+    for base in TUNINGS:
         for setting, c in tunings(rows, base).items():
             name = "before the fine-tuning" if setting.way == "base" else name_of_way(setting)
-            body += of_each_rate([OPTIMIZERS[base], name], c, *figures)
+            body += of_each_rate([base, name], c, *figures)
     heads = ["clip art: validation", "clip art: new concepts, R@5", "emoji: other style, R@1", "emoji: zero-shot"]
     return markdown(["base", "", *COLUMNS, *heads], body) if body else ""
 
 
 def averages(rows: list[Row]) -> str:
     """What is kept (emoji: other style, R@1) and gained (clip art: new concepts, R@5) between start and end."""
-    body, found = [], fronts(rows)
+    found = [(base, setting, front) for base in TUNINGS for setting, front in fronts(rows, base).items()]
     if not found:
         return ""
-    columns = [("line", alpha) for alpha in next(iter(found.values())).line]
-    columns += [("by_depth", alpha) for alpha in next(iter(found.values())).by_depth]
-    for setting, front in found.items():
-        cells = [getattr(front, path)[alpha] for path, alpha in columns]
-        body.append([name_of_way(setting), str(front.seeds), *(f"{kept:.1f} / {gained:.1f}" for kept, gained in cells)])
+    front = found[0][2]
+    columns = [(path, alpha) for path in ("line", "by_depth") for alpha in getattr(front, path)]
+    body = []
+    for base, setting, front in found:
+        cells = (getattr(front, path)[alpha] for path, alpha in columns)
+        told = (f"{kept:.1f} / {gained:.1f}" for kept, gained in cells)
+        body.append([base, name_of_way(setting), str(front.seeds), *told])
     heads = [f"α = {alpha:g}" if path == "line" else f"by depth, {alpha:g}" for path, alpha in columns]
-    return markdown(["kept / gained", "seeds", *heads], body)
+    return markdown(["base", "kept / gained", "seeds", *heads], body)
 
 
 def cost(rows: list[Row], experiment: str = "5_cost") -> str:
