@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
-from helpers import models
+from helpers import models, open_clip_package
 from helpers.benchmarks import (
     NAMES,
     TEMPLATES,
@@ -70,15 +73,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def of_images(numbers: range, folder: Path) -> torch.Tensor:
-    """Normalised embeddings [N, D] by transformers' own model and processor."""
+def pixels_of(numbers: range, folder: Path) -> torch.Tensor:
     pictures = []
     for number in numbers:
         (folder / "one.png").write_bytes(coloured(number))
         pictures.append(Image.open(folder / "one.png").copy())
-    pixels = clip_processor().image_processor(pictures, return_tensors="pt")["pixel_values"]
+    return clip_processor().image_processor(pictures, return_tensors="pt")["pixel_values"]
+
+
+def of_images(numbers: range, folder: Path) -> torch.Tensor:
+    """Normalised embeddings [N, D] by transformers' own model and processor."""
     with torch.no_grad():
-        return F.normalize(small_clip().get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+        output = small_clip().get_image_features(pixel_values=pixels_of(numbers, folder))
+    return F.normalize(output.pooler_output, dim=-1)
 
 
 def of_texts(texts: list[str]) -> torch.Tensor:
@@ -126,6 +133,54 @@ def expected(written: dict[str, Any], folder: Path) -> dict[str, float]:
         for name in GROUPS[group]:
             found[f"{benchmark_key(name)}_text_acc"] = sum(better) / 5
     return {f"eval_{name}": value for name, value in found.items()}
+
+
+class Batches(list):
+    """What CLIP_benchmark takes for a data loader."""
+
+    dataset = SimpleNamespace(classes=NAMES)
+
+
+class Encoders:
+    """What CLIP_benchmark takes for a model, with its tokenizer, whose tensors are both of transformers' in one."""
+
+    def encode_image(self, pixels: torch.Tensor) -> torch.Tensor:
+        return small_clip().get_image_features(pixel_values=pixels).pooler_output
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        ids, mask = tokens.unbind(1)
+        return small_clip().get_text_features(input_ids=ids, attention_mask=mask).pooler_output
+
+    def tokenize(self, texts: list[str]) -> torch.Tensor:
+        tokens = clip_processor().tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+        return torch.stack([tokens["input_ids"], tokens["attention_mask"]], dim=1)
+
+
+@pytest.mark.skipif(
+    not open_clip_package.FOLDER.is_dir(), reason="clip_benchmark is in the project's environment alone"
+)
+def test_figures_are_those_of_clip_benchmarks_own_functions(written, tmp_path):
+    names = ("zeroshot_classification", "zeroshot_retrieval", "image_caption_selection")
+    with mock.patch.object(sys, "path", [*sys.path, str(open_clip_package.FOLDER)]):
+        classes, pairs, choices = (importlib.import_module(f"clip_benchmark.metrics.{name}") for name in names)
+    model, of_all = Encoders(), {"device": "cpu", "amp": False}
+    with_prompts = {"classnames": NAMES, "templates": TEMPLATES, **of_all}
+    found = {}
+    for name, labels in (("vtab_cifar10", written["classes"]), ("voc2007_multilabel", written["labels"])):
+        batches = Batches([(pixels_of(range(9), tmp_path), labels)])
+        # It converts arrays of one number, which numpy 2.4 refuses.
+        with mock.patch.object(classes, "float", lambda array: array.item(), create=True):
+            found[name] = classes.evaluate(model, batches, model.tokenize, **with_prompts)
+    for name, first, rows in (("mscoco_captions", 100, written["captions"]), ("xm3600_sw", 300, written["sw"])):
+        batches = Batches([(pixels_of(range(first, first + 6), tmp_path), rows)])
+        found[name] = pairs.evaluate(model, batches, model.tokenize, recall_k_list=[1, 5], **of_all)
+    batches = Batches([(pixels_of(range(200, 205), tmp_path), written["choices"]["sugarcrepe"])])
+    measured = choices.evaluate(model, batches, model.tokenize, **of_all)
+    found["sugarcrepe_add_att"] = {"text_acc": measured["text_acc"]}
+    theirs = {f"eval_{key}_{name}": value for key, one in found.items() for name, value in one.items()}
+    ours = expected(written, tmp_path)
+    assert len(theirs) == 13
+    assert theirs == pytest.approx({name: ours[name] for name in theirs}, abs=1e-6)
 
 
 def test_a_command_measures_benchmarks_by_name(checkpoint, written, tmp_path, capsys):
