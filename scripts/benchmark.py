@@ -20,7 +20,7 @@ BENCHMARKS = {
     "loss": "time, memory and error of the loss on one GPU",
     "ring": "time of the loss across GPUs, and how communication overlaps computation",
     "memory": "memory of the loss across GPUs",
-    "step": "time and memory of a training step of a CLIP ViT-B/16",
+    "step": "time and memory of a training step of a CLIP",
     "optimizer": "time and memory of a step of Muon and AdamW",
     "evaluation": "a zero-shot evaluation beside a pure forward",
     "data": "images per second and core, the cost of passing them on, and training from shards",

@@ -208,8 +208,6 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)
     step.run(parser.parse_args([*map(str, words), "--accumulation-steps", "2", "--warmup", "1"]))
-    dropped = [*map(str, words), "--implementations", "hf_infcl", "--patch-dropout", "0.5"]
-    step.run(parser.parse_args([*dropped, "--accumulation-steps", "2", "--warmup", "0"]))
     on_two("step", *words, "--global-batch-sizes", 12, "--warmup", 0, "--pixel-dtype", "uint8")
     rows = rows_of(tmp_path / "step.csv")
     assert {row["implementation"] for row in rows if row["comparison"] == "overhead"} >= {
@@ -219,9 +217,45 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
         *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"),
     }
     assert all(float(row["images_per_s"]) > 0 for row in rows), rows
-    assert sum(row["implementation"] == "hf_infcl, patch dropout 0.5" for row in rows) == 1
     assert {row["accumulation_steps"] for row in rows} == {"2", "3"}
     assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tmp_path):
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--pool", 2, "--steps", 1, "--output", tmp_path / "step.csv"]
+    words += ["--accumulation-steps", 2, "--warmup", 1, "--implementations", "hf_infcl", "OpenCLIP accumulation"]
+    step, training, parser = script("benchmarks.step"), script("benchmarks.training"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    with pytest.raises(SystemExit, match="12 is no multiple of the patches of tiny, which are of 8 pixels"):
+        step.run(parser.parse_args([*map(str, words), "--image-size", "16", "12"]))
+    assert not (tmp_path / "step.csv").exists(), "it refuses before it measures"
+
+    lengths: set[tuple[str, int]] = set()
+    train = training.train
+
+    def watched(kind: Any, model: Any, *args: Any, **options: Any) -> Any:
+        layer = model.vision_model.encoder.layers[0]
+        layer.register_forward_pre_hook(
+            lambda _, args, given: lengths.add((kind.__name__, tokens_of(args, given))), with_kwargs=True
+        )
+        return train(kind, model, *args, **options)
+
+    with mock.patch.object(training, "train", watched):
+        step.run(parser.parse_args([*map(str, words), "--image-size", "16", "32", "--patch-dropout", "0", "0.5"]))
+    rows = rows_of(tmp_path / "step.csv")
+    assert [(row["image_size"], row["patch_dropout"], row["implementation"]) for row in rows] == [
+        (size, share, name)
+        for size in ("16", "32")
+        for share in ("0.0", "0.5")
+        for name in ("Trainer", "hf_infcl", "OpenCLIP accumulation")
+    ]
+    names = "PlainTrainer", "PooledInfCLTrainer", "OpenCLIPTrainer"
+    assert lengths == {(name, 1 + patches) for name in names for patches in (4, 2, 16, 8)}
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+
+
+def tokens_of(args: Any, given: Any) -> int:
+    return (args[0] if args else given["hidden_states"]).shape[1]
 
 
 def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):

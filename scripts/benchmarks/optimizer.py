@@ -14,7 +14,6 @@ state, ``difference`` the largest relative difference of a matrix's first update
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,9 +86,7 @@ def random_groups(name: str, device: torch.device) -> list[Group]:
         if name == "so400m-14":
             model: nn.Module = transformers.SiglipModel(transformers.SiglipConfig(**SO400M))
         else:
-            config = copy.deepcopy(training.MODELS["vit-b-16" if name == "vit-b-32" else name])
-            config["vision_config"]["patch_size"] = 32 if name == "vit-b-32" else config["vision_config"]["patch_size"]
-            model = transformers.CLIPModel(transformers.CLIPConfig(**config))
+            model = transformers.CLIPModel(transformers.CLIPConfig(**training.MODELS[name]))
     model.to_empty(device=device)
     g = torch.Generator(device).manual_seed(0)
     for p in model.parameters():

@@ -45,7 +45,7 @@ from hf_infcl.loss import OBJECTIVES
 from hf_infcl.planning import GIB, GPU, GPUS, Choice, Counts
 
 from .common import RESULTS, Row, newest, read
-from .training import MODELS
+from .training import sizes_of
 
 # Commit, micro-batch and implementation of the rows of steps.
 FITTED_STEPS = (
@@ -125,7 +125,9 @@ class Compared(NamedTuple):
         if "objective" in row:
             return f"{gpus} | {row['objective']} | {int(row['batch_size']):,} × {row['dim']}"
         micro_batches = f"{row['accumulation_steps']} × {row['micro_batch_size']}"
-        return f"{gpus} | {row['model']} | {micro_batches} | {row['implementation']}"
+        model = row["model"] + f", {row['image_size']} pixels" * (row["image_size"] != "224")
+        model += f", {float(row['patch_dropout']):.0%} of the patches left out" * (float(row["patch_dropout"]) > 0)
+        return f"{gpus} | {model} | {micro_batches} | {row['implementation']}"
 
     @property
     def outside(self) -> bool:
@@ -144,8 +146,17 @@ class Compared(NamedTuple):
 
 def steps(results: Path = RESULTS) -> Iterator[Compared]:
     """The newest rows of InfCLTrainer's steps, and those of the plain Trainer's to which rates were fitted."""
-    counts: dict[tuple[str, str | None], Counts] = {}
-    keys = ("world_size", "model", "pixel_dtype", "micro_batch_size", "accumulation_steps", "implementation")
+    counts: dict[tuple[Any, ...], Counts] = {}
+    keys = (
+        "world_size",
+        "model",
+        "pixel_dtype",
+        "image_size",
+        "patch_dropout",
+        "micro_batch_size",
+        "accumulation_steps",
+        "implementation",
+    )
     wanted = lambda row: row["ms"] and row["model"] != "tiny"  # noqa: E731
 
     def was_fitted(row: Row) -> bool:
@@ -164,9 +175,10 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
             offload="offload" in name,
             compiled="compiled" in name,
         )
-        kind = row["model"], "image" if "freeze" in name else None
+        kind = row["model"], int(row["image_size"]), float(row["patch_dropout"]), "image" if "freeze" in name else None
         if kind not in counts:
-            counts[kind] = planning.count(CLIPConfig(**MODELS[kind[0]]), freeze=kind[1])
+            config = CLIPConfig(**sizes_of(kind[0], kind[1]))
+            counts[kind] = planning.count(config, patch_dropout=kind[2], freeze=kind[3])
         of_model = counts[kind]
         bytes_ = _memory(of_model, choice, row)
         once = name.startswith("Trainer")  # one forward per micro-batch, and one graph at a time

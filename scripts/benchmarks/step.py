@@ -1,8 +1,10 @@
-"""Time and memory of a training step of a CLIP ViT-B/16: bf16 autocast, sdpa, fused AdamW, random weights.
+"""Time and memory of a training step of a CLIP: bf16 autocast, sdpa, fused AdamW, random weights.
 
     python scripts/benchmark.py step
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile
     python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --profile outputs/profile
+    python scripts/benchmark.py step --micro-batch-size 256 --accumulation-steps 4 --compile \\
+        --patch-dropout 0 0.5 0.75 --image-size 112 160 224
     torchrun --nproc-per-node 4 scripts/benchmark.py step --global-batch-sizes 32768 131072 --micro-batch-size 256
 
 Without --global-batch-sizes, the benchmark measures the cost of InfCLTrainer over the plain Trainer with the same
@@ -10,8 +12,11 @@ model, micro-batch and accumulation steps. The plain Trainer computes a separate
 measures OpenCLIP's --accum-freq, which like InfCLTrainer computes the loss of the whole batch and, if open_clip_torch
 is installed, OpenCLIP's own model in its own training loop, with and without --accum-freq. With --compile each is
 measured again under torch.compile. Times are quantiles of single steps after a warm-up. ``ratio`` is the rate of images
-relative to that of the plain Trainer, not compiled, in the same run. With --patch-dropout 0 0.5 all but the plain
-Trainer, which has no such option, are measured with each of these shares of the patches left out.
+relative to that of the plain Trainer, not compiled, in the same run and of the same settings.
+
+With several values of --patch-dropout and --image-size, everything is measured for each combination. OpenCLIP's own
+model drops patches in its own way. In both of its accumulations the second forward drops other patches than the first,
+so that their gradient belongs to no batch. A model for another image size has as many positions as that needs.
 
 With --global-batch-sizes there is a row per global batch and loss, as in the first table of the Inf-CL paper:
 ``loss_gib`` is the memory that the loss allocates from its call to its gradients and ``peak_gib`` that of the whole
@@ -51,7 +56,8 @@ from . import common, peers, training
 from .common import RESULTS, SCALE, Row
 
 COLUMNS = (
-    *("date", "commit", "device", "torch", "transformers", "world_size", "model", "pixel_dtype", "micro_batch_size"),
+    *("date", "commit", "device", "torch", "transformers", "world_size", "model", "pixel_dtype"),
+    *("image_size", "patch_dropout", "micro_batch_size"),
     *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
     *("images_per_s", "ratio", "loss_gib", "peak_gib", "note"),
 )
@@ -80,21 +86,30 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    pool = training.make_pool(args.model, args.pool, args.micro_batch_size, getattr(torch, args.pixel_dtype))
-    environment = common.environment(device, "transformers") | {
-        "world_size": common.world_size(),
-        "model": args.model,
-        "pixel_dtype": args.pixel_dtype,
-        "micro_batch_size": args.micro_batch_size,
-    }
-    if args.profile is not None:
-        profile(args, pool, device)
-    else:
-        measure = table if args.global_batch_sizes else overhead
-        for row in measure(args, pool, device):
+    # ---- One run for each combination of settings ----
+    own_size = training.MODELS[args.model]["vision_config"]["image_size"]
+    settings = [
+        argparse.Namespace(**{**vars(args), "image_size": size, "patch_dropout": share})
+        for size in args.image_size or [own_size]
+        for share in args.patch_dropout
+    ]
+    for one in settings:
+        training.sizes_of(args.model, one.image_size)  # refuses before anything is measured
+    if args.profile is not None and len(settings) > 1:
+        raise SystemExit("--profile takes one --patch-dropout and one --image-size.")
+    for one in settings:
+        pixels = getattr(torch, args.pixel_dtype)
+        pool = training.make_pool(args.model, args.pool, args.micro_batch_size, pixels, one.image_size)
+        if args.profile is not None:
+            profile(one, pool, device)
+            continue
+        environment = common.environment(device, "transformers") | {"world_size": common.world_size()}
+        same = ("model", "pixel_dtype", "image_size", "patch_dropout", "micro_batch_size")
+        environment |= {name: getattr(one, name) for name in same}
+        for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
             common.append(args.output, COLUMNS, environment | row)
-        if common.rank() == 0:
-            plot(args.output)
+    if args.profile is None and common.rank() == 0:
+        plot(args.output)
     common.end_processes()
 
 
@@ -130,7 +145,9 @@ def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **opti
     """A function that trains a new model with a trainer, for `measured`."""
 
     def train(steps: int, accumulation: int) -> tuple[Any, Any]:
-        return training.train(trainer_class, training.build(args.model), pool, steps, accumulation, **options)
+        model = training.build(args.model, args.image_size)
+        patches = {"patch_dropout": args.patch_dropout}
+        return training.train(trainer_class, model, pool, steps, accumulation, **patches, **options)
 
     return train
 
@@ -140,14 +157,10 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
     steps = args.accumulation_steps
     measured(args, steps, device, trains(args, pool, training.PlainTrainer))  # warms the card up for the rows
     plain: float | None = None
-    ways = (
-        (compiled, share) for compiled in ((False, True) if args.compile else (False,)) for share in args.patch_dropout
-    )
-    for compiled, share in ways:
-        for name, train, accumulation in implementations(args, pool, device, compiled, share):
-            if (args.implementations and name not in (PLAIN, *args.implementations)) or (name == PLAIN and share):
+    for compiled in (False, True) if args.compile else (False,):
+        for name, train, accumulation in implementations(args, pool, device, compiled):
+            if args.implementations and name not in (PLAIN, *args.implementations):
                 continue
-            name += f", patch dropout {share:g}" if share else ""
             row = measured(args, accumulation, device, train)
             plain = plain or row.get("images_per_s")
             if plain and "images_per_s" in row:
@@ -156,24 +169,25 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
 
 
 def implementations(
-    args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool, patch_dropout: float
+    args: argparse.Namespace, pool: list[Any], device: torch.device, compiled: bool
 ) -> Iterator[tuple[str, Callable[..., Any], int]]:
     """Name, training function and accumulation steps of everything measured, beginning with the plain Trainer."""
     steps = args.accumulation_steps
     common_options: dict[str, Any] = {"torch_compile": True} if compiled else {}
     yield PLAIN, trains(args, pool, training.PlainTrainer, **common_options), steps
     for name, options in OVERHEAD.items():
+        if args.patch_dropout and options.get("freeze") == "image":
+            continue  # a frozen image tower sees all patches
         retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
-        options = {**options, "retain_graphs": retain, "patch_dropout": patch_dropout, **common_options}
+        options = {**options, "retain_graphs": retain, **common_options}
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
-    if not patch_dropout:  # in OpenCLIP it belongs to the model
-        yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
+    yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
         return
 
     def own(count: int, accumulation: int) -> tuple[Any, Any]:
-        options = {"compiled": compiled, "patch_dropout": patch_dropout}
-        return training.train_open_clip(args.model, pool, count, accumulation, device, **options)
+        patches = {"image_size": args.image_size, "patch_dropout": args.patch_dropout}
+        return training.train_open_clip(args.model, pool, count, accumulation, device, **patches, compiled=compiled)
 
     yield "OpenCLIP's own model", own, 1
     yield "OpenCLIP's own model, --accum-freq", own, steps
@@ -266,7 +280,7 @@ def plot(table: Path) -> None:
     def is_table(row: Row) -> bool:
         return row["comparison"] == "table" and bool(row["peak_gib"])
 
-    setting = ("world_size", "model", "pixel_dtype", "micro_batch_size")
+    setting = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "micro_batch_size")
     keys = (*setting, "accumulation_steps", "batch_size", "implementation")
     devices = dict.fromkeys(row["device"] for row in common.read(table, is_overhead))
     groups = [common.newest(table, keys, is_overhead, device) for device in devices]
@@ -286,6 +300,8 @@ def plot(table: Path) -> None:
         first = group[-1]
         card = first["device"].removeprefix("NVIDIA ")
         title = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
+        if float(first["patch_dropout"]):
+            title += f",\n{float(first['patch_dropout']):.0%} of the patches of {first['image_size']} pixels left out"
         if comparison == "overhead":
             # OpenCLIP's own loop without --accum-freq has no accumulation steps.
             group = [row for row in group if row["accumulation_steps"] in ("1", first["accumulation_steps"])]
@@ -326,9 +342,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=4, help="steps before; retain_graphs='auto' needs two")
     parser.add_argument("--steps", type=int, default=8, help="steps measured")
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
+    parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
+    parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
-    parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], help="shares of an image's patches")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

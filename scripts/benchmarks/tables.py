@@ -135,7 +135,11 @@ def ablation(memories: list[Row], times: list[Row]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    steps = newest(RESULTS / "step.csv", STEP_KEYS, lambda row: row["comparison"] == "table")
+
+    def is_whole(row: Row) -> bool:
+        return row["comparison"] == "table" and not float(row["patch_dropout"] or 0)
+
+    steps = newest(RESULTS / "step.csv", STEP_KEYS, is_whole)
     same = ("world_size", "objective", "batch_size", "implementation")
 
     def at_64k(row: Row) -> bool:

@@ -24,10 +24,12 @@ from torch import Tensor
 import hf_infcl.windows.step
 import hf_infcl.windows.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.patch_dropout import PatchDropout
 
 from . import common, peers
 
-# ViT-B/16 and ViT-L/14 as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
+# ViTs as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
 MODELS: dict[str, dict[str, Any]] = {
     "vit-b-16": {
         "vision_config": {
@@ -85,24 +87,40 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+MODELS["vit-b-32"] = MODELS["vit-b-16"] | {"vision_config": MODELS["vit-b-16"]["vision_config"] | {"patch_size": 32}}
+
 Batch = dict[str, Tensor]
 
 
-def build(name: str) -> transformers.CLIPModel:
+def sizes_of(name: str, image_size: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of the config of a model, for images of its own or of another size.
+
+    Raises:
+        SystemExit: the size is no multiple of the model's patches.
+    """
+    sizes = MODELS[name]
+    vision = sizes["vision_config"]
+    size, patch = image_size or vision["image_size"], vision["patch_size"]
+    if size % patch:
+        raise SystemExit(f"--image-size {size} is no multiple of the patches of {name}, which are of {patch} pixels.")
+    return sizes | {"vision_config": vision | {"image_size": size}}
+
+
+def build(name: str, image_size: int | None = None) -> transformers.CLIPModel:
     """A new model whose random weights are the same every time."""
-    return copy.deepcopy(_initial(name))
+    return copy.deepcopy(_initial(name, image_size))
 
 
 @functools.cache
-def _initial(name: str) -> transformers.CLIPModel:
+def _initial(name: str, image_size: int | None) -> transformers.CLIPModel:
     torch.manual_seed(0)
-    config = transformers.CLIPConfig(**MODELS[name])
+    config = transformers.CLIPConfig(**sizes_of(name, image_size))
     return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
 
 
-def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype) -> list[Batch]:
+def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype, image_size: int | None = None) -> list[Batch]:
     """Different micro-batches of random images and full-length captions in host memory, pinned if there is a GPU."""
-    config = transformers.CLIPConfig(**MODELS[name])
+    config = transformers.CLIPConfig(**sizes_of(name, image_size))
     size, length = config.vision_config.image_size, config.text_config.max_position_embeddings
     g = torch.Generator().manual_seed(common.rank())
     last = config.text_config.eos_token_id
@@ -331,14 +349,19 @@ def train(
     loss: Any = None,
     phases: Phases | None = None,
     callbacks: Sequence[Any] = (),
+    patch_dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Clock, Any]:
     """Trains; returns the clock and the trainer.
 
     ``loss`` replaces `contrastive_loss` in InfCLTrainer, and its memory is recorded. ``phases`` measures InfCLTrainer's
-    phases.
+    phases. The other trainers drop patches with the hook of InfCLTrainer's ``patch_dropout``, at each forward anew.
     """
     on_gpu = torch.cuda.is_available()
+    if patch_dropout and issubclass(trainer_class, InfCLTrainer):
+        options["patch_dropout"] = patch_dropout
+    elif patch_dropout:
+        PatchDropout(DualEncoder(model), patch_dropout)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
             output_dir=folder,
@@ -378,10 +401,11 @@ def train_open_clip(
     accumulation: int,
     device: torch.device,
     *,
-    compiled: bool = False,
+    image_size: int | None = None,
     patch_dropout: float = 0.0,
+    compiled: bool = False,
 ) -> tuple[Clock, None]:
-    """Trains OpenCLIP's own model of the same size with its own training loop, loss and --accum-freq.
+    """Trains OpenCLIP's own model of the same size with its own training loop, loss, patch dropout and --accum-freq.
 
     The package with the loop (open_clip_torch from 2.27 on) is optional. As by OpenCLIP's default, gradients are not
     clipped. One accumulation step means plain training: a loss and an optimizer step for each micro-batch.
@@ -389,7 +413,7 @@ def train_open_clip(
     import open_clip
     from open_clip_train.train import train_one_epoch
 
-    sizes = MODELS[name]
+    sizes = sizes_of(name, image_size)
     vision, text = sizes["vision_config"], sizes["text_config"]
     config = transformers.CLIPConfig(**sizes)
     torch.manual_seed(0)
