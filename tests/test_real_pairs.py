@@ -372,6 +372,13 @@ def test_the_files_of_the_experiments_can_be_run(module):
             assert run.method in training.TRAINERS
             assert run.batch % run.micro_batch == 0
             assert run.samples // run.batch >= 5, "enough steps"
+            if run.method == "InfCLTrainer":  # it refuses options that it does not know
+                training.arguments(dataclasses.replace(run, replay=""), "unused", on_gpu=False)
+    tokens = [json.loads(plan.run.options or "{}") for plan in plans if plan.run.experiment == "15_fewer_tokens"]
+    assert {(found.get("patch_dropout"), found.get("full_tokens_last")) for found in tokens} >= {
+        (None, None),
+        (0.5, 0.1),
+    }
 
 
 def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module):

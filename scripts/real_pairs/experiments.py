@@ -116,6 +116,7 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
 
         def run(values: dict[str, Any], path: Path = path, steps: int | None = steps) -> Run:
             values = {"micro_batch": min(micro_batch, values["batch"]), **values}
+            values["options"] = json.dumps(values["options"]) if "options" in values else ""
             if steps is not None:
                 values["samples"] = steps * values["batch"]
             if toy:
@@ -135,7 +136,6 @@ def read_plans(paths: Sequence[Path], micro_batch: int = 2048, *, toy: bool = Fa
             plans.append(Plan(based, (based.learning_rate,), seeds))
             for way in ways:
                 of_way = {name: value for name, value in way.items() if name != "learning_rates"}
-                of_way["options"] = json.dumps(way["options"]) if "options" in way else ""
                 tuned = [run({**common, **of_way, "learning_rate": rate}) for rate in way["learning_rates"]]
                 plans += [Plan(one, (one.learning_rate,), seeds, base=based) for one in tuned]
     return plans
