@@ -1,7 +1,7 @@
 """Muon for the matrices of a model and AdamW for its other parameters, and a moving average of what either trains."""
 
 from .groups import divided, matching, parameter_groups, table_of_groups, words_of_groups
-from .moving_average import MovingAverage, update_average
+from .moving_average import MovingAverage, unwrapped, update_average
 from .muon_adamw import MuonAdamW
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "matching",
     "parameter_groups",
     "table_of_groups",
+    "unwrapped",
     "update_average",
     "words_of_groups",
 ]

@@ -25,17 +25,24 @@ class MovingAverage:
     Update n, counted from 0, is average ← d · average + (1 − d) · weights with d = min(decay, (1 + n) / (10 + n)), so
     that the first weights are soon forgotten. The average begins with the weights after the first step.
 
+    Under DeepSpeed's ZeRO, the weights are this process's part of the fp32 ones, of which the model's are copies.
+
     Args:
         optimizer: of the weights, before its first step.
         decay: in [0, 1).
-        before_switch: called before the weights of the model change.
+        before_switch: called before the weights change.
+        after_switch: called when the weights of the optimizer have changed, to copy them into the model.
 
     Raises:
         ValueError: the optimizer averages its weights itself, or some weights are not in fp32.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, decay: float, before_switch: Callable[[], None] = lambda: None
+        self,
+        optimizer: torch.optim.Optimizer,
+        decay: float,
+        before_switch: Callable[[], None] = lambda: None,
+        after_switch: Callable[[], None] = lambda: None,
     ) -> None:
         if callable(getattr(optimizer, "eval", None)):
             raise ValueError(
@@ -49,9 +56,11 @@ class MovingAverage:
                 "average would not move. Load the model with dtype=torch.float32; bf16=True computes in bf16 all the "
                 "same."
             )
-        self._optimizer, self._decay, self._before_switch = optimizer, decay, before_switch
+        self._optimizer, self._decay = optimizer, decay
+        self._before_switch, self._after_switch = before_switch, after_switch
         self._stepped = False
-        self._first.update({UPDATES: 0, EVALUATES: False})
+        for name, value in {UPDATES: 0, EVALUATES: False}.items():
+            self._first.setdefault(name, value)  # under ZeRO a checkpoint may have been loaded already
         optimizer.register_step_post_hook(self._note_step)
         # Instance attributes: the class of the optimizer stays what it is.
         vars(optimizer).update({"eval": self.evaluate, "train": self.train, "update_average": self.update})
@@ -104,6 +113,7 @@ class MovingAverage:
             weights.copy_(average)
             average.copy_(before)
         self._first[EVALUATES] = evaluates
+        self._after_switch()
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(the one in the state, the one in the model) of each parameter, this process's part of them."""
@@ -114,9 +124,16 @@ class MovingAverage:
 
 
 def update_average(optimizer: Any) -> None:
-    """Updates the moving average of an optimizer, or of the one that accelerate has wrapped, if it has one."""
-    if callable(update := getattr(getattr(optimizer, "optimizer", optimizer), "update_average", None)):
+    """Updates the moving average of an optimizer, or of the one that was wrapped, if it has one."""
+    if callable(update := getattr(unwrapped(optimizer), "update_average", None)):
         update()
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that accelerate, and DeepSpeed within it, have wrapped."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _local(tensor: Any) -> Tensor:

@@ -197,7 +197,7 @@ class InfCLTrainingArguments(TrainingArguments):
             "0.999, in place of the last ones. It is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The "
             "average takes the memory of the weights beside Adam's moments, in whose file checkpoints keep the last "
             "weights, so that a resumed training continues to the bit. Running statistics of batch norms stay the "
-            "last. Not under DeepSpeed."
+            "last."
         },
     )
     freeze: str | None = field(

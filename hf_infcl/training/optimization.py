@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..encoders.dual_encoder import DualEncoder
-from ..optimizers import MovingAverage, divided, matching, table_of_groups
+from ..encoders.sharding import reshard
+from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
 from ..options.arguments import InfCLTrainingArguments
 from .pushes import cause
 
@@ -101,10 +102,19 @@ def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
         switch()
 
 
-def average_weights(optimizer: Any, args: InfCLTrainingArguments, before_switch: Callable[[], None]) -> None:
-    """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`."""
-    if args.ema_decay is not None and not hasattr(optimizer, "update_average"):
-        MovingAverage(optimizer, args.ema_decay, before_switch)
+def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: Callable[[], nn.Module]) -> None:
+    """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
+
+    Args:
+        optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in.
+        args: the arguments.
+        model: returns the model that is trained, unwrapped.
+    """
+    inner = unwrapped(optimizer)
+    if args.ema_decay is not None and not hasattr(inner, "update_average"):
+        of_zero = getattr(optimizer, "optimizer", None)
+        copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
+        MovingAverage(inner, args.ema_decay, lambda: reshard(model()), copy_to_model)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:

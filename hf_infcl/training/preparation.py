@@ -35,18 +35,12 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
             ``args.freeze_layers`` or no patches to drop, the objective is sigmoid for a model without logit_bias,
             ``args`` sets learning rates that an optimizer created by DeepSpeed does not support, the wrapper leaves
-            Muon no whole matrices or ema_decay no weights, or checkpoints would lack trained parameters beside the
-            adapters of peft.
+            Muon no whole matrices, or checkpoints would lack trained parameters beside the adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
     if args.optimizer == "muon":
         check_wrapper_of_muon(accelerator)
-    if args.ema_decay is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
-        raise ValueError(
-            "DeepSpeed divides the weights among the processes in a form of its own, of which ema_decay cannot put an "
-            "average into the model. Shard with --fsdp instead, train with DDP, or leave ema_decay out."
-        )
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:

@@ -25,7 +25,6 @@ from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.sharding import reshard
 from ..evaluation import Found
 from ..loading import loaders
 from ..loading.replay import Replayed
@@ -197,6 +196,8 @@ class InfCLTrainer(Trainer):
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             data = loader.dataset if source.stream is None else self.train_dataset
             self.callback_handler.train_dataloader = self._training_loader(data)
+        if self.optimizer is not None:
+            average_weights(self.optimizer, args, lambda: self.dual_encoder.model)
         step, samples = self.state.global_step, 0 if record is None else record.samples_seen
         self.progress = Progress(step, samples, args.global_batch_size, self.state.log_history)
         self.window_step = WindowStep(
@@ -289,7 +290,8 @@ class InfCLTrainer(Trainer):
             if self._start is not None and self.args.keep_weights:
                 names = set(self.get_decay_parameter_names(encoder.model))
                 self._start.pull(optimizer, lambda: self.dual_encoder.model, names, self.args.keep_weights)
-        average_weights(optimizer, self.args, lambda: reshard(self.dual_encoder.model))
+        if not self.is_deepspeed_enabled:  # which gives the optimizer other parameters, or replaces it
+            average_weights(optimizer, self.args, lambda: self.dual_encoder.model)
         return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
