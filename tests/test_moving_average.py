@@ -18,12 +18,13 @@ from transformers import TrainerCallback
 from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.optimizers import MovingAverage, MuonAdamW
+from hf_infcl.optimizers.moving_average import AVERAGE
 
 EMA = {"ema_decay": 0.6, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "muon": {"optimizer": "muon"},
+    "muon": {"optimizer": "muon", "ema_device": "cpu"},
     "fsdp": {"use_cpu": False, "fsdp": True},
     "fsdp shards": {"use_cpu": False, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
     # Its model is in bf16, in which the average of fp32 weights would be lost.
@@ -76,7 +77,9 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     if wrapper == "zero":  # transformers takes bf16 for a matter of GPUs, but DeepSpeed does not
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     plain, watched = Weights(), Weights()
-    trainer_of(f"{folder}/plain", plain, **{**options, "ema_decay": None, "save_strategy": "no"}).train()
+    trainer_of(
+        f"{folder}/plain", plain, **{**options, "ema_decay": None, "ema_device": None, "save_strategy": "no"}
+    ).train()
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": models.Pairs(9)}
     trainer = trainer_of(f"{folder}/whole", watched, **options, **evaluated)
     trainer.train()
@@ -92,6 +95,10 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     trainer.save_model(f"{folder}/last")
     assert trainer.evaluate()["eval_loss"] == evaluations[-1], "that of step 6 was of the average, too"
+
+    if "fsdp" in options:
+        with pytest.raises(ValueError, match="FSDP has divided the average of each process already"):
+            trainer_of(f"{folder}/host", ema_device="cpu", **options)
 
     # A run that is resumed from its checkpoint ends with the same bits, last weights and average.
     again = Weights()
@@ -135,6 +142,32 @@ def test_one_process_resumes_to_the_bit_after_an_interruption(tmp_path, changes)
         assert trainer.evaluate()["eval_loss"] == min(best)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_average_in_host_memory_has_the_same_bits(device):
+    def averages(*, in_host: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((), (7,), (300, 65))]
+        optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+        average = MovingAverage(optimizer, 0.9, in_host=in_host)
+        for step in range(6):
+            if step == 3:  # a checkpoint: torch loads all states to the device of the weights
+                state, optimizer = optimizer.state_dict(), torch.optim.AdamW(weights, lr=0.1, fused=True)
+                average = MovingAverage(optimizer, 0.9, in_host=in_host)
+                optimizer.load_state_dict(state)
+            for p in weights:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+            average.update()
+            average.evaluate()
+            average.train()
+        kept = [optimizer.state[p][AVERAGE] for p in weights]
+        assert {one.device.type for one in kept} == {"cpu" if in_host else device}
+        average.evaluate()
+        return [p.detach() for p in weights]
+
+    assert all(torch.equal(a, b) for a, b in zip(averages(in_host=True), averages(in_host=False), strict=True))
+
+
 class Explode(TrainerCallback):
     """Ruins the weights after step 25; the last checkpoint is that of step 24."""
 
@@ -162,6 +195,10 @@ def test_what_cannot_be_averaged_is_refused(tmp_path):
     for decay in (1.0, -0.1):
         with pytest.raises(ValueError, match="ema_decay must be a number of at least 0 and less than 1"):
             trainer_of(tmp_path, ema_decay=decay)
+    with pytest.raises(ValueError, match="ema_device says where the average of ema_decay is kept"):
+        trainer_of(tmp_path, ema_decay=None, ema_device="cpu")
+    with pytest.raises(ValueError, match=r"ema_device must be one of None, 'cpu', got 'cuda'"):
+        trainer_of(tmp_path, ema_device="cuda")
     with pytest.raises(ValueError, match=r"some are in torch.bfloat16, in which the average would not move"):
         trainer_for(tmp_path, models.clip().bfloat16(), ema_decay=0.9).train()
     optimizer = MuonAdamW([torch.nn.Parameter(torch.zeros(2))])

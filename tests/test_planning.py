@@ -254,7 +254,11 @@ def test_the_plan_knows_replay_and_averages(small_model, capsys):
     assert "Replay: 256 of the 1,024 pairs are old, 768 new" in other
     assert "An epoch of 10,000 pairs takes 13 steps" in other, "of 768 new pairs each"
     assert "Replay: 512 of" in planned(capsys, small_model, *words, *replay[:2]), "the default"
-    assert "--ema_decay 0.99" in planned(capsys, small_model, *words, "--ema_decay", 0.99)
+    near = planned(capsys, small_model, *words, "--ema_decay", 0.99)
+    far = planned(capsys, small_model, *words, "--ema_decay", 0.99, "--ema_device", "cpu")
+    assert "--ema_decay 0.99" in near
+    assert "--ema_decay 0.99 --ema_device cpu" in far
+    assert ("leaves out --ema_device cpu" in far, "leaves out" in near) == (True, False)
 
 
 @pytest.mark.parametrize(

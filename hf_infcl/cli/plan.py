@@ -90,7 +90,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    names = ("patch_dropout", "full_tokens_last", "keep_features", "keep_weights", "ema_decay")
+    names = ("patch_dropout", "full_tokens_last", "keep_features", "keep_weights", "ema_decay", "ema_device")
     further = frozen | {name: getattr(options, name) for name in names}
     freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
@@ -174,7 +174,7 @@ def kept_choices(options: argparse.Namespace, given: Collection[str]) -> dict[st
     if options.optimizer == "muon":
         found["muon"] = True
     found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
-    if options.ema_decay is not None:
+    if options.ema_decay is not None and options.ema_device is None:
         found["ema"] = True
     return found
 
@@ -218,6 +218,7 @@ def not_predicted(options: argparse.Namespace) -> list[str]:
         "backend": options.backend == "torch",
         "lora_rank": options.lora_rank is not None,
         "cache_features": options.cache_features is not None,
+        "ema_device": options.ema_device is not None,
         "fsdp": bool(options.fsdp),
         "deepspeed": bool(options.deepspeed),
         "fp16": options.fp16,

@@ -32,6 +32,7 @@ class MovingAverage:
         decay: in [0, 1).
         before_switch: called before the weights change.
         after_switch: called when the weights of the optimizer have changed, to copy them into the model.
+        in_host: whether the average is in host memory. It is computed where the weights are, so its bits are the same.
 
     Raises:
         ValueError: the optimizer averages its weights itself, or some weights are not in fp32.
@@ -43,6 +44,8 @@ class MovingAverage:
         decay: float,
         before_switch: Callable[[], None] = lambda: None,
         after_switch: Callable[[], None] = lambda: None,
+        *,
+        in_host: bool = False,
     ) -> None:
         if callable(getattr(optimizer, "eval", None)):
             raise ValueError(
@@ -56,7 +59,7 @@ class MovingAverage:
                 "average would not move. Load the model with dtype=torch.float32; bf16=True computes in bf16 all the "
                 "same."
             )
-        self._optimizer, self._decay = optimizer, decay
+        self._optimizer, self._decay, self._in_host = optimizer, decay, in_host
         self._before_switch, self._after_switch = before_switch, after_switch
         self._stepped = False
         for name, value in {UPDATES: 0, EVALUATES: False}.items():
@@ -79,7 +82,7 @@ class MovingAverage:
                 if p.grad is not None:
                     self._stepped = True
                     if AVERAGE not in self._optimizer.state[p]:
-                        self._optimizer.state[p][AVERAGE] = p.detach().clone()
+                        self._optimizer.state[p][AVERAGE] = _in_host(p) if self._in_host else p.detach().clone()
 
     @torch.no_grad()
     def update(self) -> None:
@@ -90,9 +93,14 @@ class MovingAverage:
         pairs = list(self._pairs())
         number = self._first.get(UPDATES, 0)  # a loaded optimizer may have been without average
         decay = min(self._decay, (1 + number) / (10 + number))
-        if pairs:
-            averages, weights = zip(*pairs, strict=True)
-            get_ema_multi_avg_fn(decay)(averages, weights, number)
+        update = get_ema_multi_avg_fn(decay)
+        if self._in_host:
+            for average, weights in pairs:
+                near = average.to(weights.device, non_blocking=True)
+                update([near], [weights], number)
+                average.copy_(near)
+        elif pairs:
+            update(*zip(*pairs, strict=True), number)
         self._first[UPDATES] = number + 1
 
     def evaluate(self) -> None:
@@ -120,6 +128,8 @@ class MovingAverage:
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if AVERAGE in (state := self._optimizer.state.get(p, {})):
+                    if self._in_host and state[AVERAGE].device.type != "cpu":  # as it is loaded
+                        state[AVERAGE] = _in_host(state[AVERAGE])
                     yield _local(state[AVERAGE]), _local(p)
 
 
@@ -134,6 +144,11 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _in_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _local(tensor: Any) -> Tensor:

@@ -200,6 +200,13 @@ class InfCLTrainingArguments(TrainingArguments):
             "last."
         },
     )
+    ema_device: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where the average of ema_decay is kept: 'cpu' for host memory, which takes two copies of the "
+            "weights per step, to the same bits. Defaults to the memory of the weights."
+        },
+    )
     freeze: str | None = field(
         default=None,
         metadata={
@@ -392,6 +399,7 @@ class InfCLTrainingArguments(TrainingArguments):
             ("backend", self.backend, BACKENDS),
             ("equal_ids", self.equal_ids, (None, *EQUAL_IDS)),
             ("optimizer", self.optimizer, (None, "muon")),
+            ("ema_device", self.ema_device, (None, "cpu")),
             ("freeze", self.freeze, (None, *TOWERS)),
             ("replay_as", self.replay_as, (None, "negatives", "own")),
             ("on_divergence", self.on_divergence, ("stop", "roll_back")),

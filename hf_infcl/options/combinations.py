@@ -84,6 +84,8 @@ def _check_parts(args: Any) -> None:
             f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
             "its own way. Leave one of them out."
         )
+    if args.ema_device is not None and args.ema_decay is None:
+        raise ValueError("ema_device says where the average of ema_decay is kept. Set ema_decay, or leave it out.")
     if args.keep_weights and args.weight_decay:
         raise ValueError(
             f"keep_weights={args.keep_weights:g} pulls the weights to the start, weight_decay={args.weight_decay:g} to "

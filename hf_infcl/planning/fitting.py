@@ -79,5 +79,5 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
         muon=args.optimizer == "muon",
         keep_features=bool(args.keep_features),
         keep_weights=bool(args.keep_weights),
-        ema=args.ema_decay is not None,
+        ema=args.ema_decay is not None and args.ema_device is None,
     )

@@ -114,7 +114,8 @@ def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: Callabl
     if args.ema_decay is not None and not hasattr(inner, "update_average"):
         of_zero = getattr(optimizer, "optimizer", None)
         copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
-        MovingAverage(inner, args.ema_decay, lambda: reshard(model()), copy_to_model)
+        in_host = args.ema_device == "cpu"
+        MovingAverage(inner, args.ema_decay, lambda: reshard(model()), copy_to_model, in_host=in_host)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:

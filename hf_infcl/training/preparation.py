@@ -35,12 +35,18 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
             ``args.freeze_layers`` or no patches to drop, the objective is sigmoid for a model without logit_bias,
             ``args`` sets learning rates that an optimizer created by DeepSpeed does not support, the wrapper leaves
-            Muon no whole matrices, or checkpoints would lack trained parameters beside the adapters of peft.
+            Muon no whole matrices or ema_device no plain tensors, or checkpoints would lack trained parameters beside
+            the adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
     if args.optimizer == "muon":
         check_wrapper_of_muon(accelerator)
+    if args.ema_device is not None and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
+            "the average of each process already: leave it out."
+        )
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
