@@ -230,9 +230,18 @@ def test_an_interrupted_evaluation_goes_on_with_the_next_set(checkpoint, written
     assert {n: v for n, v in at_once.items() if not n.endswith(timed)} == {
         n: v for n, v in of_both.items() if not n.endswith(timed)
     }
-    (tmp_path / "eval_progress.json").write_text(progress)
-    infcl(*words, "--bf16")
-    assert told not in capsys.readouterr().out, "figures of another precision"
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["zzz"])
+    tokenizer.save_pretrained(other)
+    for change in ("--bf16",), ("--equal_ids", "positive"), ("--model", other):
+        (tmp_path / "eval_progress.json").write_text(progress)
+        infcl(*words, *change)
+        assert told not in capsys.readouterr().out, f"figures without {change}"
+    (tmp_path / "eval_progress.json").write_text(progress[:99])
+    with pytest.raises(SystemExit):
+        infcl(*words)
+    assert "eval_progress.json is damaged" in capsys.readouterr().err
 
 
 def rank_benchmarks(rank: int, world_size: int, folder: str, benchmarks: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..data import ZeroShotDataset
 from ..loading.feature_cache import fingerprint
-from ..processes.collectives import Processes
+from ..processes.collectives import Processes, failures_announced
 from .trainer import InfCLTrainer
 
 PROGRESS = "eval_progress.json"
@@ -21,19 +21,24 @@ def evaluate_sets(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, f
     """The metrics of ``trainer.evaluate(sets)``; collective.
 
     After each set they are kept in ``eval_progress.json`` of the output folder, until all are measured. A set is taken
-    from there if its content, its prompts, and the weights, the processor and the precision are the same.
+    from there if its content, its prompts, and the weights, the processor, the precision and the loss are the same.
 
     Args:
         trainer: before its first evaluation.
         sets: the evaluation sets by the names of their metrics.
+
+    Raises:
+        ValueError: ``eval_progress.json`` is damaged.
     """
     path = Path(str(trainer.args.output_dir), PROGRESS)
     keys: dict[str, str] = {}
     known: dict[str, dict[str, float]] = {}
-    if trainer.is_world_process_zero():
-        keys = _keys(trainer, sets)
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        known = {key: known[key] for key in keys.values() if key in known}
+    with failures_announced():
+        if trainer.is_world_process_zero():
+            keys = _keys(trainer, sets)
+            before = _read(path)
+            known = {key: before[key] for key in keys.values() if key in before}
+    Processes().agree([])
     keys, known = json.loads(Processes().gather_text(json.dumps([keys, known]))[0])
     for name, dataset in sets.items():
         if (key := keys[name]) in known:
@@ -54,12 +59,30 @@ def _keys(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, str]:
     precision = f"{args.bf16} {args.fp16} {args.bf16_full_eval} {args.fp16_full_eval}"
     collator: Any = trainer.data_collator
     model = fingerprint("", trainer.dual_encoder.model, collator, precision)
+    reading = [collator.text_options, _rules(collator.processor.tokenizer), args.objective, args.equal_ids]
     keys = {}
     for name, dataset in sets.items():
         prompts = dataset.prompts() if isinstance(dataset, ZeroShotDataset) else []
-        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts]
+        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts, reading]
         keys[name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return keys
+
+
+def _rules(tokenizer: Any) -> Any:
+    """All by which a tokenizer cuts a text into tokens; padding and truncation are options of its calls."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+    return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    if not path.is_file():
+        return {}
+    try:
+        known: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Delete it to measure all sets again.") from error
+    return known
 
 
 def _write(path: Path, known: Mapping[str, Any]) -> None:
