@@ -103,6 +103,14 @@ class ContrastiveCollator:
         return {"max_length": self.max_length, "padding": self._padding}
 
     @property
+    def text_padding(self) -> dict[str, int] | None:
+        """The value that each tensor of texts is padded with; None if an embedding may depend on its padding."""
+        tokenizer = self.processor.tokenizer
+        if self._padding != "longest" or tokenizer.padding_side != "right":
+            return None
+        return {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
+
+    @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the batches, for the record of a training."""
         images = self.processor.image_processor.to_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ class TrainingData:
         loader: the training loader; None before there is one.
         args: the arguments of the training.
         resumed: the record of the checkpoint that the training resumes from, if any.
+        text_padding: as for `Window`.
 
     Attributes:
         window: the micro-batches that are trained now.
@@ -45,9 +46,15 @@ class TrainingData:
         wait: how long this process waits for data.
     """
 
-    def __init__(self, loader: Any, args: InfCLTrainingArguments, resumed: RunRecord | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        args: InfCLTrainingArguments,
+        resumed: RunRecord | None = None,
+        text_padding: Mapping[str, int] | None = None,
+    ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
-        self._args, self._processes = args, Processes()
+        self._args, self._processes, self._text_padding = args, Processes(), text_padding
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
@@ -109,7 +116,7 @@ class TrainingData:
         agreed = interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
-            self.window = Window(batches)
+            self.window = Window(batches, self._text_padding)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         gives_full_batches = source.sampler is not None or source.stream_loader is not None

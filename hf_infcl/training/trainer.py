@@ -189,7 +189,8 @@ class InfCLTrainer(Trainer):
         args, record = self.args, self.resumption.record
         vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         loader: Any = self.callback_handler.train_dataloader
-        self.training_data = TrainingData(loader, args, record)
+        padding = getattr(self.data_collator, "text_padding", None)
+        self.training_data = TrainingData(loader, args, record, padding)
         source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if loader is not None and own and source.stream_loader is None:

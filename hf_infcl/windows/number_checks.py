@@ -132,7 +132,7 @@ class NumberChecks:
         if not last or finite:
             return
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
-        places = describe_rows(cached.finite_rows(), window.sizes, self._rows_of_dataset)
+        places = describe_rows(window.in_order(cached.finite_rows()), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
         parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
         self.skipped.refuse(

@@ -210,7 +210,7 @@ class WindowStep:
             window.fetch(self._fetcher, cached.order)
         # The other processes learn of an error here when they exchange the inputs of the loss.
         with failures_announced_unless_sharded(self._accelerator), record_function("infcl: first pass"):
-            features = cached.encode()
+            features = window.in_order(cached.encode())
         finite, cosines = finite_rows(features), positive_cosines(window, features)
         del features  # they take the memory of the whole window
         with record_function("infcl: loss"):
@@ -238,7 +238,8 @@ class WindowStep:
 
     def _loss(self, window: Window, at_start: Features, features: Features, parameters: tuple[Tensor, ...]) -> Tensor:
         """The contrastive loss; its gradient is that of the sum with the term of ``keep_features``, logged apart."""
-        loss = window_loss(window, features, *self._encoder.scale_and_bias(parameters), **self._loss_options)
+        in_order = window.in_order(features)
+        loss = window_loss(window, in_order, *self._encoder.scale_and_bias(parameters), **self._loss_options)
         if self._args.keep_features is None or not at_start:
             return loss
         term = self._args.keep_features * squared_distance(features, at_start)

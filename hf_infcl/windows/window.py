@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.offload import Fetcher
+from .texts import sort_texts
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Window:
 
     Args:
         batches: as the data loader returned them; none between two windows.
+        padding: what texts are padded with, by the name of the tensor, if they may be dealt out anew by their length;
+            see `sort_texts`.
 
     Attributes:
         sizes: the numbers of images, and of texts, in each micro-batch.
@@ -38,8 +41,9 @@ class Window:
         losses: with ``replay_as="own"`` the losses of the global batch's new pairs and of its old ones, once known.
     """
 
-    def __init__(self, batches: list[Any]) -> None:
+    def __init__(self, batches: list[Any], padding: Mapping[str, int] | None = None) -> None:
         self.batches = batches
+        self._text_places = None if padding is None else sort_texts(batches, padding)
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self.cached: CachedWindow | None = None
         self.encoded = 0
@@ -63,6 +67,13 @@ class Window:
         """The inputs of the micro-batch that is encoded now."""
         self.encoded += 1
         return micro_batch.inputs if self._arriving is None else next(self._arriving)
+
+    def in_order(self, rows: Sequence[Tensor]) -> Features:
+        """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
+        images, texts = rows
+        if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
+            return images, texts
+        return images, texts[self._text_places.to(texts.device)]
 
     def release(self, index: int) -> None:
         """Drops the images of a micro-batch after its backward: Trainer holds the window until it fetches the next."""

@@ -54,13 +54,22 @@ def siglip(dropout: float = 0.0, seed: int = 0) -> tf.SiglipModel:
 
 
 class Pairs(Dataset):
-    """Random images and token sequences; ``repeats`` rows share each pair id."""
+    """Random images and token sequences; ``repeats`` rows share each pair id.
 
-    def __init__(self, rows: int, repeats: int = 0, seed: int = 0) -> None:
+    The sequences have `LENGTH` tokens; with ``longest``, from 3 to as many, and are padded.
+    """
+
+    def __init__(self, rows: int, repeats: int = 0, seed: int = 0, longest: int = 0) -> None:
         g = torch.Generator().manual_seed(seed)
         self.images = torch.randn(rows, 3, IMAGE, IMAGE, generator=g)
-        self.tokens = torch.randint(2, VOCABULARY - 1, (rows, LENGTH), generator=g)
+        self.tokens = torch.randint(2, VOCABULARY - 1, (rows, longest or LENGTH), generator=g)
         self.tokens[:, 0], self.tokens[:, -1] = 0, VOCABULARY - 1
+        self.mask = torch.ones_like(self.tokens)
+        if longest:
+            last = torch.randint(2, longest, (rows, 1), generator=g)
+            places = torch.arange(longest)
+            self.tokens[places == last], self.tokens[places > last] = VOCABULARY - 1, TEXT["pad_token_id"]
+            self.mask[places > last] = 0
         self.ids = torch.arange(rows) // repeats if repeats else None
 
     def __len__(self) -> int:
@@ -68,12 +77,11 @@ class Pairs(Dataset):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         item = {"pixel_values": self.images[row], "input_ids": self.tokens[row]}
-        item["attention_mask"] = torch.ones_like(self.tokens[row])
+        item["attention_mask"] = self.mask[row]
         return item if self.ids is None else {**item, "pair_ids": self.ids[row]}
 
     def batch(self, rows: Any = slice(None)) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[rows]
-        return {"pixel_values": self.images[rows], "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        return {"pixel_values": self.images[rows], "input_ids": self.tokens[rows], "attention_mask": self.mask[rows]}
 
 
 class Stream(IterableDataset):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import tempfile
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -108,7 +108,19 @@ def _model(objective: str, variant: str) -> nn.Module:
 
 
 def _data(variant: str, rows: int = GLOBAL_BATCH) -> models.Pairs:
-    return models.Pairs(rows, repeats=3 if variant == "pair_ids" else 0)
+    repeats, longest = 3 if variant == "pair_ids" else 0, 16 if variant == "lengths" else 0
+    return models.Pairs(rows, repeats=repeats, longest=longest)
+
+
+class PadsToLongest:
+    """A collator whose texts a window deals out to its micro-batches by length."""
+
+    text_padding: ClassVar = {"input_ids": models.TEXT["pad_token_id"], "attention_mask": 0}
+
+    def __call__(self, items: list[Any]) -> dict[str, Tensor]:
+        batch = default_collate(items)
+        longest = int(batch["attention_mask"].sum(1).max())
+        return {name: value[:, :longest] if value.ndim == 2 else value for name, value in batch.items()}
 
 
 def train(objective: str, variant: str, world_size: int, steps: int, **overrides: Any) -> InfCLTrainer:
@@ -130,7 +142,7 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
         trainer = InfCLTrainer(
             _model(objective, variant),
             args,
-            default_collate,
+            PadsToLongest() if variant == "lengths" else default_collate,
             train_dataset=_data(variant, rows=GLOBAL_BATCH * 2 if args.max_steps > 1 else GLOBAL_BATCH),
             callbacks=[gradients()],
         )
