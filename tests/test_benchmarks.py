@@ -336,6 +336,14 @@ def test_a_set_that_is_not_as_it_should_be_is_told(tmp_path, damage, message):
         benchmark_sets(["mine"], str(tmp_path))
 
 
+@pytest.mark.parametrize("names", [("a-b", "a_b"), ("pairs",), ("zero_shot",)])
+def test_two_sets_whose_metrics_would_have_the_same_names_are_told(tmp_path, names):
+    for name in names:
+        write_classes(tmp_path / f"wds_{name}")
+    with pytest.raises(ValueError, match=f"^The benchmark {names[-1]}: .* names eval_{names[-1]}_... of another set's"):
+        benchmark_sets(names, str(tmp_path))
+
+
 def test_a_language_and_any_repository_in_the_layout_are_read_from_the_hub(hub, written):
     tree = tree_of(written["folder"] / "xm3600")
     hub.commits["datasets/floschne/xm3600", "main"] = [tree]

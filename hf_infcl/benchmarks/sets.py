@@ -16,6 +16,7 @@ from ..shards.readers import IMAGE_EXTENSIONS, Columns, DamagedShardError, TarRe
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 
+_OTHER_SETS = ("pairs", "zero_shot")  # the keys of --eval_dataset and --zero_shot_dataset
 _LABELS = {"classification": "cls", "multilabel": "npy", "retrieval": "txt"}  # the file beside an image
 _COLUMNS = {
     "classification": ("label", datasets.Value("int64")),
@@ -41,12 +42,17 @@ def benchmark_sets(
         select: takes the rows to evaluate out of all; by default, all are evaluated.
 
     Raises:
-        ValueError: an unknown name, or files that are missing or not as they should be; the message names the
-            benchmark.
+        ValueError: an unknown name, one whose metrics would have the names of another set's, or files that are missing
+            or not as they should be; the message names the benchmark.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name in expanded(names or (), folder):
+        key = prefix + benchmark_key(name)
         try:
+            if key in found or key in _OTHER_SETS:
+                raise ValueError(
+                    f"Its metrics would have the names eval_{key}_... of another set's. Measure both by two commands."
+                )
             files = _OF_FILES.get(name, files_of)(name, folder)
             rows = _OF_ROWS.get(name, _rows)(files)
             dataset = _set_of(files, rows if select is None else select(rows))
@@ -54,7 +60,7 @@ def benchmark_sets(
             raise ValueError(f"The benchmark {name}: {error}") from error
         dataset.name = f"the benchmark {name} ({files.dataset} at {files.revision[:23]})"
         dataset.benchmark = files
-        found[prefix + benchmark_key(name)] = dataset
+        found[key] = dataset
     return found
 
 
