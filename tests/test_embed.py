@@ -34,8 +34,8 @@ def table(**columns: Any) -> datasets.Dataset:
     return datasets.Dataset.from_dict({"image": pictures, "caption": CAPTIONS, **columns})
 
 
-def embedded(source: Any, folder: Path, seed: int = 0, **options: Any) -> dict[str, int]:
-    collator = ContrastiveCollator(clip_processor())
+def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = None, **options: Any) -> dict[str, int]:
+    collator = ContrastiveCollator(clip_processor(), max_length)
     options = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4} | options
     return embed(source, folder, DualEncoder(models.clip(seed=seed).eval()), collator, **options)
 
@@ -104,8 +104,12 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
     assert embedded(source, tmp_path)["images"] == 8
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert read(tmp_path, "images")[0][9] == "n9"
-    with pytest.raises(ValueError, match=r"holds other embeddings \(fingerprint was .*Choose another --output_dir"):
-        embedded(source, tmp_path, seed=1)
+    for other in {"seed": 1}, {"max_length": 4}:
+        with pytest.raises(ValueError, match=r"holds other embeddings \(fingerprint was .*Choose another --output_dir"):
+            embedded(source, tmp_path, **other)
+    images = TableSource(table().remove_columns("caption"), "image", "caption", None, "x")
+    for max_length in (None, 4):  # which decides nothing about images
+        embedded(images, tmp_path / "images", max_length=max_length)
 
 
 def _by_processes(rank: int, world_size: int, folder: str) -> str:

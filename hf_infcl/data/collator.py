@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +111,15 @@ class ContrastiveCollator:
         if self._padding != "longest" or tokenizer.padding_side != "right":
             return None
         return {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "token_type_ids": tokenizer.pad_token_type_id}
+
+    def text_fingerprint(self) -> str:
+        """A fingerprint of everything that decides into which tokens a text is cut."""
+        tokenizer = self.processor.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
+        # The last call of a tokenizer decides these two; of the next call, `text_options` do.
+        rules = {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
+        return hashlib.sha256(json.dumps([self.text_options, rules], sort_keys=True).encode()).hexdigest()
 
     @property
     def options(self) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def embed(
             raise an OtherRankFailedError.
     """
     processes, place = Processes(), Path(folder)
+    content = source.image_fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
     record = {
-        "fingerprint": fingerprint(source.image_fingerprint(), encoder.model, collator, dtype),
+        "fingerprint": fingerprint(content, encoder.model, collator, dtype),
         "dtype": dtype,
         "format": format,
         "kinds": list(source.kinds),

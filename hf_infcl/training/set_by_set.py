@@ -59,20 +59,13 @@ def _keys(trainer: InfCLTrainer, sets: Mapping[str, Any]) -> dict[str, str]:
     precision = f"{args.bf16} {args.fp16} {args.bf16_full_eval} {args.fp16_full_eval}"
     collator: Any = trainer.data_collator
     model = fingerprint("", trainer.dual_encoder.model, collator, precision)
-    reading = [collator.text_options, _rules(collator.processor.tokenizer), args.objective, args.equal_ids]
+    others = [collator.text_fingerprint(), args.objective, args.equal_ids]
     keys = {}
     for name, dataset in sets.items():
         prompts = dataset.prompts() if isinstance(dataset, ZeroShotDataset) else []
-        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts, reading]
+        parts = [name, model, type(dataset).__name__, dataset.image_fingerprint(), dataset.columns, prompts, others]
         keys[name] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     return keys
-
-
-def _rules(tokenizer: Any) -> Any:
-    """All by which a tokenizer cuts a text into tokens; padding and truncation are options of its calls."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-    return {name: rule for name, rule in rules.items() if name not in ("padding", "truncation")}
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
