@@ -12,6 +12,7 @@ import torch
 from .. import planning
 from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
+from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
 from ..options.arguments import check_number
 from ..options.combinations import CHECKPOINTING, check_dropped_patches
@@ -58,7 +59,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     memory_gib = options.gpu_memory or gpu.memory_gib
     kept = kept_choices(options, given)
     global_batch = global_batch_of(options, kept)
-    config = load_config(options.model, options.open_clip_model)
+    config = config_for_images(load_config(options.model, options.open_clip_model), options.image_size)
     counts: dict[bool, Counts] = {}
 
     def find(batch: int, *, compiled: bool) -> tuple[float, Choice] | None:
@@ -90,7 +91,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    names = ("patch_dropout", "full_tokens_last", "keep_features", "keep_weights", "ema_decay", "ema_device")
+    names: tuple[str, ...] = ("image_size", "patch_dropout", "full_tokens_last", "keep_features", "keep_weights")
+    names += ("ema_decay", "ema_device")
     further = frozen | {name: getattr(options, name) for name in names}
     freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
@@ -140,7 +142,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
-    for name in ("freeze_layers", "patch_dropout", "full_tokens_last"):
+    for name in ("freeze_layers", "image_size", "patch_dropout", "full_tokens_last"):
         if (value := getattr(options, name)) is not None:
             check_number(name, value)
     check_dropped_patches(options)

@@ -71,7 +71,8 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
                 print(warning)
         if lora.lora_rank is not None:
-            model = with_adapters(model, lora.lora_rank, lora.lora_targets)
+            merged = lora.lora_merge
+            model = with_adapters(model, lora.lora_rank, lora.lora_targets, args.image_size, merged=merged)
         trainer = InfCLTrainer(
             model,
             args,
@@ -129,7 +130,8 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
         facts = describe(adapter=lora.lora_rank is not None and not merge, average=averaged)
         if merge and trainer.is_world_process_zero():
-            merge_adapters(Path(args.output_dir), load(model_options.model, model_options.open_clip_model).model)
+            whole = load(model_options.model, model_options.open_clip_model).model
+            merge_adapters(Path(args.output_dir), whole, args.image_size)
         CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):

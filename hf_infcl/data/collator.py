@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from .transforms import ImageTransform
+from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, ProcessorMixin
@@ -98,6 +98,11 @@ class ContrastiveCollator:
             positions = int(min(positions, stated or positions))
         is_siglip = str(getattr(config, "model_type", "")).startswith("siglip")
         return cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
+
+    def set_image_size(self, side: int) -> None:
+        """Returns images of this height and width from now on, and sets that of the processor; see `set_image_size`."""
+        set_image_size(self.processor.image_processor, side)
+        self._transform = ImageTransform.of(self.processor.image_processor)
 
     @property
     def text_options(self) -> dict[str, Any]:

@@ -105,6 +105,26 @@ class ImageTransform:
         return (pixels.float() - mean).div_(std)
 
 
+def set_image_size(processor: Any, side: int) -> None:
+    """Lets an image processor of transformers return squares of this side. What is cropped away stays in proportion.
+
+    Raises:
+        ValueError: its images have no fixed size.
+    """
+    size = _sides(getattr(processor, "size", None))
+    crop = _sides(getattr(processor, "crop_size", None)) if getattr(processor, "do_center_crop", None) else None
+    if size is None or (crop is None and isinstance(size, int)):
+        raise ValueError(
+            f"image_size={side} cannot be set for a {type(processor).__name__}, whose images have no fixed size: its "
+            f"size is {getattr(processor, 'size', None)}. Set its size yourself, and leave image_size out."
+        )
+    before = size if crop is None else crop
+    share = 1.0 if crop is None else (size if isinstance(size, int) else min(size)) / min(before)  # type: ignore
+    processor.size = type(processor.size)(**dict.fromkeys(dict(processor.size), round(share * side)))
+    if crop is not None:
+        processor.crop_size = type(processor.crop_size)(**dict.fromkeys(dict(processor.crop_size), side))
+
+
 def _without_far_ends(image: np.ndarray) -> np.ndarray:
     """The middle of an image [H, W, 3] whose long side exceeds `_LONGEST` times the short one; others unchanged.
 

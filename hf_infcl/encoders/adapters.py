@@ -8,27 +8,45 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
+from .dual_encoder import DualEncoder
+from .image_size import resize_images
+
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
-def with_adapters(model: Any, rank: int, targets: list[str]) -> Any:
-    """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values."""
+def with_adapters(
+    model: Any, rank: int, targets: list[str], image_size: int | None = None, *, merged: bool = False
+) -> Any:
+    """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values.
+
+    Args:
+        model: the model, which gets the image size first if the adapters will be ``merged`` into it; see
+            `resize_images`. Otherwise a training refuses to change it.
+        rank: of the adapters.
+        targets: the names of the modules that get them.
+        image_size: the height and width of the images; None for those of the model.
+        merged: whether `merge_adapters` follows.
+    """
     try:
         import peft
     except ImportError:
         raise ValueError("--lora_rank needs the package peft: pip install peft.") from None
     if rank < 1:
         raise ValueError(f"--lora_rank must be at least 1, got {rank}.")
+    if image_size is not None and merged:
+        resize_images(DualEncoder(model), image_size)
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )
     return peft.get_peft_model(model, config)
 
 
-def merge_adapters(folder: Path, start: Any) -> None:
+def merge_adapters(folder: Path, start: Any, image_size: int | None = None) -> None:
     """Replaces the adapter in the folder, which was trained from the model start, by the whole model."""
     import peft
 
+    if image_size is not None:
+        resize_images(DualEncoder(start), image_size)
     peft.PeftModel.from_pretrained(start, folder).merge_and_unload().save_pretrained(folder)
     for name in ADAPTER_FILES:
         (folder / name).unlink(missing_ok=True)

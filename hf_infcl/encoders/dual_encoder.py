@@ -164,7 +164,7 @@ class DualEncoder:
         if (height // patch, width // patch) != (size // patch, size // patch):
             raise ValueError(
                 f"The images of a batch have {height} × {width} pixels, and the model takes {size} × {size}. Load "
-                "processor and model from one checkpoint, or set the size of the image processor to that of the model."
+                "processor and model from one checkpoint, or train with the image_size that you want."
             )
 
     @property

@@ -58,7 +58,7 @@ _RANGES = {
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
     "replay_share": _Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
-    "early_stopping_patience": _FROM_1,
+    **dict.fromkeys(("early_stopping_patience", "image_size"), _FROM_1),
     "patch_dropout": _Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1),
     "full_tokens_last": _Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),
@@ -219,6 +219,14 @@ class InfCLTrainingArguments(TrainingArguments):
         metadata={
             "help": "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
             "these alone. They keep no graph, and frozen layers run in evaluation mode."
+        },
+    )
+    image_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Height and width of the images in pixels, for example 336. The position embeddings of the model "
+            "are interpolated to this size, which is saved with the model and its processor. Defaults to the size of "
+            "the model."
         },
     )
     patch_dropout: float | None = field(

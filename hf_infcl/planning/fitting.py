@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformers import PretrainedConfig
 
+from ..encoders.image_size import config_for_images
 from ..options.arguments import InfCLTrainingArguments
 from .counting import Counts, count
 from .prediction import GIB, USABLE, Choice, memory
@@ -57,7 +58,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
 def counts_of(config: PretrainedConfig, args: InfCLTrainingArguments, *, patch_dropout: float | None) -> Counts:
     """`count` of a training with these arguments, in those of its steps that leave out this share of the patches."""
     return count(
-        config,
+        config_for_images(config, args.image_size),
         freeze=args.freeze,
         freeze_layers=args.freeze_layers,
         patch_dropout=patch_dropout,

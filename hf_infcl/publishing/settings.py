@@ -16,6 +16,7 @@ _OF_PARTS = {
     "image_learning_rate": "learning rate of the image tower",
     "text_learning_rate": "learning rate of the text tower",
     "layer_decay": "factor of the learning rate per layer",
+    "image_size": "height and width that images were resized to, for which positions were interpolated",
     "patch_dropout": "share of the patches of an image that training left out",
     "full_tokens_last": "share of the steps with all patches, at the end",
     "freeze_layers": "frozen layers of each tower, with the embeddings",

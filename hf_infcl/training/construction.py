@@ -10,6 +10,7 @@ from torch import nn
 
 from ..checkpoints.lock import check_writable
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
+from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed
@@ -101,13 +102,16 @@ def check_overrides(kind: type, base: type) -> None:
         )
 
 
-def collator_of(model: nn.Module | None, processor: Any) -> ContrastiveCollator | None:
-    """The data collator over a processor; None without one."""
-    return (
-        None
-        if processor is None
-        else ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
-    )
+def collator_of(model: nn.Module | None, processor: Any, given: Any, image_size: int | None) -> Any:
+    """The given data collator, or one over the processor; None without either. It and the processor get the size."""
+    found = given
+    if given is None and processor is not None:
+        found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
+    if image_size is not None and isinstance(found, ContrastiveCollator):
+        found.set_image_size(image_size)
+    if image_size is not None and hasattr(processor, "image_processor"):
+        set_image_size(processor.image_processor, image_size)
+    return found
 
 
 def with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:

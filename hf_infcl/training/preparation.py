@@ -11,6 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
+from ..encoders.image_size import resize_images
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
@@ -24,19 +25,19 @@ logger = logging.get_logger(__name__)
 def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Accelerator) -> Start | None:
     """Prepares a model before it is wrapped and its optimizer is created.
 
-    Freezes the tower and the layers that ``args`` names and the parameters on which no embedding depends, gives
-    parameters the shapes that the wrapper supports, initialises the temperature of a new SigLIP, and warns about
-    harmful settings.
+    Interpolates positions for images of another size, freezes the tower and the layers that ``args`` names and the
+    parameters on which no embedding depends, gives parameters the shapes that the wrapper supports,
+    initialises the temperature of a new SigLIP, and warns about harmful settings.
 
     Returns:
         The weights as they are before the training, if ``args`` keeps the model near them.
 
     Raises:
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
-            ``args.freeze_layers`` or no patches to drop, the objective is sigmoid for a model without logit_bias,
-            ``args`` sets learning rates that an optimizer created by DeepSpeed does not support, the wrapper leaves
-            Muon no whole matrices or ema_device no plain tensors, or checkpoints would lack trained parameters beside
-            the adapters of peft.
+            ``args.freeze_layers``, no patches to drop or no other image size, the objective is sigmoid for a model
+            without logit_bias, ``args`` sets learning rates that an optimizer created by DeepSpeed does not support,
+            the wrapper leaves Muon no whole matrices or ema_device no plain tensors, or checkpoints would lack trained
+            parameters beside the adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
@@ -51,6 +52,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     dual_encoder.freeze(args.freeze)
     if args.freeze_layers is not None:
         dual_encoder.freeze_layers(args.freeze_layers)
+    if args.image_size is not None:
+        resize_images(dual_encoder, args.image_size)
     if args.patch_dropout:
         check_patches(dual_encoder)
     prepare_for_wrapper(dual_encoder, accelerator.distributed_type)

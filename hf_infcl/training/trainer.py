@@ -129,10 +129,11 @@ class InfCLTrainer(Trainer):
         self._optimizer_options = OptimizerOptions(None)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
-        self.data_collator = data_collator or collator_of(self.model, self.processing_class) or self.data_collator
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
+        collator = collator_of(self.model, self.processing_class, data_collator, args.image_size)
+        self.data_collator = collator or self.data_collator
         callbacks = self.callback_handler.callbacks
         # This callback comes first, so that the user's callbacks see the clamped logit_scale.
         callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
