@@ -19,6 +19,7 @@ from helpers.trainers import arguments, parameters
 from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.loading import feature_cache
 from hf_infcl.processes.preemption import Preempted
+from hf_infcl.windows.start import Start
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -67,6 +68,34 @@ def test_trains_as_from_the_images_and_computes_each_image_once(tmp_path, kind):
     assert torch.equal(second.train(), parameters(first.trainer))
     assert (sum(first.seen), sum(second.seen)) == (20, 0)
     assert (from_images - parameters(Run(tmp_path, kind).trainer)).norm() > 1e-3, "it has trained"
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze": "image"}, {"captions": 2, "replay": True}], ids=str)
+def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
+    """keep_features from a cache is that of the frozen copy, which a second run does not run at all."""
+    captions, frozen = options.get("captions", 1), options.get("freeze")
+    runs = []
+    embed = Start.embed
+    monkeypatch.setattr(Start, "embed", lambda *call: runs.append(len(call[1]["input_ids"])) or embed(*call))
+
+    def trained(*, cached: bool) -> torch.Tensor:
+        data = ImageTextDataset(rows(), pair_id_column="id", captions_per_image=captions)
+        old = ImageTextDataset(rows(8, first=30), pair_id_column="id", captions_per_image=captions)
+        given = {"keep_features": 30.0, "replay_dataset": old if options.get("replay") else None}
+        given |= {"learning_rate": 1e-2, "freeze": frozen, "optim": "sgd", "equal_ids": "positive"}
+        return Run(tmp_path, data=data, **given, **({} if cached else {"cache_features": None})).train()
+
+    plain = trained(cached=False)
+    assert len(runs) == 8, "two micro-batches in each of four steps"
+    runs.clear()
+    torch.testing.assert_close(trained(cached=True), plain, rtol=0, atol=1e-6)
+    assert sum(runs) == (56 if options.get("replay") else 40), "all captions of all rows, and nothing in the training"
+    runs.clear()
+    torch.testing.assert_close(trained(cached=True), plain, rtol=0, atol=1e-6)
+    assert not runs
+    monkeypatch.setattr(feature_cache.CachedStart, "__getitem__", lambda self, row: self.dataset[row])
+    assert (trained(cached=True) - plain).norm() == 0
+    assert len(runs) == 8, "without the cache, the copy runs"
 
 
 def test_features_of_new_and_old_pairs_are_computed(tmp_path):
@@ -197,6 +226,7 @@ def test_a_file_that_changed_gives_others(tmp_path):
         ({"data": "crop"}, "may differ from epoch to epoch"),
         ({"data": "skip"}, "may differ from epoch to epoch"),
         ({"torch_compile": True}, "torch_compile is on"),
+        ({"data": "negatives", "keep_features": 3.0}, "needs the embeddings of negative captions"),
     ],
 )
 def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
@@ -204,6 +234,9 @@ def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
         options = {"data": ImageTextDataset(rows(), augmentation="crop")}
     elif options.get("data") == "skip":
         options = {"data": ImageTextDataset(rows(), on_bad_sample="skip")}
+    elif options.get("data") == "negatives":
+        wrong = rows().add_column("wrong", ["b"] * 20)
+        options = {**options, "data": ImageTextDataset(wrong, negative_caption_column="wrong")}
     run = Run(tmp_path, **options)
     with pytest.raises(ValueError, match=f"cache_features computes .*, but .*{message}"):
         run.trainer.get_train_dataloader()

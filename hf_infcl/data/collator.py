@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # transformers sets the model_max_length of a tokenizer without a limit to 1e30.
 _NO_LIMIT = 10**6
 # What all items of a batch have, or none.
-_KINDS = ("caption", "pair_id", "skipped", "label", "image_features")
+_KINDS = ("caption", "pair_id", "skipped", "label", "image_features", "at_start")
 # Tokenizing a megabyte takes seconds, although only max_length tokens are used. A token has about 4 characters of text.
 _CHARACTERS_PER_TOKEN = 64
 
@@ -157,6 +157,7 @@ class ContrastiveCollator:
             last. Absent if every item has one caption and no item has a negative caption.
             labels [b]: for zero-shot items, which have no captions.
             From items with `image_features`: image_features [b, H] fp32 instead of pixel_values.
+            From items with `at_start`: start_images [b, D] and start_texts [n, D] fp32.
 
         Raises:
             ValueError: an item has no image, its captions are not in a list, or the items are of several kinds.
@@ -186,6 +187,9 @@ class ContrastiveCollator:
             if negatives or (counts != 1).any():
                 caption_image = torch.arange(len(items)).repeat_interleave(counts)
                 batch["caption_image"] = torch.cat((caption_image, torch.full((len(negatives),), -1)))
+        if "at_start" in items[0]:
+            batch["start_images"] = torch.stack([item["at_start"][0] for item in items])
+            batch["start_texts"] = torch.cat([item["at_start"][1:] for item in items])
         for key, name in (("pair_id", "pair_ids"), ("skipped", "skipped"), ("label", "labels")):
             if key in items[0]:
                 batch[name] = torch.tensor([item[key] for item in items])

@@ -167,6 +167,10 @@ class ImageTextDataset(ImageDataset):
         image = self._decoded(row, encoded)
         return augment(image, self._augmentation, self._seed_of(row, "augmentation")) | item
 
+    def captions(self, row: int) -> list[str]:
+        """The captions of a row from which an epoch may draw."""
+        return usable_captions(self._texts[row][self.caption_column])
+
     def without_image(self, row: int) -> dict[str, Any]:
         """The item of a row without its image, which is not read."""
         return self._text(row, self._texts[row])

@@ -1,8 +1,11 @@
-"""The outputs of a frozen image tower, computed once and read instead of the images (LiT, arXiv 2111.07991).
+"""What a frozen model returns for a dataset, computed once and read at every epoch.
 
-The name of the folder that holds the features of a dataset is a fingerprint of the tower's weights and config, the
-preparation of the images, the rows and their order, and the dtype of the computation. If any of these changes, so does
-the folder.
+These are the outputs of a frozen image tower, read instead of the images (LiT, arXiv 2111.07991), and the embeddings of
+the start of a training, which ``keep_features`` compares with.
+
+The name of the folder that holds the features of a dataset is a fingerprint of the weights and config of what is
+frozen, the preparation of images and captions, the rows and their order, and the dtype of the computation. If any of
+these changes, so does the folder.
 """
 
 from __future__ import annotations
@@ -10,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 from transformers.utils import logging
 
 from ..checkpoints.files import describe
@@ -53,35 +56,69 @@ class CachedImages(Dataset[dict[str, Any]]):
         self.dataset.set_epoch(epoch)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        features = torch.frombuffer(bytearray(self._features[row]["features"]), dtype=torch.float32)
-        return {"image_features": features, **self.dataset.without_image(row)}
+        return {**self.input_of(row), **self.dataset.without_image(row)}
+
+    def input_of(self, row: int) -> dict[str, Any]:
+        """What the image tower, or what follows on it, gets for a row."""
+        return {"image_features": _read(self._features, row)}
 
 
-def cache_images(
-    pairs: ImageTextDataset,
+class CachedStart(Dataset[dict[str, Any]]):
+    """The items of a dataset with the embeddings of the start of a training.
+
+    Item i is the dataset's item i with ``at_start`` [1 + captions, D] fp32, of its image and of its captions.
+
+    Args:
+        items: the dataset.
+        features: for each row of it the bytes of the embeddings of its image and of all its captions.
+    """
+
+    def __init__(self, items: ImageTextDataset | CachedImages, features: datasets.Dataset) -> None:
+        self.dataset, self._features = items, features
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        item, captions = self.dataset[row], pairs_of(self.dataset).captions(row)
+        embeds = _read(self._features, row).view(1 + len(captions), -1)
+        return {**item, "at_start": embeds[[0, *(1 + captions.index(caption) for caption in item["caption"])]]}
+
+
+def pairs_of(items: ImageTextDataset | CachedImages) -> ImageTextDataset:
+    return items.dataset if isinstance(items, CachedImages) else items
+
+
+def cached(
+    content: str,
+    inputs: Sequence[dict[str, Any]],
     folder: str,
     tower: nn.Module,
-    encode: Callable[[dict[str, Any]], Tensor],
+    encode: Callable[[dict[str, Any]], Sequence[Tensor]],
     collator: ContrastiveCollator,
     dtype: str,
     agree: Callable[[], Any],
     **loading: Any,
-) -> CachedImages:
-    """Computes the image features that the folder does not contain yet. Collective: every process calls it.
+) -> datasets.Dataset:
+    """Computes the features that the folder does not contain yet. Collective: every process calls it.
 
     The processes divide the shards among themselves. A shard gets its name once it is complete, so a run after an
     interruption only computes the missing shards. A shard that differs from its checksum is computed again.
 
     Args:
-        pairs: the training set.
+        content: a fingerprint of the inputs.
+        inputs: the items of the training set from which the features are computed, by row.
         folder: a folder that all processes can read; any number of datasets and models can share it.
-        tower: the frozen tower. Its weights and its config are part of the fingerprint.
-        encode: maps a batch of the collator to the tower's pooled output [b, H].
-        collator: prepares the images.
+        tower: what is frozen. Its weights and its config are part of the fingerprint.
+        encode: maps a batch of the collator to the features of its rows, in host memory.
+        collator: prepares the inputs.
         dtype: the dtype of the tower's computation, which is part of the fingerprint.
         agree: called before each shard of a process and at the end; collective. It raises an error on all processes if
             one has failed, and may end the training.
         **loading: options of the DataLoader.
+
+    Returns:
+        A dataset of the bytes of the features, in fp32, by row.
 
     Raises:
         ValueError: an image cannot be decoded, or the folder is not writable. The other processes raise an
@@ -89,21 +126,20 @@ def cache_images(
     """
     import datasets
 
-    place = Path(folder, fingerprint(pairs.image_fingerprint(), tower, collator, dtype))
-    count = -(-len(pairs) // ROWS_OF_SHARD)
+    place = Path(folder, fingerprint(content, tower, collator, dtype))
+    count = -(-len(inputs) // ROWS_OF_SHARD)
     shards = [place / f"{number:06}-of-{count:06}.arrow" for number in range(count)]
     with failures_announced():
         check_writable(place, "cache_features")
 
     def compute(number: int) -> None:
-        rows = range(number * ROWS_OF_SHARD, min(len(pairs), (number + 1) * ROWS_OF_SHARD))
-        logger.info(f"Computing the image features of rows {rows.start} to {rows.stop - 1} of {len(pairs)}.")
-        loader = DataLoader(_Images(pairs, rows), collate_fn=collator, **loading)
-        _write(shards[number], [encode(batch) for batch in loader])
+        rows = range(number * ROWS_OF_SHARD, min(len(inputs), (number + 1) * ROWS_OF_SHARD))
+        logger.info(f"Computing the features of rows {rows.start} to {rows.stop - 1} of {len(inputs)}.")
+        loader: Any = DataLoader(Subset(inputs, rows), collate_fn=collator, **loading)  # type: ignore[arg-type]
+        _write(shards[number], [row for batch in loader for row in encode(batch)])
 
     for_each_missing(count, lambda number: _is_whole(shards[number]), compute, agree)
-    parts = [datasets.Dataset.from_file(str(shard)) for shard in shards]
-    return CachedImages(pairs, datasets.concatenate_datasets(parts))
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(shard)) for shard in shards])
 
 
 def for_each_missing(
@@ -115,7 +151,7 @@ def for_each_missing(
         count: of the numbers.
         is_there: whether a number needs no computation.
         compute: called with each other number, by one process.
-        agree: see `cache_images`.
+        agree: see `cached`.
     """
     processes = Processes()
     for first in range(0, count, processes.world_size):
@@ -127,11 +163,21 @@ def for_each_missing(
     agree()  # waits until all are computed
 
 
-def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, sharded: bool, compiled: bool) -> None:
-    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used."""
+def check_cacheable(
+    pairs: Any, tower: nn.Module | None, collator: Any, *, keeps: bool, sharded: bool, compiled: bool
+) -> None:
+    """Raises a ValueError if the features of the images are not the same at every step, or cannot be used.
+
+    Args:
+        pairs: the training set.
+        tower: the frozen image tower, if any.
+        collator: of the training.
+        keeps: whether the embeddings of the start are cached.
+        sharded, compiled: whether the model is.
+    """
     reason = ""
-    if tower is None:
-        reason = 'the image tower trains. Freeze it with freeze="image"'
+    if tower is None and not keeps:
+        reason = 'the image tower trains. Freeze it with freeze="image", or keep the start\'s with keep_features'
     elif not isinstance(pairs, ImageTextDataset):
         reason = f"the training set is a {type(pairs).__name__}. Use an ImageTextDataset"
     elif pairs.changes_images:
@@ -143,10 +189,12 @@ def check_cacheable(pairs: Any, tower: nn.Module | None, collator: Any, *, shard
         reason = f"the data collator is a {type(collator).__name__}. Pass processing_class, or a ContrastiveCollator"
     elif sharded:
         reason = "FSDP or DeepSpeed is on. Use plain processes, which hold the whole tower"
-    elif compiled:
+    elif keeps and pairs.negative_caption_column:
+        reason = "keep_features needs the embeddings of negative captions at every step. Leave one of the three out"
+    elif compiled and tower is not None:
         reason = "torch_compile is on, which would compile the model again without the tower. Leave it off"
     if reason:
-        raise ValueError(f"cache_features computes the image tower's outputs once, but {reason}.")
+        raise ValueError(f"cache_features computes what is frozen once, but {reason}.")
 
 
 def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, dtype: str) -> str:
@@ -169,17 +217,19 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
     return digest.hexdigest()[:32]
 
 
-class _Images(Dataset[dict[str, Any]]):
-    """The images of some rows."""
+class Inputs(Sequence[dict[str, Any]]):
+    """What features are computed from: the images of a dataset, or images and all their captions."""
 
-    def __init__(self, pairs: ImageTextDataset, rows: range) -> None:
-        self._pairs, self._rows = pairs, rows
+    def __init__(self, items: ImageTextDataset | CachedImages, *, captions: bool) -> None:
+        self._items, self._captions = items, captions
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._items)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"image": self._pairs.image(self._rows[index])}
+    def __getitem__(self, row: Any) -> Any:
+        items = self._items
+        image = items.input_of(row) if isinstance(items, CachedImages) else {"image": items.image(row)}
+        return image | ({"caption": pairs_of(items).captions(row)} if self._captions else {})
 
 
 def _is_whole(path: Path) -> bool:
@@ -197,17 +247,20 @@ def _checksum_of(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def _write(path: Path, batches: list[Tensor]) -> None:
+def _read(features: datasets.Dataset, row: int) -> Tensor:
+    return torch.frombuffer(bytearray(features[row]["features"]), dtype=torch.float32)
+
+
+def _write(path: Path, rows: list[Tensor]) -> None:
     """Writes the checksum of a shard, and then the shard completely or not at all."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
-    rows = torch.cat(batches).float().cpu().numpy()
     partial = path.with_suffix(f".{os.getpid()}.partial")
     schema = datasets.Features(features=datasets.Value("binary"))
     with ArrowWriter(path=str(partial), features=schema) as writer:
         for row in rows:
-            writer.write({"features": row.tobytes()})
+            writer.write({"features": row.float().numpy().tobytes()})
         writer.finalize()
     _checksum_of(path).write_text(json.dumps(describe(partial)), encoding="utf-8")
     os.replace(partial, path)

@@ -22,14 +22,24 @@ from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .feature_cache import CachedImages, cache_images, check_cacheable
+from .feature_cache import CachedImages, CachedStart, Inputs, cached, check_cacheable
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
-_OF_COLLATOR = ("image", "cropped", "image_features", "caption", "negative_captions", "pair_id", "skipped", "label")
+_OF_COLLATOR = (
+    "image",
+    "cropped",
+    "image_features",
+    "at_start",
+    "caption",
+    "negative_captions",
+    "pair_id",
+    "skipped",
+    "label",
+)
 
 
 def used_columns(collator: Any) -> tuple[str, ...]:
@@ -267,42 +277,55 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
     return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
 
 
-def with_cached_images(
+def with_cached_features(
     pairs: Any,
     setup: Setup,
     collator: Any,
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
     interruptions: Interruptions,
-) -> CachedImages | Replayed:
-    """The training set with features instead of images; computes those that ``args.cache_features`` lacks; collective.
+) -> CachedImages | CachedStart | Replayed:
+    """The training set with what ``args.cache_features`` has, and computes what it lacks; collective.
+
+    These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
+    the start.
 
     Raises:
         ValueError: the features of the images are not the same at every step, or cannot be used.
     """
     if isinstance(pairs, Replayed):
         more = setup, collator, prepare_inputs, interruptions
-        return pairs.with_datasets([with_cached_images(part, *more) for part in pairs.datasets])
+        return pairs.with_datasets([with_cached_features(part, *more) for part in pairs.datasets])
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
-    interruptions.phases.enter("computing image features")
+    interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")
+    start = setup.start if args.keep_features else None
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    check_cacheable(pairs, tower, collator, sharded=sharded, compiled=args.torch_compile)
+    of_run = {"keeps": start is not None, "sharded": sharded, "compiled": args.torch_compile}
+    check_cacheable(pairs, tower, collator, **of_run)
 
-    def encode(batch: dict[str, Any]) -> Tensor:
+    def images(batch: dict[str, Any]) -> list[Tensor]:
         interruptions.phases.note_progress()
         with torch.no_grad(), accelerator.autocast():
-            return encoder.image_features(prepare_inputs(batch))
+            return list(encoder.image_features(prepare_inputs(batch)).cpu())
 
+    def embeddings(batch: dict[str, Any]) -> list[Tensor]:
+        interruptions.phases.note_progress()
+        assert start is not None
+        of_images, of_texts = (one.cpu() for one in start.embed(prepare_inputs(batch), {}))
+        own = torch.bincount(batch.get("caption_image", torch.arange(len(of_images)))).tolist()
+        return [torch.cat((image[None], texts)) for image, texts in zip(of_images, of_texts.split(own), strict=True)]
+
+    where = {"folder": str(args.cache_features), "collator": collator, "dtype": accelerator.mixed_precision}
+    where |= {"agree": interruptions.agree, "batch_size": args.per_device_train_batch_size}
+    where |= {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+    found, content = pairs, pairs.image_fingerprint()
     with random_state_kept(args.device):  # the training is the same if the features are there already
-        return cache_images(
-            pairs,
-            str(args.cache_features),
-            tower.eval(),
-            encode,
-            collator,
-            dtype=accelerator.mixed_precision,
-            agree=interruptions.agree,
-            batch_size=args.per_device_train_batch_size,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-        )
+        if tower is not None:
+            inputs = Inputs(pairs, captions=False)
+            found = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
+        if start is not None:
+            tokens = [collator.tokenize(captions)["input_ids"].tolist() for captions in pairs.sample_captions(64)]
+            content += f" {pairs.caption_column} {collator.text_options} {tokens}"
+            inputs = Inputs(found, captions=True)
+            found = CachedStart(found, cached(content, inputs, tower=start.model, encode=embeddings, **where))
+    return found

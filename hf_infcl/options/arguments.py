@@ -258,8 +258,9 @@ class InfCLTrainingArguments(TrainingArguments):
     cache_features: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for the outputs of the frozen image tower (freeze=image). They are computed once, and the "
-            "training reads them instead of the images, which must not be augmented. Many runs can share the folder."
+            "help": "Folder for what is computed once for all epochs, from images that are not augmented: the outputs "
+            "of the frozen image tower (freeze=image), read instead of the images, and the embeddings of the start "
+            "(keep_features). Many runs can share the folder."
         },
     )
     replay_share: float | None = field(

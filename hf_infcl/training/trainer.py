@@ -323,7 +323,7 @@ class InfCLTrainer(Trainer):
         """
         pairs: Any = self.train_dataset
         if pairs is not None and self.args.cache_features is not None:
-            pairs = loaders.with_cached_images(
+            pairs = loaders.with_cached_features(
                 pairs, self.setup, self.data_collator, self._prepare_inputs, self.interruptions
             )
         if isinstance(pairs, (ImageTextStream, Replayed)):

@@ -54,6 +54,12 @@ class Start:
         self._encoder = DualEncoder(kept)
         self._weights = {n: p.detach() for n, p in kept.named_parameters()}
 
+    @property
+    def model(self) -> nn.Module:
+        """The frozen copy of the model."""
+        assert self._encoder is not None
+        return self._encoder.model
+
     def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
 

@@ -232,7 +232,8 @@ class WindowStep:
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds = self._encoder.embed(model, inputs, frozen_outputs)
         if self._start is not None and not micro_batch.at_start:  # in the first pass
-            micro_batch.at_start = self._start.embed(inputs, frozen_outputs or {})
+            cached = (inputs["start_images"], inputs["start_texts"]) if "start_images" in inputs else None
+            micro_batch.at_start = cached or self._start.embed(inputs, frozen_outputs or {})
         # DeepSpeed's fp16 has no autocast that returns fp32.
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)
 
