@@ -135,6 +135,8 @@ def test_the_most_confident_mistakes_of_the_other_model_come_first(tmp_path):
     assert written["right_by_second_alone"] == [3, 1]
     assert written["classes"].keys() == {"0 cat", "1 dog"}
     assert (tmp_path / "compare.png").is_file()
+    write_comparison(tmp_path, {"animals": comparison(data, ranks[0], ranks[0])}, "a", "a")
+    assert not (tmp_path / "compare.png").exists(), "no picture of other models"
     lines = "\n".join(lines_of_comparison({"animals": found}))
     assert re.search(r"animals: 5 images +first +second   difference\n", lines)
     assert re.search(r"\n  top-1 accuracy +40.00% +60.00%   .20.00 \[", lines)

@@ -145,6 +145,10 @@ def test_compare_puts_two_models_beside_each_other(demo, trained, tmp_path, caps
     assert re.search(r"pairs: \d+ images +first +second   difference\n  image retrieval recall@1 ", printed)
     with Image.open(tmp_path / "compare.png") as sheet:
         assert sheet.width > 800
+    with pytest.raises(SystemExit), mock.patch.object(InfCLTrainer, "evaluate") as evaluated:
+        infcl("compare", trained, tmp_path / "nothing", *words)
+    assert "There is no folder" in capsys.readouterr().err
+    evaluated.assert_not_called()
 
 
 def left_in(folder: Path) -> dict[str, bytes]:

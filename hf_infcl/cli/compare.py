@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..conversion.models import load
+from ..conversion.models import load, load_config
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
 from ..training.trainer import InfCLTrainer
 from .datasets import check_columns, describe_sets, evaluation_datasets
@@ -20,6 +20,8 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
     columns, evaluation, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
+        for name in (namespace.first, namespace.second):
+            load_config(name)  # a wrong name is told before the first model is measured
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
     trainer: Any = None

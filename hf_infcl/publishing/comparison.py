@@ -78,6 +78,7 @@ def write_comparison(folder: str | Path, found: Mapping[str, Comparison], first:
     folder.mkdir(parents=True, exist_ok=True)
     results = {"first": first, "second": second, **{key: _results(one) for key, one in found.items()}}
     (folder / "compare_results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+    (folder / "compare.png").unlink(missing_ok=True)  # of an earlier command
     if rows := [row for key, one in found.items() for row in _pictures(key, one)]:
         draw_rows(rows, lines=6).save(folder / "compare.png")
 
