@@ -31,6 +31,8 @@ CELLS = [
     ("softmax", "frozen text", 2),
     ("softmax", "pair_ids", 2),
     ("softmax", "patches", 2),
+    ("sigmoid", "replay", 4),
+    ("softmax", "replay own", 2),
 ]
 
 RATES = {"layer_decay": 0.7, "image_learning_rate": 5e-3}  # groups with rates of their own

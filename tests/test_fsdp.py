@@ -36,6 +36,8 @@ CELLS = [
     ("softmax", "pair_ids", 4),
     ("sigmoid", "frozen image", 2),
     ("softmax", "frozen text", 4),
+    ("softmax", "replay", 2),
+    ("sigmoid", "replay own", 4),
 ]
 
 

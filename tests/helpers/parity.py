@@ -21,6 +21,7 @@ from hf_infcl.loss import OBJECTIVES
 from . import models
 
 GLOBAL_BATCH = 48  # divisible by 1, 2, 3, 4 ranks times 1, 2, 4 steps
+OLD = 12  # old pairs of a global batch, with replay: divisible by 1, 2, 3, 4 ranks
 MODELS = {name: models.siglip if name == "sigmoid" else models.clip for name in OBJECTIVES}
 VARIANTS = ("plain", "pair_ids", "frozen image", "frozen text", "dropout")
 
@@ -112,6 +113,10 @@ def _data(variant: str, rows: int = GLOBAL_BATCH) -> models.Pairs:
     return models.Pairs(rows, repeats=repeats, longest=longest)
 
 
+def _new_and_old() -> tuple[models.Pairs, models.Pairs]:
+    return models.Pairs(GLOBAL_BATCH - OLD), models.Pairs(OLD, seed=1)
+
+
 class PadsToLongest:
     """A collator whose texts a window deals out to its micro-batches by length."""
 
@@ -127,6 +132,10 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
     options = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": True, **overrides}
     if variant.endswith("patches"):
         options["patch_dropout"] = 0.5
+    sets = {"train_dataset": _data(variant, GLOBAL_BATCH * 2 if options["max_steps"] > 1 else GLOBAL_BATCH)}
+    if variant.startswith("replay"):
+        sets = dict(zip(("train_dataset", "replay_dataset"), _new_and_old(), strict=True))
+        options |= {"replay_share": OLD / GLOBAL_BATCH, "replay_as": "own" if variant == "replay own" else "negatives"}
     gradients = options.pop("gradients", Gradients)
     with tempfile.TemporaryDirectory() as folder:
         args = InfCLTrainingArguments(
@@ -143,7 +152,7 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
             _model(objective, variant),
             args,
             PadsToLongest() if variant == "lengths" else default_collate,
-            train_dataset=_data(variant, rows=GLOBAL_BATCH * 2 if args.max_steps > 1 else GLOBAL_BATCH),
+            **sets,
             callbacks=[gradients()],
         )
         trainer.draws = Draws(trainer.model)
@@ -170,6 +179,10 @@ def truth(
     encoder.initialise_sigmoid()
     if variant.endswith("patches"):
         PatchDropout(encoder, 0.5)
+    if variant.startswith("replay"):
+        loss = _loss_of_replay(encoder, variant, objective, device)
+        loss.backward()
+        return loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
     data = _data(variant)
     parts = [range(len(data))]
     if draws_numbers(variant):
@@ -191,6 +204,17 @@ def truth(
     loss = reference.contrastive_loss(images, texts, scale, bias, objective=objective, pair_ids=ids)
     loss.sum().backward()
     return loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _loss_of_replay(encoder: DualEncoder, variant: str, objective: str, device: torch.device) -> Tensor:
+    """All pairs in one loss, or new and old ones in two, which are weighted by their numbers."""
+    batches = [{name: value.to(device) for name, value in data.batch().items()} for data in _new_and_old()]
+    embeds = [encoder.embed(encoder.model, batch) for batch in batches]
+    if variant == "replay":
+        embeds = [tuple(torch.cat(column) for column in zip(*embeds, strict=True))]
+    scalars = encoder.scale_and_bias()
+    losses = [(len(one[0]), reference.contrastive_loss(*one, *scalars, objective=objective).sum()) for one in embeds]
+    return torch.stack([count / GLOBAL_BATCH * loss for count, loss in losses]).sum()
 
 
 def check_tower_norms(
