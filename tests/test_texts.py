@@ -1,15 +1,26 @@
-"""Texts that a window deals out to its micro-batches by their length."""
+"""Texts of a training: dealt out to micro-batches by their length, cut, and with words left out."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
+import datasets
+import numpy as np
 import pytest
 import torch
 import transformers
+from helpers import models
 from helpers.parity import PadsToLongest, train
+from helpers.processors import clip_processor
+from helpers.trainers import trainer_for
+from PIL import Image
+from torch.utils.data import default_collate
 
+from hf_infcl import ContrastiveCollator, ImageTextDataset, planning
+from hf_infcl.data import ImageTextStream
+from hf_infcl.data.augmentation import drop_words
 from hf_infcl.windows.texts import sort_texts
 from hf_infcl.windows.window import Window
 
@@ -79,3 +90,89 @@ def test_the_text_tower_computes_less_for_the_same_loss():
         computed.append(sum(tokens))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert computed[1] == 12 * (16 + 16 + 16 + 8) < computed[0]
+
+
+# ---- Shorter captions ----
+
+
+def rows(captions: list[str]) -> datasets.Dataset:
+    pictures = [Image.fromarray(np.full((16, 16, 3), 9 * n, np.uint8)) for n in range(len(captions))]
+    return datasets.Dataset.from_dict({"image": pictures, "caption": captions})
+
+
+def test_words_are_left_out_as_seed_epoch_and_row_say():
+    captions = ["a b c d e f g h i j", "k l m", "n", "a b c d e f g h i j"]
+    pairs = ImageTextDataset(rows(captions), text_dropout=0.5, seed=3)
+    again = ImageTextDataset(rows(captions), text_dropout=0.5, seed=3)
+    first = [pairs[row]["caption"][0] for row in range(4)]
+    assert first == [again[row]["caption"][0] for row in range(4)]
+    assert first[0] != first[3], "each row draws for itself"
+    assert first[2] == "n", "a word stays"
+    for words, caption in zip(first, captions, strict=True):
+        assert set(words.split()) <= set(caption.split())
+    pairs.set_epoch(1)
+    assert pairs[0]["caption"][0] != first[0]
+    assert pairs.plain()[0]["caption"] == [captions[0]]
+    left = len(" ".join(drop_words(["w " * 10_000], 0.3, random.Random(0))).split())
+    assert left == pytest.approx(7_000, rel=0.02)
+
+
+def test_pairs_keep_their_ids_when_words_are_left_out():
+    same = ImageTextDataset(rows(["a b c d"] * 2), text_dropout=0.5, pair_id_column="caption")
+    whole = ImageTextDataset(rows(["a b c d"] * 2), pair_id_column="caption")
+    assert [same[row]["pair_id"] for row in range(2)] == [whole[row]["pair_id"] for row in range(2)]
+
+
+@pytest.mark.parametrize("share", [1, -0.1, "half", None])
+def test_a_share_of_words_that_cannot_be_left_out_is_told(share):
+    with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
+        ImageTextDataset(rows(["a"]), text_dropout=share)
+    with pytest.raises(ValueError, match="text_dropout must be a number of at least 0 and less than 1"):
+        ImageTextStream("nowhere", text_dropout=share)
+
+
+def test_captions_are_cut_in_training_alone(tmp_path):
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+    forward = transformers.CLIPTextModel.forward
+
+    def noting(tower: Any, input_ids: torch.Tensor, **inputs: Any) -> Any:
+        seen[tower.training].add(int(input_ids.shape[1]))
+        assert (input_ids == 1).any(1).all(), "the end token stays"
+        return forward(tower, input_ids=input_ids, **inputs)
+
+    text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
+    pairs = rows(["a b c d e f g h i j"] * 4)
+    options: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True)}
+    options |= {"processing_class": clip_processor(), "data_collator": None, "max_text_tokens": 5, "max_steps": 1}
+    with mock.patch.object(type(model.text_model), "forward", noting):
+        trainer = trainer_for(tmp_path, model, ImageTextDataset(pairs), per_device_train_batch_size=2, **options)
+        trainer.train()
+        trainer.evaluate()
+    (cut,), (whole,) = seen[True], seen[False]
+    assert cut == 5 < whole
+
+
+@pytest.mark.parametrize(
+    ("tokens", "collator", "message"),
+    [
+        (1, None, "max_text_tokens must be from 2, a token beside the special ones, to 7"),
+        (8, None, "max_text_tokens must be from 2, .* to 7, one less than captions have at most anyway, got 8"),
+        (8, default_collate, "max_text_tokens=8 needs a ContrastiveCollator"),
+        (8, "fixed", "reads the padding of its captions like text, and was trained with 16 tokens"),
+    ],
+)
+def test_a_length_that_captions_cannot_have_is_told(tmp_path, tokens, collator, message):
+    if collator == "fixed":
+        collator = ContrastiveCollator(clip_processor(), max_length=16, fixed_length=True)
+    options = {"processing_class": clip_processor(), "data_collator": collator, "max_text_tokens": tokens}
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, models.clip(), ImageTextDataset(rows(["a"] * 4)), **options)
+
+
+def test_the_plan_counts_shorter_captions():
+    config = models.clip().config
+    whole, cut = (planning.count(config, text_tokens=tokens) for tokens in (None, 8))
+    assert planning.Choice(1, 8, 1).global_batch == 8
+    flops = [sum(operation.flops for operation in counts.forward) for counts in (whole, cut)]
+    assert flops[1] < 0.8 * flops[0]

@@ -74,6 +74,13 @@ class DataOptions:
             "is faster and changes the pixels slightly. By default, images are decoded at full size."
         },
     )
+    text_dropout: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability with which each word of a training caption is left out, drawn anew in each epoch; one "
+            "word stays. Evaluations see whole captions."
+        },
+    )
     streaming: bool = field(
         default=False,
         metadata={"help": "Read tar or parquet shards during the training, as a stream of unknown length."},

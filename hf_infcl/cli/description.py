@@ -51,6 +51,7 @@ def describe_run(
             **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
             **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
             "augmentation": data.augmentation,
+            **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
             "image preprocessing": collator.image_backend,
         },
     )

@@ -68,6 +68,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 
     asked = kept.get("checkpointing", False)
     frozen: dict[str, Any] = {"freeze": options.freeze, "freeze_layers": options.freeze_layers}
+    frozen |= {"text_tokens": options.max_text_tokens}
     counted = frozen | {"patch_dropout": None if options.full_tokens_last else options.patch_dropout}
     counts[asked] = planning.count(config, **counted, checkpointing=asked)
     found = find(global_batch, compiled=options.torch_compile)
@@ -91,9 +92,9 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    names: tuple[str, ...] = ("image_size", "patch_dropout", "full_tokens_last", "keep_features", "keep_weights")
-    names += ("ema_decay", "ema_device")
-    further = frozen | {name: getattr(options, name) for name in names}
+    names: tuple[str, ...] = ("freeze", "freeze_layers", "image_size", "patch_dropout", "full_tokens_last")
+    names += ("max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device")
+    further = {name: getattr(options, name) for name in names}
     freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
@@ -142,7 +143,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
-    for name in ("freeze_layers", "image_size", "patch_dropout", "full_tokens_last"):
+    for name in ("freeze_layers", "image_size", "patch_dropout", "full_tokens_last", "max_text_tokens"):
         if (value := getattr(options, name)) is not None:
             check_number(name, value)
     check_dropped_patches(options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -103,6 +104,27 @@ class ContrastiveCollator:
         """Returns images of this height and width from now on, and sets that of the processor; see `set_image_size`."""
         set_image_size(self.processor.image_processor, side)
         self._transform = ImageTransform.of(self.processor.image_processor)
+
+    def cut_to(self, tokens: int) -> ContrastiveCollator:
+        """A collator that cuts texts to this many tokens, special ones included, and otherwise is the same.
+
+        Raises:
+            ValueError: texts are not cut by it, no word would be left, or an embedding depends on its padding.
+        """
+        if self._padding != "longest":
+            raise ValueError(
+                f"max_text_tokens={tokens} is refused, because the model reads the padding of its captions like text, "
+                f"and was trained with {self.max_length} tokens. Leave it out."
+            )
+        least = self.processor.tokenizer.num_special_tokens_to_add() + 1
+        if not least <= tokens < self.max_length:
+            raise ValueError(
+                f"max_text_tokens must be from {least}, a token beside the special ones, to {self.max_length - 1}, one "
+                f"less than captions have at most anyway, got {tokens}."
+            )
+        shorter = copy.copy(self)
+        shorter.max_length = tokens
+        return shorter
 
     @property
     def text_options(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .augmentation import Augmentation, augment, check_augmentation
+from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, ImageDataset, is_integer, is_string
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class ImageTextDataset(ImageDataset):
             a `random.Random` that returns an image. The function must draw only from that generator.
         min_side: decode JPEGs at 1/2, 1/4 or 1/8 of their size if both sides keep at least this many pixels. This is
             faster and changes the pixels by a few grey levels. By default, images are decoded at full size.
+        text_dropout: the probability with which each word of a caption is left out; see `drop_words`.
 
     Raises:
         ValueError: at construction, for a wrong dataset, column, column type or option; on access, for a bad row.
@@ -82,6 +83,7 @@ class ImageTextDataset(ImageDataset):
         on_bad_sample: Literal["raise", "skip"] = "raise",
         augmentation: Augmentation = "none",
         min_side: int | None = None,
+        text_dropout: float = 0.0,
     ) -> None:
         if on_bad_sample not in ("raise", "skip"):
             raise ValueError(f'on_bad_sample must be "raise" or "skip", got {on_bad_sample!r}.')
@@ -91,10 +93,11 @@ class ImageTextDataset(ImageDataset):
                 "bad ones. Drop the bad rows from the dataset instead."
             )
         check_augmentation(augmentation)
-        if all_captions and augmentation != "none":
+        check_text_dropout(text_dropout)
+        if all_captions and (augmentation != "none" or text_dropout):
             raise ValueError(
-                "An evaluation (all_captions=True) uses the images unchanged, but augmentation is "
-                f"{augmentation!r}. Leave one of the two out."
+                "An evaluation (all_captions=True) uses images and captions unchanged, but augmentation is "
+                f"{augmentation!r} and text_dropout is {text_dropout:g}. Leave them out."
             )
         if min_side is not None and min_side < 1:
             raise ValueError(f"min_side must be at least 1 pixel, got {min_side}.")
@@ -127,6 +130,7 @@ class ImageTextDataset(ImageDataset):
         self._on_bad_sample = on_bad_sample
         self._augmentation = augmentation
         self._min_side = min_side
+        self._text_dropout = text_dropout
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -135,9 +139,9 @@ class ImageTextDataset(ImageDataset):
         self._epoch.fill_(epoch)
 
     def plain(self) -> ImageTextDataset:
-        """The same rows without augmentation, where a bad one raises an error."""
+        """The same rows unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
-        changed._augmentation, changed._on_bad_sample = "none", "raise"
+        changed._augmentation, changed._text_dropout, changed._on_bad_sample = "none", 0.0, "raise"
         return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
@@ -192,6 +196,9 @@ class ImageTextDataset(ImageDataset):
             if pair_id is None:
                 raise self._bad_sample(row, f"column {self.pair_id_column!r}: no pair id")
             item["pair_id"] = as_pair_id(pair_id)
+        for key in ("caption", "negative_captions") if self._text_dropout else ():
+            if key in item:
+                item[key] = drop_words(item[key], self._text_dropout, self._random(row, f"words of {key}"))
         return item
 
     @property
@@ -205,6 +212,7 @@ class ImageTextDataset(ImageDataset):
             "on_bad_sample": self._on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
+            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
         }
 
     @property

@@ -20,7 +20,7 @@ from ..shards.lanes import Shard
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, DamagedShardError, reader_of
 from ..shards.urls import Url
-from .augmentation import Augmentation, augment, check_augmentation
+from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, decode_rgb
 from .pairs import (
     as_pair_id,
@@ -78,7 +78,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             the start of the run. More lanes hold more buffers.
         samples_per_epoch: the number of samples that `InfCLTrainer` counts as an epoch, because the length of a pass is
             unknown. Without it, training needs ``max_steps``.
-        augmentation, min_side: as in `ImageTextDataset`.
+        augmentation, min_side, text_dropout: as in `ImageTextDataset`.
 
     Raises:
         ValueError: there are no such shards, columns or captions, or an option is invalid.
@@ -104,8 +104,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         samples_per_epoch: int | None = None,
         augmentation: Augmentation = "none",
         min_side: int | None = None,
+        text_dropout: float = 0.0,
     ) -> None:
         check_augmentation(augmentation)
+        check_text_dropout(text_dropout)
         check_captions_per_image(captions_per_image)
         check_negative_captions(caption_column, negative_caption_column)
         if on_bad_sample not in ("raise", "skip"):
@@ -132,7 +134,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self._processes = 1  # when the stream was pickled
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
-        self._augmentation, self._min_side = augmentation, min_side
+        self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -157,6 +159,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             "on_bad_sample": self.on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
+            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
         }
 
     @property
@@ -208,9 +211,9 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return self._columns.pair_id
 
     def plain(self) -> ImageTextStream:
-        """The same samples without augmentation, where a bad one raises an error."""
+        """The same samples unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
-        changed._augmentation, changed.on_bad_sample = "none", "raise"
+        changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
         return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
@@ -278,6 +281,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise ValueError(f"it has no pair id in column {columns.pair_id!r}")
         else:
             pair_id = as_pair_id(row[columns.pair_id])
+        for key in texts if self._text_dropout else ():
+            texts[key] = drop_words(texts[key], self._text_dropout, self._random(passes, sample, f"words of {key}"))
         seed = f"{self.seed} {passes} {sample} augmentation"
         item = augment(decode_rgb(image, self._min_side), self._augmentation, seed)
         return item | texts | {"pair_id": pair_id}

@@ -47,6 +47,22 @@ def used_columns(collator: Any) -> tuple[str, ...]:
     return _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
 
 
+def of_training(collator: Any, args: InfCLTrainingArguments) -> Any:
+    """The data collator for the rows of a training: the given one, with ``max_text_tokens`` if that is set.
+
+    Raises:
+        ValueError: it is no `ContrastiveCollator`, or see `ContrastiveCollator.cut_to`.
+    """
+    if args.max_text_tokens is None:
+        return collator
+    if not isinstance(collator, ContrastiveCollator):
+        raise ValueError(
+            f"max_text_tokens={args.max_text_tokens} needs a ContrastiveCollator, which the trainer creates from a "
+            f"processing_class, but the data collator is a {type(collator).__name__}. Let that cut the captions."
+        )
+    return collator.cut_to(args.max_text_tokens)
+
+
 class WorkerSeeds(torch.Generator):
     """The generator of a loader of this package, from which torch draws the seeds of the loader's workers."""
 

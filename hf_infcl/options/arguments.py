@@ -58,7 +58,7 @@ _RANGES = {
     **dict.fromkeys(("num_train_epochs", "max_steps", "logging_steps", "save_steps"), _NUMBER),
     "replay_share": _Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
-    **dict.fromkeys(("early_stopping_patience", "image_size"), _FROM_1),
+    **dict.fromkeys(("early_stopping_patience", "image_size", "max_text_tokens"), _FROM_1),
     "patch_dropout": _Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1),
     "full_tokens_last": _Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),
@@ -239,6 +239,10 @@ class InfCLTrainingArguments(TrainingArguments):
     full_tokens_last: float | None = field(
         default=None,
         metadata={"help": "With patch_dropout: share of the steps, at the end, that see all patches, for example 0.1."},
+    )
+    max_text_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Cut training captions to this many tokens, special ones included. Evaluations read all."},
     )
     keep_features: float | None = field(
         default=None,

@@ -82,6 +82,7 @@ def count(
     freeze: str | None = None,
     freeze_layers: int | None = None,
     patch_dropout: float | None = None,
+    text_tokens: int | None = None,
     checkpointing: bool = False,
     autocast: bool = True,
 ) -> Counts:
@@ -92,6 +93,7 @@ def count(
         freeze: the frozen tower, ``"image"`` or ``"text"``.
         freeze_layers: the frozen layers at the beginning of each tower, as in `InfCLTrainingArguments`.
         patch_dropout: the share of the patches that is left out.
+        text_tokens: the length of captions; by default, the longest that the model reads.
         checkpointing: whether to use gradient checkpointing.
         autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
 
@@ -104,7 +106,7 @@ def count(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
-    inputs = example_inputs(config)
+    inputs = example_inputs(config, text_tokens=text_tokens)
     seen, casts = _Operations(), _Autocast(torch.bfloat16 if autocast else torch.float32)
     frozen: set[int] = set()
     for tower in encoder.frozen_towers().values():
@@ -181,7 +183,9 @@ def _checkpoint_of_leaf(checkpoint: Callable[..., Any], forward: Callable[..., A
     return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
 
 
-def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "meta") -> dict[str, Tensor]:
+def example_inputs(
+    config: Any, rows: int = ROWS, device: str | torch.device = "meta", text_tokens: int | None = None
+) -> dict[str, Tensor]:
     """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
     vision, text = config.vision_config, config.text_config
     if not hasattr(vision, "image_size"):
@@ -192,7 +196,7 @@ def example_inputs(config: Any, rows: int = ROWS, device: str | torch.device = "
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(vision, "num_channels", 3)
-    tokens = min(getattr(text, "max_position_embeddings", MOST_TOKENS), MOST_TOKENS)
+    tokens = min(getattr(text, "max_position_embeddings", MOST_TOKENS), text_tokens or MOST_TOKENS)
     return {
         "pixel_values": torch.zeros(rows, channels, height, width, device=device),
         "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),

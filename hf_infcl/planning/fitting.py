@@ -62,6 +62,7 @@ def counts_of(config: PretrainedConfig, args: InfCLTrainingArguments, *, patch_d
         freeze=args.freeze,
         freeze_layers=args.freeze_layers,
         patch_dropout=patch_dropout,
+        text_tokens=args.max_text_tokens,
         checkpointing=bool(args.gradient_checkpointing),
         autocast=args.bf16 or args.fp16,
     )

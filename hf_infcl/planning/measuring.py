@@ -18,6 +18,7 @@ def measure(
     freeze: str | None = None,
     freeze_layers: int | None = None,
     patch_dropout: float | None = None,
+    text_tokens: int | None = None,
     checkpointing: bool = False,
 ) -> tuple[float, int]:
     """Runs two micro-batches forward and backward under bf16 autocast, and measures the second.
@@ -36,7 +37,7 @@ def measure(
     seconds = 0.0
     try:
         encoder = build(config, device, freeze, freeze_layers, checkpointing, patch_dropout)
-        batch = example_inputs(config, rows, device)
+        batch = example_inputs(config, rows, device, text_tokens)
         for _ in range(2):
             _synchronize(device)
             start = time.perf_counter()

@@ -19,6 +19,7 @@ _OF_PARTS = {
     "image_size": "height and width that images were resized to, for which positions were interpolated",
     "patch_dropout": "share of the patches of an image that training left out",
     "full_tokens_last": "share of the steps with all patches, at the end",
+    "max_text_tokens": "tokens to which training cut captions",
     "freeze_layers": "frozen layers of each tower, with the embeddings",
     "no_decay_parameters": "no weight decay of",
     "keep_features": "weight of the distance from the embeddings of the start",

@@ -190,7 +190,7 @@ class InfCLTrainer(Trainer):
         args, record = self.args, self.resumption.record
         vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         loader: Any = self.callback_handler.train_dataloader
-        padding = getattr(self.data_collator, "text_padding", None)
+        padding = getattr(loaders.of_training(self.data_collator, args), "text_padding", None)
         self.training_data = TrainingData(loader, args, record, padding)
         source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
@@ -328,16 +328,18 @@ class InfCLTrainer(Trainer):
             )
         if isinstance(pairs, (ImageTextStream, Replayed)):
             states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
-            return loaders.stream_loader(pairs, self.data_collator, vocabulary, self.args, states)
+            collator = loaders.of_training(self.data_collator, self.args)
+            return loaders.stream_loader(pairs, collator, vocabulary, self.args, states)
         return self._training_loader(pairs)
 
     def _training_loader(self, pairs: Any) -> DataLoader:
         """Trainer's loader of a training set that is no `ImageTextStream`."""
-        train_dataset, self.train_dataset = self.train_dataset, pairs
+        of_all, self.train_dataset = (self.train_dataset, self.data_collator), pairs
+        self.data_collator = loaders.of_training(self.data_collator, self.args)
         try:
             dataloader: Any = super().get_train_dataloader()
         finally:
-            self.train_dataset = train_dataset
+            self.train_dataset, self.data_collator = of_all
         loaders.adapt_training_loader(dataloader, self.dual_encoder.vocabulary, offload_inputs=self.args.offload_inputs)
         return dataloader
 
