@@ -14,8 +14,8 @@ from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
 from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
-from ..options.arguments import check_number
 from ..options.combinations import CHECKPOINTING, check_dropped_patches
+from ..options.ranges import check_number
 from ..planning import GPUS, Choice, Counts
 from ..planning.picture import draw
 from ..planning.report import (

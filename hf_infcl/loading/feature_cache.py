@@ -217,7 +217,7 @@ def fingerprint(content: str, tower: nn.Module, collator: ContrastiveCollator, d
     return digest.hexdigest()[:32]
 
 
-class Inputs(Sequence[dict[str, Any]]):
+class FeatureInputs(Sequence[dict[str, Any]]):
     """What features are computed from: the images of a dataset, or images and all their captions."""
 
     def __init__(self, items: ImageTextDataset | CachedImages, *, captions: bool) -> None:

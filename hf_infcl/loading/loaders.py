@@ -22,7 +22,7 @@ from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .feature_cache import CachedImages, CachedStart, Inputs, cached, check_cacheable
+from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
@@ -337,11 +337,11 @@ def with_cached_features(
     found, content = pairs, pairs.image_fingerprint()
     with random_state_kept(args.device):  # the training is the same if the features are there already
         if tower is not None:
-            inputs = Inputs(pairs, captions=False)
+            inputs = FeatureInputs(pairs, captions=False)
             found = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
         if start is not None:
             tokens = [collator.tokenize(captions)["input_ids"].tolist() for captions in pairs.sample_captions(64)]
             content += f" {pairs.caption_column} {collator.text_options} {tokens}"
-            inputs = Inputs(found, captions=True)
+            inputs = FeatureInputs(found, captions=True)
             found = CachedStart(found, cached(content, inputs, tower=start.model, encode=embeddings, **where))
     return found
