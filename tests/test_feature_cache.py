@@ -70,7 +70,9 @@ def test_trains_as_from_the_images_and_computes_each_image_once(tmp_path, kind):
     assert (from_images - parameters(Run(tmp_path, kind).trainer)).norm() > 1e-3, "it has trained"
 
 
-@pytest.mark.parametrize("options", [{}, {"freeze": "image"}, {"captions": 2, "replay": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"freeze": "image"}, {"captions": 2, "replay": True}, {"max_text_tokens": 3}], ids=str
+)
 def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
     """keep_features from a cache is that of the frozen copy, which a second run does not run at all."""
     captions, frozen = options.get("captions", 1), options.get("freeze")
@@ -82,6 +84,7 @@ def test_the_start_runs_once_per_row(tmp_path, monkeypatch, options):
         data = ImageTextDataset(rows(), pair_id_column="id", captions_per_image=captions)
         old = ImageTextDataset(rows(8, first=30), pair_id_column="id", captions_per_image=captions)
         given = {"keep_features": 30.0, "replay_dataset": old if options.get("replay") else None}
+        given |= {"max_text_tokens": options.get("max_text_tokens")}
         given |= {"learning_rate": 1e-2, "freeze": frozen, "optim": "sgd", "equal_ids": "positive"}
         return Run(tmp_path, data=data, **given, **({} if cached else {"cache_features": None})).train()
 
@@ -226,6 +229,7 @@ def test_a_file_that_changed_gives_others(tmp_path):
         ({"data": "crop"}, "may differ from epoch to epoch"),
         ({"data": "skip"}, "may differ from epoch to epoch"),
         ({"torch_compile": True}, "torch_compile is on"),
+        ({"data": "words", "keep_features": 3.0}, "text_dropout leaves other words out"),
         ({"data": "negatives", "keep_features": 3.0}, "needs the embeddings of negative captions"),
     ],
 )
@@ -234,6 +238,8 @@ def test_what_cannot_be_cached_is_refused(tmp_path, options, message):
         options = {"data": ImageTextDataset(rows(), augmentation="crop")}
     elif options.get("data") == "skip":
         options = {"data": ImageTextDataset(rows(), on_bad_sample="skip")}
+    elif options.get("data") == "words":
+        options = {**options, "data": ImageTextDataset(rows(), text_dropout=0.3)}
     elif options.get("data") == "negatives":
         wrong = rows().add_column("wrong", ["b"] * 20)
         options = {**options, "data": ImageTextDataset(wrong, negative_caption_column="wrong")}

@@ -227,6 +227,11 @@ class ImageTextDataset(ImageDataset):
         return hashlib.sha256(repr([self._texts[row] for row in rows]).encode()).hexdigest()[:16]
 
     @property
+    def changes_captions(self) -> bool:
+        """Whether the captions of an item may be others than those of its row."""
+        return bool(self._text_dropout)
+
+    @property
     def changes_images(self) -> bool:
         """Whether the image of an item may differ from epoch to epoch."""
         return self._augmentation != "none" or self._on_bad_sample == "skip"

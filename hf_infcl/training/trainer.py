@@ -323,9 +323,8 @@ class InfCLTrainer(Trainer):
         """
         pairs: Any = self.train_dataset
         if pairs is not None and self.args.cache_features is not None:
-            pairs = loaders.with_cached_features(
-                pairs, self.setup, self.data_collator, self._prepare_inputs, self.interruptions
-            )
+            collator = loaders.of_training(self.data_collator, self.args)
+            pairs = loaders.with_cached_features(pairs, self.setup, collator, self._prepare_inputs, self.interruptions)
         if isinstance(pairs, (ImageTextStream, Replayed)):
             states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
             collator = loaders.of_training(self.data_collator, self.args)

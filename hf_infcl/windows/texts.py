@@ -35,6 +35,10 @@ def sort_texts(batches: list[dict[str, Any]], padding: Mapping[str, int]) -> Ten
     lengths = torch.cat([batch["attention_mask"].sum(1) for batch in batches]).cpu()
     order = lengths.argsort(descending=True, stable=True)
     longest = [int(part[0]) for part in lengths[order].split(sizes)]
+    if "start_texts" in batches[0]:  # their embeddings at the start go with them
+        starts = torch.cat([batch["start_texts"] for batch in batches])
+        for batch, part in zip(batches, starts[order.to(starts.device)].split(sizes), strict=True):
+            batch["start_texts"] = part
     for name in names:
         padded = [_widened(batch[name], widest, padding[name]) for batch in batches]
         device = padded[0].device
