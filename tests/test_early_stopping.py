@@ -58,6 +58,19 @@ def test_a_training_ends_when_nothing_improves_also_after_a_resume(tmp_path):
     assert resumed.state.global_step == 4, "a new training begins to count anew"
 
 
+def test_a_resume_counts_no_evaluation_again_and_trains_nothing_after_the_end(tmp_path, caplog):
+    options: dict[str, Any] = {"learning_rate": 0.0, "lr_scheduler_type": "constant", "eval_on_start": True}
+    for step in (1, 2, 3):  # interrupted after each
+        cut = training(tmp_path, **options, max_steps=step, early_stopping_patience=4)
+        cut.train(resume_from_checkpoint="auto")
+        assert cut.state.global_step == step
+    for patience, end, trains in (4, 5, True), (4, 5, False), (6, 7, True):
+        resumed = training(tmp_path, **options, early_stopping_patience=patience)
+        resumed.train(resume_from_checkpoint="auto")
+        assert (resumed.state.global_step, resumed.steps_trained > 0) == (end, trains)
+    assert "checkpoint-5 was saved after step 5, and early_stopping_patience=4 ended the run there" in caplog.text
+
+
 def test_the_best_checkpoint_is_that_of_the_largest_sum(tmp_path):
     run = training(tmp_path, learning_rate=3e-3, max_steps=5, early_stopping_patience=9, load_best_model_at_end=True)
     run.train()

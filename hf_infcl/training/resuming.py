@@ -228,12 +228,9 @@ class Resumption:
         """The position of each process in an `ImageTextStream`; empty for a new run."""
         return (self.record and self.record.stream) or []
 
-    def warn_of_nothing_left(self, step: int, max_steps: int) -> None:
+    def warn_of_nothing_left(self, step: int, reason: str) -> None:
         """Says that the run was complete when it was resumed."""
-        logger.warning(
-            f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and the run has {max_steps} "
-            "steps."
-        )
+        logger.warning(f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and {reason}.")
 
     def position(self, args: InfCLTrainingArguments, steps_per_epoch: int, counted: tuple[int, int]) -> tuple[int, int]:
         """The completed epochs, and the trained micro-batches of the next one.

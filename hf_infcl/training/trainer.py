@@ -42,7 +42,7 @@ from ..windows.start import Start
 from ..windows.step import WindowStep
 from . import pushes
 from .construction import check_construction, check_overrides, collator_of, with_processor, with_replay
-from .early_stopping import EarlyStopping
+from .early_stopping import EarlyStopping, why_complete
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
 from .model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
@@ -370,9 +370,9 @@ class InfCLTrainer(Trainer):
     ) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
         counted = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
-        if self.state.global_step >= max_steps:
-            # Trainer looks at the number of steps only after it has trained one.
-            self.resumption.warn_of_nothing_left(self.state.global_step, max_steps)
+        # Trainer looks at the number of steps, and callbacks end a training, only after it has trained a step.
+        if reason := why_complete(self.state, max_steps, self.args.early_stopping_patience):
+            self.resumption.warn_of_nothing_left(self.state.global_step, reason)
             return num_train_epochs, 0
         return self.resumption.position(self.args, num_update_steps_per_epoch, counted)
 
