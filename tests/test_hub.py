@@ -23,7 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
 
 from hf_infcl.encoders.sharding import FSDP_SINCE
-from hf_infcl.training.pushes import Pushes
+from hf_infcl.saving.pushes import Pushes
 
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
@@ -135,7 +135,7 @@ class Failures(logging.Handler, TrainerCallback):
 
 def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub, tmp_path):
     failures = Failures()
-    logger = logging.getLogger("hf_infcl.training.pushes")
+    logger = logging.getLogger("hf_infcl.saving.pushes")
     logger.addHandler(failures)
     try:
         trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints", callbacks=[failures])

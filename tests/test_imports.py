@@ -26,7 +26,7 @@ def rooms(*names: str) -> tuple[str, ...]:
 
 
 # The rooms of the training.
-TRAINING = ("options", "windows", "loading", "training")
+TRAINING = ("options", "windows", "loading", "saving", "training")
 
 # Of modules that read options, so that a mistyped one is answered at once.
 WITHOUT_TORCH = (
@@ -122,6 +122,10 @@ MUST_NOT_KNOW = {
     "hf_infcl.loading.stream_loader": ("transformers", *rooms("loss", "windows")),
     "hf_infcl.loading.batch_checks": ("transformers", *rooms("loss", "windows")),
     "hf_infcl.loading.sampling": (*HUGGING_FACE, *rooms("loss", "windows")),
+    "hf_infcl.saving": (
+        *("transformers.Trainer", *MODELS, *DISTRIBUTED),
+        *rooms("reference", "kernels", "loss", "windows", "loading", "evaluation", "optimizers", "publishing"),
+    ),
     "hf_infcl.embedding": (
         *(*TRAINER, *MODELS, *DISTRIBUTED),
         *rooms("reference", "kernels", "loss", "windows", "training", "publishing"),

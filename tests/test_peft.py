@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import prepare_for_wrapper, stock_shapes
-from hf_infcl.training.peft_saving import beside_adapters
+from hf_infcl.saving.peft_saving import beside_adapters
 
 
 def lora(tower: str) -> peft.PeftModel:

@@ -13,9 +13,9 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.processes.phases import Phases
+from hf_infcl.saving.pushes import Pushes
 from hf_infcl.training.loop_events import LoopEvents
 from hf_infcl.training.progress import Progress
-from hf_infcl.training.pushes import Pushes
 from hf_infcl.training.resuming import Resumption
 from hf_infcl.windows.number_checks import NumberChecks
 from hf_infcl.windows.skipping import SkippedWindows

@@ -16,7 +16,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed
 from ..loading.replay import Replayed
 from ..options.arguments import RATES, InfCLTrainingArguments
-from .formats import check_formats
+from ..saving.formats import check_formats
 
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 

@@ -15,7 +15,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
 from ..options.arguments import InfCLTrainingArguments
-from .pushes import cause
+from ..saving.pushes import cause
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 

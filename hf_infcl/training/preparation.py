@@ -15,9 +15,9 @@ from ..encoders.image_size import resize_images
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
+from ..saving.peft_saving import beside_adapters
 from ..windows.start import Start
 from .muon import check_wrapper_of_muon
-from .peft_saving import beside_adapters
 
 logger = logging.get_logger(__name__)
 

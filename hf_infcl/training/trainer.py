@@ -2,7 +2,7 @@
 
 Here are the methods of transformers' Trainer that are overridden, each with a few lines that call a part. The step is
 in `windows/step.py`, the data in `loading/training_data.py` and `loading/loaders.py`, evaluations in `evaluating.py`,
-checkpoints in `checkpoints/` and `resuming.py`, pushes in `pushes.py`.
+checkpoints in `checkpoints/` and `resuming.py`, files and pushes in `saving/`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from ..options.run_options import OptimizerOptions
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted, describe_end
+from ..saving import pushes
+from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
 from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
-from . import pushes
 from .construction import check_construction, check_overrides, collator_of, with_processor, with_replay
 from .early_stopping import EarlyStopping, why_complete
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
-from .model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
 from .muon import create_muon
 from .optimization import (
     average_weights,

@@ -1,0 +1,1 @@
+"""The files in which a training saves its model, and their pushes to the Hub."""
