@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -231,6 +232,13 @@ def test_the_command_converts_there_and_back_and_both_formats_share_a_folder(cas
     with pytest.raises(SystemExit):
         cli.main("convert", [folder, str(tmp_path / "ours")])
     assert "holds a model already (config.json)" in capsys.readouterr().err
+    other = shutil.copytree(folder, tmp_path / "other")
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    for source, format in ((folder, "transformers"), (tmp_path / "ours", "open_clip")):
+        with pytest.raises(SystemExit):
+            cli.main("convert", [str(source), str(other), "--to", format])
+        assert "holds a model already (open_clip_config.json)" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before, "the files of another model"
 
 
 def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, capsys):

@@ -62,7 +62,7 @@ def convert(
 
     Args:
         source: what `load_open_clip` takes; with to="open_clip", a folder or a Hub repository of transformers.
-        target: the folder to write. It may hold the files of the other library, such as those of the source.
+        target: the folder to write. It may be the source, which then holds both formats.
         to: "transformers" or "open_clip".
         open_clip_model: as in `load_open_clip`.
         repository: as in `to_open_clip`.
@@ -71,14 +71,18 @@ def convert(
         Sentences about what was written and compared.
 
     Raises:
-        ValueError: there is no counterpart, the source is incomplete, the target holds such a model already, or the
-            embeddings differ.
+        ValueError: there is no counterpart, the source is incomplete, the target holds such a model or another one, or
+            the embeddings differ.
     """
     if to not in ("transformers", "open_clip"):
         raise ValueError(f"to must be 'transformers' or 'open_clip', got {to!r}.")
-    file = CONFIG if to == "open_clip" else "config.json"
-    if (Path(target) / file).exists():
-        raise ValueError(f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one.")
+    files = {"open_clip": CONFIG, "transformers": "config.json"}
+    for kind, file in files.items():  # both formats share the files of the tokenizer
+        fits = kind != to and Path(source).resolve() == Path(target).resolve()
+        if not fits and (Path(target) / file).exists():
+            raise ValueError(
+                f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
+            )
     if to == "transformers":
         return list(_to_transformers(source, target, open_clip_model))
     if open_clip_model is not None:
