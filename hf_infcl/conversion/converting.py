@@ -76,10 +76,11 @@ def convert(
     """
     if to not in ("transformers", "open_clip"):
         raise ValueError(f"to must be 'transformers' or 'open_clip', got {to!r}.")
-    files = {"open_clip": CONFIG, "transformers": "config.json"}
-    for kind, file in files.items():  # both formats share the files of the tokenizer
-        fits = kind != to and Path(source).resolve() == Path(target).resolve()
-        if not fits and (Path(target) / file).exists():
+    forbidden = [CONFIG, "config.json"] if to == "open_clip" else ["config.json", CONFIG]
+    if Path(source).resolve() == Path(target).resolve():
+        forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
+    for file in forbidden:
+        if (Path(target) / file).exists():
             raise ValueError(
                 f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
             )
