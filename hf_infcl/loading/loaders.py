@@ -340,8 +340,7 @@ def with_cached_features(
             inputs = FeatureInputs(pairs, captions=False)
             found = CachedImages(pairs, cached(content, inputs, tower=tower.eval(), encode=images, **where))
         if start is not None:
-            tokens = [collator.tokenize(captions)["input_ids"].tolist() for captions in pairs.sample_captions(64)]
-            content += f" {pairs.caption_column} {collator.text_options} {tokens}"
+            content += f" {pairs.caption_column} {collator.text_fingerprint()}"
             inputs = FeatureInputs(found, captions=True)
             found = CachedStart(found, cached(content, inputs, tower=start.model, encode=embeddings, **where))
     return found
