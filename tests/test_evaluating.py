@@ -463,6 +463,11 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
     for end in ("low", "high"):
         name = f"eval_pairs_score_change_{end}"
         assert resumed[name] == pytest.approx(entries[3][name], abs=1e-5)
+    options |= {"learning_rate": 0.0, "max_steps": 1, "eval_dataset": {"pairs": models.Pairs(7)}}
+    still = trainer_for(tmp_path / "still", **options)
+    still.train()
+    (entry,) = [e for e in still.state.log_history if "eval_pairs_score_change_low" in e]
+    assert (entry["eval_pairs_score_change_low"], entry["eval_pairs_score_change_high"]) == (0, 0)
 
 
 def test_of_labelled_images_ranks_are_gathered_instead_of_embeddings(tmp_path):

@@ -278,12 +278,13 @@ class Evaluator:
             return {}
         values = dict(zip(hits, resampled(list(hits.values())), strict=True))
         found = bounds(values)
-        score: Any = score_if_measured(values)
+        resampled_score: Any = score_if_measured(values)
+        score = [round(float(value), 6) for value in resampled_score]  # short in checkpoints
         size = len(next(iter(hits.values())).right)
         if self._at_start:
-            self._scores_before[prefix] = {"images": size, "values": [round(float(value), 6) for value in score]}
+            self._scores_before[prefix] = {"images": size, "values": score}
         elif (before := self._scores_before.get(prefix)) is not None and before["images"] == size:
-            low, high = interval(score - np.array(before["values"]))
+            low, high = interval(np.subtract(score, before["values"]))
             found |= {CHANGE + LOW: low, CHANGE + HIGH: high}
         return found
 
