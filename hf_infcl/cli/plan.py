@@ -21,7 +21,7 @@ from ..planning.picture import draw
 from ..planning.report import (
     better_batch,
     duration,
-    line_of_fewer_patches,
+    lines_of_earlier_steps,
     link_lines,
     measured_line,
     memory_lines,
@@ -29,6 +29,7 @@ from ..planning.report import (
     replay_lines,
     step_lines,
     why_nothing_fits,
+    words_of_further,
 )
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -92,10 +93,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     trained = "all" if of_model.trained == of_model.parameters else f"{of_model.trained / 1e6:.1f} million"
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
-    names: tuple[str, ...] = ("freeze", "freeze_layers", "image_size", "patch_dropout", "full_tokens_last")
-    names += ("max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device")
-    further = {name: getattr(options, name) for name in names}
-    freeze = "".join(f" --{name} {value}" for name, value in further.items() if value is not None)
+    further = words_of_further(options)
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
@@ -104,22 +102,18 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         *not_predicted(options),
         *replay_lines(old, choice),
         "",
-        f"Choose  {choice.options}{freeze}",
+        f"Choose  {choice.options}{further}",
         *better_batch(choice, step, lambda batch: find(batch, compiled=options.torch_compile), kept),
         "",
         *memory_lines(of_model, choice, memory_gib),
         "",
         f"Time of a step: {duration(step)} ({', '.join(f'{name} {duration(t)}' for name, t in times.items())}).",
     ]
-    if options.full_tokens_last:
-        fewer = planning.count(
-            config, **frozen, patch_dropout=options.patch_dropout, checkpointing=choice.checkpointing
-        )
-        lines.append(line_of_fewer_patches(fewer, choice, gpu, options.full_tokens_last, step))
+    lines += lines_of_earlier_steps(options, config, frozen, choice, gpu, step)
     other = find(global_batch, compiled=not options.torch_compile)
     if other is not None:
         how = "Without" if options.torch_compile else "With"
-        lines.append(f"  {how} --torch_compile it is {duration(other[0])}: choose {other[1].options}{freeze}")
+        lines.append(f"  {how} --torch_compile it is {duration(other[0])}: choose {other[1].options}{further}")
     if options.torch_compile or other is not None:
         lines.append(
             "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."

@@ -171,7 +171,8 @@ class ContrastiveCollator:
         """Collates b items with n captions in total, including negative captions.
 
         Returns:
-            pixel_values [b, 3, H, W], fp32 or, with `uint8`, uint8; or the output of an image processor that prepares
+            pixel_values [b, 3, H, W], of the size of the processor or of the items' ``side`` (`SizedRow`), fp32 or,
+            with `uint8`, uint8; or the output of an image processor that prepares
             the images itself. For image-text items also the tokenizer's output, `input_ids` [n, L] int64 and so on.
             Then, all int64:
             pair_ids [b] and skipped [b]: if the items have them.
@@ -222,12 +223,11 @@ class ContrastiveCollator:
         if self._transform is None or len(arrays) < len(items):
             images = [_as_picture(item["image"]) for item in items]
             return dict(self.processor.image_processor(images=images, return_tensors="pt"))
+        side = next((item["side"] for item in items if "side" in item), None)
+        transform = self._transform if side is None else self._transform.of_side(side)
         # In a DataLoader's worker, default_collate stacks into shared memory, which saves a copy.
         pixels: Tensor = default_collate(
-            [
-                self._transform(array, cropped=item.get("cropped", False))
-                for array, item in zip(arrays, items, strict=True)
-            ]
+            [transform(array, cropped=item.get("cropped", False)) for array, item in zip(arrays, items, strict=True)]
         )
         return {"pixel_values": pixels if self.uint8 else self._transform.normalise(pixels)}
 

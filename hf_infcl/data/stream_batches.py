@@ -45,8 +45,15 @@ class Samples(Protocol):
     groups: list[list[int]]  # the numbers of the shards that are dealt together
     weights: list[float]  # of the groups
 
-    def item(self, passes: int, shard: int, key: str, sample: Any) -> dict[str, Any]:
-        """The item of a raw sample, after this many passes."""
+    def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None) -> dict[str, Any]:
+        """The item of a raw sample, after this many passes, with its image for this side."""
+
+
+class StepSides(Protocol):
+    """The sides of the images in the steps of a training."""
+
+    def smaller_at(self, step: int) -> int | None:
+        """The side in a step; None for the size of the collator."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
             [weight, len(group), digest([stream.shards[number].name for number in group])]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
+        self._sides: tuple[StepSides | None, int] = None, 0  # and the step of micro-batch 0
         self._consumed = 0  # micro-batches of the whole run, of all processes
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
@@ -210,6 +218,14 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     # ---- Reading ----
 
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
+        self._sides = sides, step - self._consumed // self._first_window
+
+    def _side(self, number: int) -> int | None:
+        sides, first = self._sides
+        return None if sides is None else sides.smaller_at(first + number // self._first_window)
+
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""
         lanes = self._order.lanes
@@ -276,7 +292,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
                 passes, shard, key, sample = next(samples[draws[drawn % _DRAWS]])
                 drawn += 1
                 try:
-                    item = stream.item(passes, shard, key, sample)
+                    item = stream.item(passes, shard, key, sample, self._side(number))
                 except BadSampleError as error:
                     if stream.on_bad_sample == "raise":
                         raise

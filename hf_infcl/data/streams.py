@@ -21,7 +21,7 @@ from ..shards.opening import ReadError, content_tag, digest, find_shards, open_s
 from ..shards.readers import Columns, DamagedShardError, reader_of
 from ..shards.urls import Url
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
-from .images import BadSampleError, decode_rgb
+from .images import BadSampleError, decode_rgb, least_side
 from .pairs import (
     as_pair_id,
     caption_pair_id,
@@ -236,8 +236,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)
 
-    def item(self, passes: int, shard: int, key: str, sample: Any) -> dict[str, Any]:
-        """The item of a raw sample, after this many passes.
+    def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None = None) -> dict[str, Any]:
+        """The item of a raw sample, after this many passes; with a ``side``, for images of this size.
 
         Raises:
             BadSampleError: the sample cannot be used, with the names of shard and sample.
@@ -248,14 +248,14 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         try:
             if _leaves_folder(key):
                 raise ValueError("its name points outside its folder")
-            return self._item(url, f"{name} {key}", passes, reader.row(sample))
+            return self._item(url, f"{name} {key}", passes, reader.row(sample), side)
         except ReadError:
             raise
         except Exception as error:  # decoders raise exceptions of any class
             cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
             raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
 
-    def _item(self, url: str, sample: str, passes: int, row: dict[str, Any]) -> dict[str, Any]:
+    def _item(self, url: str, sample: str, passes: int, row: dict[str, Any], side: int | None) -> dict[str, Any]:
         columns = self._columns
         image = row[columns.image]
         if image is None:
@@ -284,8 +284,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         for key in texts if self._text_dropout else ():
             texts[key] = drop_words(texts[key], self._text_dropout, self._random(passes, sample, f"words of {key}"))
         seed = f"{self.seed} {passes} {sample} augmentation"
-        item = augment(decode_rgb(image, self._min_side), self._augmentation, seed)
-        return item | texts | {"pair_id": pair_id}
+        item = augment(decode_rgb(image, least_side(self._min_side, side)), self._augmentation, seed)
+        return item | texts | {"pair_id": pair_id} | ({} if side is None else {"side": side})
 
     def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
         return random.Random(f"{self.seed} {passes} {sample} {purpose}")

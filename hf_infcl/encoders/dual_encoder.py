@@ -114,7 +114,10 @@ class DualEncoder:
         objective: the objective that the model was designed for, ``"softmax"`` or ``"sigmoid"``.
         temperature_name: the name of the temperature's parameter.
         stock_temperature_shape: its shape in transformers.
+        takes_any_size: whether positions are interpolated for images of other sizes; see `OtherSizes`.
     """
+
+    takes_any_size = False
 
     def __init__(self, model: nn.Module) -> None:
         kind = type_of(model)
@@ -156,7 +159,7 @@ class DualEncoder:
         config, pixel_values = self._config("vision_config"), batch.get("pixel_values")
         if config is None or config.model_type not in OF_ONE_IMAGE_SIZE or not isinstance(config.image_size, int):
             return
-        if pixel_values is None or pixel_values.ndim != 4:
+        if pixel_values is None or pixel_values.ndim != 4 or self.takes_any_size:
             return
         size, patch = config.image_size, config.patch_size
         height, width = pixel_values.shape[-2:]

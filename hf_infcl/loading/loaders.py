@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..data import ContrastiveCollator, ImageTextStream
+from ..data.stream_batches import StepSides
 from ..data.wrapped import check_has_end, has_epochs, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
@@ -32,6 +33,7 @@ _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
 _OF_COLLATOR = (
     "image",
     "cropped",
+    "side",
     "image_features",
     "at_start",
     "caption",
@@ -103,6 +105,13 @@ class LoaderParts:
         if self.rows is not None:
             self.rows.begin_epoch(epoch)
         set_epoch(self.stream, epoch)
+
+    def set_sides(self, sides: StepSides | None, step: int, windows: int) -> None:
+        """Lets the images have these sides from this step on, before which ``windows`` of the epoch were trained."""
+        if self.sampler is not None:
+            self.sampler.set_sides(sides, step - windows)
+        if self.stream_loader is not None:
+            self.stream_loader.set_sides(sides, step)
 
 
 def check_data_seed(dataset: Any, data_seed: int | None) -> None:

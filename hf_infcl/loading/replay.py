@@ -17,10 +17,10 @@ from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import Share
+from ..data.stream_batches import Share, StepSides
 from ..data.wrapped import gives, has_epochs, set_epoch
 from ..options.arguments import InfCLTrainingArguments
-from .sampling import WindowSampler
+from .sampling import SizedRow, WindowSampler
 
 DEFAULT_SHARE = 0.5
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
@@ -179,6 +179,10 @@ class ReplayBatches(IterableDataset[tuple[Any, Tag]]):
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds}
 
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        for part in self._parts:
+            part.set_sides(sides, step)
+
     def consume(self, tag: Tag) -> None:
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):
             part.consume(tag_of_part)
@@ -224,7 +228,11 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         # In windows, which in the run of the checkpoint may have had other sizes.
         self._windows_before = -(-at["rows"] // share.pairs)
         self._consumed = at["windows"] * share.micro_batches  # of the whole run, of all processes
+        self._sides: tuple[StepSides | None, int] = None, 0  # and the step of micro-batch 0
         self._pass: tuple[int, list[int]] = (-1, [])  # the pass whose order was needed last
+
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        self._sides = sides, step - self._consumed // self._share.micro_batches
 
     def consume(self, tag: Tag) -> None:
         self._consumed += self._world_size
@@ -254,6 +262,10 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         passes, first = self._place(number // self._share.micro_batches)
         before, size = self._share.before(number), self._share.of(number)
         rows = self._order(passes)[first + before : first + before + size]
+        sides, first_step = self._sides
+        if sides is not None:
+            side = sides.smaller_at(first_step + number // self._share.micro_batches)
+            rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, passes)
         several = getattr(dataset, "__getitems__", None)
         items = several(rows) if callable(several) else [dataset[row] for row in rows]

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from ..data.stream_batches import StepSides
 from ..data.wrapped import set_epoch
+
+
+class SizedRow(int):
+    """The number of a row whose image becomes a square of a ``side``, if a dataset and its collator know it."""
+
+    side: int | None
+
+    def __new__(cls, row: int, side: int | None = None) -> SizedRow:
+        sized = super().__new__(cls, row)
+        sized.side = side
+        return sized
 
 
 class WindowSampler(Sampler[int]):
@@ -36,6 +48,8 @@ class WindowSampler(Sampler[int]):
             )
         self._rows, self._shuffle, self._seed, self._epoch = len(dataset), shuffle, seed, 0
         self._length = self._rows // global_batch_size * global_batch_size
+        self._batch, self._first_step = global_batch_size, 0
+        self._sides: StepSides | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -43,12 +57,24 @@ class WindowSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
+    def set_sides(self, sides: StepSides | None, first_step: int) -> None:
+        """Lets the rows of the next epochs be `SizedRow` with these sides; the epoch begins with this step."""
+        self._sides, self._first_step = sides, first_step
+
     def __iter__(self) -> Iterator[int]:
+        sides = self._sides
+        if sides is None:
+            return iter(self._order())
+        steps = enumerate(self._order(), self._first_step * self._batch)
+        return (SizedRow(row, sides.smaller_at(place // self._batch)) for place, row in steps)
+
+    def _order(self) -> Iterable[int]:
         if not self._shuffle:
             first = self._epoch * self._length
             return (row % self._rows for row in range(first, first + self._length))
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        return iter(torch.randperm(self._rows, generator=generator)[: self._length].tolist())
+        rows: list[int] = torch.randperm(self._rows, generator=generator)[: self._length].tolist()
+        return rows
 
 
 class RowsOfEpoch(Dataset[Any]):

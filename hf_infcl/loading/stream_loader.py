@@ -10,6 +10,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from ..data import ImageTextStream
+from ..data.stream_batches import StepSides
 from ..options.arguments import InfCLTrainingArguments
 from .replay import Replayed
 
@@ -75,6 +76,10 @@ class StreamLoader(DataLoader[Any]):
         """The batches that follow the consumed ones. They do not count as consumed."""
         for batch, _ in self._read():
             yield self._to_device(batch)
+
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        """Lets the batches that follow the consumed ones, of this step, have images of these sides."""
+        self._batches.set_sides(sides, step)
 
     def lasting(self) -> Iterator[Any]:
         """The iterator of the training, whose batches `consume` records; the same one until `close`.

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..data.stream_batches import StepSides
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
@@ -39,6 +40,7 @@ class TrainingData:
         args: the arguments of the training.
         resumed: the record of the checkpoint that the training resumes from, if any.
         text_padding: as for `Window`.
+        sides: of the images in the steps, if they change.
 
     Attributes:
         window: the micro-batches that are trained now.
@@ -52,6 +54,7 @@ class TrainingData:
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
         text_padding: Mapping[str, int] | None = None,
+        sides: StepSides | None = None,
     ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
         self._args, self._processes, self._text_padding = args, Processes(), text_padding
@@ -60,11 +63,13 @@ class TrainingData:
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
         self._has_warned_of_wait = False
+        self._sides = sides
         self.begin_epoch(0)
 
-    def begin_epoch(self, epoch: int, windows: int = 0) -> None:
-        """Begins a pass over the data, in which ``windows`` windows are trained already."""
+    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
+        """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         self._epoch = _Epoch(epoch, windows)
+        self.source.set_sides(self._sides, step, windows)
         self.source.begin_epoch(epoch, self._args.seed)
 
     def fetch(

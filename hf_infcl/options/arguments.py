@@ -16,6 +16,7 @@ from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
+from .image_sizes import ImageSizes, check_image_sizes
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
 from .ranges import RANGES, check_number
@@ -179,6 +180,14 @@ class InfCLTrainingArguments(TrainingArguments):
             "help": "Height and width of the images in pixels, for example 336. The position embeddings of the model "
             "are interpolated to this size, which is saved with the model and its processor. Defaults to the size of "
             "the model."
+        },
+    )
+    image_size_schedule: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the steps, "
+            "then the size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). "
+            "Positions are interpolated in each forward, so what is saved is always of the full size."
         },
     )
     patch_dropout: float | None = field(
@@ -356,6 +365,7 @@ class InfCLTrainingArguments(TrainingArguments):
         check_combinations(self)
         check_support(self)
         check_muon(self)
+        check_image_sizes(self)
 
     def _check_choices(self) -> None:
         for name, value, known in (
@@ -406,6 +416,10 @@ class InfCLTrainingArguments(TrainingArguments):
     def global_batch_size(self) -> int:
         """The number of pairs in one contrastive batch, that is in one optimizer step."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    def image_sizes(self, steps: int) -> ImageSizes | None:
+        """``image_size_schedule`` over this many steps, or None."""
+        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, steps)
 
     @property
     def learning_rate_factor(self) -> float:

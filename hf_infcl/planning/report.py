@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,11 +11,17 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from ..encoders.image_size import config_for_images
+from ..options.image_sizes import ImageSizes
 from . import prediction
-from .counting import Counts
+from .counting import Counts, count
 from .measuring import measure
 from .prediction import GIB, GPU, USABLE, Choice, hiding_bandwidth, is_gathered, link_bytes, memory
 
+_FURTHER = (
+    *("freeze", "freeze_layers", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
+    *("max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
+)
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
 
 
@@ -65,18 +72,51 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
-def line_of_fewer_patches(counts: Counts, choice: Choice, gpu: GPU, full_tokens_last: float, step: float) -> str:
-    """The seconds of a step before the last ones, which see all patches, and the mean of both kinds.
+def words_of_further(options: Any) -> str:
+    """The given options of a training that a `Choice` leaves to the user, as words of a command."""
+    given = {name: getattr(options, name) for name in _FURTHER}
+    words = {name: " ".join(value) if isinstance(value, list) else value for name, value in given.items()}
+    return "".join(f" --{name} {value}" for name, value in words.items() if value is not None)
+
+
+def lines_of_earlier_steps(
+    options: Any, config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, gpu: GPU, step: float
+) -> list[str]:
+    """A line with the seconds of the steps before the last ones, with fewer patches or smaller images, and the mean.
 
     Args:
-        counts: a micro-batch with fewer patches.
+        options: of the training, such as ``full_tokens_last`` and ``image_size_schedule``.
+        config: of the model.
+        frozen: what is frozen, as for `count`.
         choice, gpu: the training and its GPU.
-        full_tokens_last: the share of the last steps.
         step: the seconds of one of the last steps.
+
+    Raises:
+        ValueError: the schedule of sizes does not fit the model.
     """
-    before = sum(prediction.seconds(counts, choice, gpu).values())
-    mean = (1 - full_tokens_last) * before + full_tokens_last * step
-    return f"  Before the last steps, with fewer patches, it is {duration(before)}; the mean is {duration(mean)}."
+    words = options.image_size_schedule
+    own = getattr(config.vision_config, "image_size", None)
+    sizes = ImageSizes((own,), ()) if words is None else ImageSizes.of(words)  # type: ignore[arg-type]
+    if sizes.full != own:
+        raise ValueError(f"image_size_schedule ends with {sizes.full}, and the model is of {own} pixels (image_size).")
+    whole_from = 1 - (options.full_tokens_last or 0.0)
+    borders = sorted({0.0, *sizes.ends, whole_from, 1.0})
+    told, mean = [], 0.0
+    for begin, end in itertools.pairwise(borders):
+        size = sizes.sizes[sum(begin >= ended for ended in sizes.ends)]
+        share = options.patch_dropout if begin < whole_from else None
+        if end == 1.0:
+            mean += (end - begin) * step
+            continue
+        smaller = config_for_images(config, size)
+        counts = count(smaller, **frozen, patch_dropout=share, checkpointing=choice.checkpointing)
+        seconds = sum(prediction.seconds(counts, choice, gpu).values())
+        mean += (end - begin) * seconds
+        images = f"images of {size} pixels" if words else ""
+        told.append(f"{' and '.join(filter(None, (images, share and 'fewer patches')))}, it is {duration(seconds)}")
+    if not told:
+        return []
+    return [f"  Before the last steps, with {'; with '.join(told)}; the mean is {duration(mean)}."]
 
 
 def measured_line(config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, counts: Counts, gpu: GPU) -> str:

@@ -17,6 +17,7 @@ _OF_PARTS = {
     "text_learning_rate": "learning rate of the text tower",
     "layer_decay": "factor of the learning rate per layer",
     "image_size": "height and width that images were resized to, for which positions were interpolated",
+    "image_size_schedule": "sizes of the images, each with its share of the steps",
     "patch_dropout": "share of the patches of an image that training left out",
     "full_tokens_last": "share of the steps with all patches, at the end",
     "max_text_tokens": "tokens to which training cut captions",

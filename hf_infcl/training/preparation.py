@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
-from ..encoders.image_size import resize_images
+from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
@@ -54,6 +54,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         dual_encoder.freeze_layers(args.freeze_layers)
     if args.image_size is not None:
         resize_images(dual_encoder, args.image_size)
+    if (sizes := args.image_sizes(0)) is not None:
+        check_sizes(dual_encoder, sizes.sizes)
     if args.patch_dropout:
         check_patches(dual_encoder)
     prepare_for_wrapper(dual_encoder, accelerator.distributed_type)

@@ -191,7 +191,7 @@ class InfCLTrainer(Trainer):
         vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         loader: Any = self.callback_handler.train_dataloader
         padding = getattr(loaders.of_training(self.data_collator, args), "text_padding", None)
-        self.training_data = TrainingData(loader, args, record, padding)
+        self.training_data = TrainingData(loader, args, record, padding, args.image_sizes(self.state.max_steps))
         source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if loader is not None and own and source.stream_loader is None:
@@ -224,7 +224,8 @@ class InfCLTrainer(Trainer):
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         resumed = epoch == kwargs["epochs_trained"]
         trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
-        self.training_data.begin_epoch(epoch, trained // self.args.gradient_accumulation_steps)
+        windows, step = trained // self.args.gradient_accumulation_steps, self.state.global_step
+        self.training_data.begin_epoch(epoch, windows, step)
         super()._run_epoch(model, epoch, *args, **kwargs)
         self.interruptions.agree()  # a signal may have come in the last step
 

@@ -31,6 +31,7 @@ class Start:
 
     Attributes:
         fingerprint: a hash of the weights, without LoRA's factors.
+        encoder: the copy of the model, if its embeddings are needed.
 
     Raises:
         ValueError: the training is DeepSpeed's.
@@ -44,21 +45,21 @@ class Start:
             )
         self._accelerator = accelerator
         self.fingerprint = _fingerprint(model)
-        self._encoder: DualEncoder | None = None
+        self.encoder: DualEncoder | None = None
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
             return
         alike = accelerator.distributed_type != DistributedType.FSDP
         shared = {id(p): p for p in model.parameters() if alike and not p.requires_grad}
         kept = copy.deepcopy(model, shared).requires_grad_(False).eval().to(accelerator.device)
-        self._encoder = DualEncoder(kept)
+        self.encoder = DualEncoder(kept)
         self._weights = {n: p.detach() for n, p in kept.named_parameters()}
 
     @property
     def model(self) -> nn.Module:
         """The frozen copy of the model."""
-        assert self._encoder is not None
-        return self._encoder.model
+        assert self.encoder is not None
+        return self.encoder.model
 
     def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
         """The embeddings of a micro-batch at the start, [images, D] and [texts, D], without a graph.
@@ -67,11 +68,11 @@ class Start:
             inputs: of the micro-batch, on the device.
             frozen_outputs: what the model's frozen towers returned for it; the copies of these towers do not run.
         """
-        assert self._encoder is not None
+        assert self.encoder is not None
         # A forward writes the projection into the output that it gets, which the second pass needs as it is.
         outputs = {name: type(output)(**output) for name, output in frozen_outputs.items()}
         with torch.no_grad(), self._accelerator.autocast():
-            return self._encoder.embed(self._encoder.model, inputs, outputs)
+            return self.encoder.embed(self.encoder.model, inputs, outputs)
 
     def pull(
         self, optimizer: torch.optim.Optimizer, model: Callable[[], nn.Module], names: Collection[str], strength: float

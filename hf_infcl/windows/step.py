@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
+from ..encoders.image_size import OtherSizes, resized
 from ..encoders.patch_dropout import PatchDropout
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
@@ -94,7 +95,10 @@ class WindowStep:
         if args.freeze_layers is not None:
             encoder.stop_gradients_at_frozen_layers()
         self.graph_budget = self._new_budget()
-        self._patches: PatchDropout | None = None  # from the first window on
+        self._patches: PatchDropout | None = None  # from the first window on, as well
+        self._other_sizes: list[OtherSizes] = []
+        self._sizes = args.image_sizes(steps)
+        self._tokens: tuple[float, int | None] = 0.0, None  # of the last window: patches dropped, size of its images
         self._full_from = steps - math.ceil((args.full_tokens_last or 0.0) * steps)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
@@ -135,7 +139,7 @@ class WindowStep:
         model.train()
         self._encoder.eval_frozen_parts()
         if index == 0:
-            self._drop_patches(step)
+            self._set_tokens(step)
             self._wrapper.begin_window()
             self.checks.begin_window(model)
         with self._wrapper.gradient_sync(last):
@@ -178,22 +182,28 @@ class WindowStep:
         retain = self._args.retain_graphs
         return GraphBudget(None if retain == "auto" else int(retain), self._args.device)
 
-    def _drop_patches(self, step: int) -> None:
-        """Sets the share of the patches that the window of this step drops."""
-        if not self._args.patch_dropout:
-            return
-        share = self._args.patch_dropout if step < self._full_from or not self._args.full_tokens_last else 0.0
-        if self._patches is None:
+    def _set_tokens(self, step: int) -> None:
+        """Sets the share of the patches that the window of this step drops, and the size of its images."""
+        args = self._args
+        share = args.patch_dropout or 0.0 if step < self._full_from or not args.full_tokens_last else 0.0
+        size = None if self._sizes is None else self._sizes.at(step)
+        if args.patch_dropout and self._patches is None:
             self._patches = PatchDropout(self._encoder, share)
-        elif self._patches.share != share:
+        elif self._patches is not None:
             self._patches.share = share
-            self.graph_budget = self._new_budget()  # a graph takes more memory now
+        if self._sizes is not None and not self._other_sizes:
+            of_start = None if self._start is None else self._start.encoder
+            self._other_sizes = [OtherSizes(encoder) for encoder in (self._encoder, of_start) if encoder is not None]
+        if self._tokens != (share, size):
+            self._tokens = share, size
+            self.graph_budget = self._new_budget()  # a graph takes another amount of memory now
 
     def close(self) -> None:
         """Leaves the model as it was before the training, but for its weights."""
-        if self._patches is not None:
-            self._patches.remove()
-            self._patches = None
+        for hook in (self._patches, *self._other_sizes):
+            if hook is not None:
+                hook.remove()
+        self._patches, self._other_sizes = None, []
 
     def _first_pass(self, model: nn.Module, window: Window, step: int) -> CachedWindow:
         """Encodes the window and evaluates its loss, on every process at once."""
@@ -228,6 +238,10 @@ class WindowStep:
         if window.encoded == 1:
             self._collect_after_compiling()
         inputs = self._prepare_inputs(window.inputs(micro_batch))
+        if (size := self._tokens[1]) is not None:
+            inputs = {**inputs, "pixel_values": resized(inputs["pixel_values"], size)}
+            if self._compiled:  # for each size, rather than once for all
+                torch._dynamo.mark_static(inputs["pixel_values"])
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds = self._encoder.embed(model, inputs, frozen_outputs)

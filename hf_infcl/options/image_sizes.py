@@ -1,0 +1,72 @@
+"""The sizes of the images in the steps of a training."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Smaller images first (arXiv 2305.07017): a size for each step, the full one at the end.
+
+    Attributes:
+        sizes: heights and widths in pixels; the last one is that of the model.
+        ends: for each size but the last, the share of the steps after which it ends.
+        steps: of the whole training.
+    """
+
+    sizes: tuple[int, ...]
+    ends: tuple[float, ...]
+    steps: int = 0
+
+    @classmethod
+    def of(cls, words: Sequence[str], steps: int = 0) -> ImageSizes:
+        """The schedule of words such as 112:0.5 160:0.4 224: each size with its share of the steps, the rest is last.
+
+        Raises:
+            ValueError: the words are no such schedule.
+        """
+        *smaller, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", str(word)) for word in words] or [None]
+        shares = [float(found[2] or 0) if found else 0.0 for found in smaller]
+        if not smaller or last is None or last[2] or not all(shares) or sum(shares) >= 1 or int(last[1]) == 0:
+            raise ValueError(
+                "image_size_schedule must be sizes with their shares of the steps and then the last size, which gets "
+                f"the rest, such as 112:0.5 160:0.4 224, got {' '.join(map(str, words)) or 'nothing'}."
+            )
+        sizes = [int(found[1]) for found in (*smaller, last) if found]
+        return cls(tuple(sizes), tuple(itertools.accumulate(shares)), steps)
+
+    @property
+    def full(self) -> int:
+        """The size of the last steps and of evaluations."""
+        return self.sizes[-1]
+
+    def at(self, step: int) -> int:
+        """The size of a step, which begins after this many others."""
+        ended = sum(step >= round(end * self.steps) for end in self.ends)
+        return self.sizes[ended]
+
+    def smaller_at(self, step: int) -> int | None:
+        """The same, but None for the full size, whose images are those of a training without a schedule."""
+        size = self.at(step)
+        return None if size == self.full else size
+
+
+def check_image_sizes(args: Any) -> None:
+    """Raises a ValueError for an ``image_size_schedule`` that is none, or that other options contradict."""
+    if args.image_size_schedule is None:
+        return
+    sizes = ImageSizes.of(args.image_size_schedule)
+    if args.image_size not in (None, sizes.full):
+        raise ValueError(
+            f"image_size_schedule ends with {sizes.full}, and image_size is {args.image_size}. The last steps see "
+            "images of the size of the model: give both the same one."
+        )
+    if args.cache_features is not None:
+        raise ValueError(
+            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out."
+        )
