@@ -455,6 +455,19 @@ def test_a_change_stands_beside_its_interval(tmp_path, high, words):
     assert ("within noise" in "\n".join(lines_of_changes(made))) == (high > 0)
 
 
+def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
+    pairs = dataclasses.replace(RETRIEVAL, before=PAIRS, metrics=PAIRS)
+    names = {"templates": ["a {}"], "class_names": ["cat", "dog"]}
+    classes = dataclasses.replace(pairs, key="zero_shot", before={"acc1": 0.3}, metrics={"acc1": 0.4}, **names)
+    made = facts(evaluations=[pairs, classes])
+    place = f"{pairs.dataset}, {pairs.split}"
+    lines = list(lines_of_changes(made))
+    assert [line[: len(place) + 12].strip() for line in lines[1:3]] == [f"{place} (captions)", f"{place} (classes)"]
+    card = read(made, tmp_path).text
+    assert all(f"`{pairs.dataset}`, {pairs.split} ({kind}) | trained for" in card for kind in ("captions", "classes"))
+    assert next(iter(lines_of_changes(facts(evaluations=[pairs])))).startswith(" " * len(place) + "   before")
+
+
 def test_the_ceiling_of_a_recall_stands_beside_it(tmp_path):
     metrics = {**PAIRS, "image_retrieval_recall@1_ceiling": 0.4, "text_retrieval_recall@1_ceiling": 1.0}
     measured = dataclasses.replace(RETRIEVAL, metrics=metrics)

@@ -231,7 +231,7 @@ def _changes(facts: TrainingFacts) -> str:
     if found := changes(facts):
         rows = [
             (
-                _where(change.evaluation),
+                _where(change.evaluation) + change.kind,
                 "guard" if change.evaluation.guard else "trained for",
                 *(f"{value:.4f}" for value in (change.before, change.after)),
                 change.words(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..averaging import score_if_measured
 from ..evaluation import Difference
@@ -26,6 +26,7 @@ class Change:
         before, after: its scores.
         half: whether they are of that half of the rows by which no average was chosen.
         interval: the 95% interval of the difference, by a bootstrap over the images; None if it was not measured.
+        kind: " (captions)" or " (classes)" if the same images were measured in both ways; otherwise empty.
     """
 
     evaluation: Evaluation
@@ -33,6 +34,7 @@ class Change:
     after: float
     half: bool = False
     interval: tuple[float, float] | None = None
+    kind: str = ""
 
     def words(self, factor: float = 1, digits: int = 4) -> str:
         """The difference times ``factor``, its interval if there is one, and whether it is noise."""
@@ -46,7 +48,13 @@ def changes(facts: TrainingFacts) -> list[Change]:
 
     Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
     """
-    return sorted(_changes(facts), key=lambda change: change.evaluation.guard)
+    found = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
+    places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
+    kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in found]
+    return [
+        replace(change, kind=kind if places.count(place) > 1 else "")
+        for change, place, kind in zip(found, places, kinds, strict=True)
+    ]
 
 
 def _changes(facts: TrainingFacts) -> Iterator[Change]:
@@ -67,7 +75,7 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
     """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
     if not (found := changes(facts)):
         return
-    names = [f"{change.evaluation.dataset}, {change.evaluation.split}" for change in found]
+    names = [f"{change.evaluation.dataset}, {change.evaluation.split}{change.kind}" for change in found]
     width = max(map(len, names))
     yield f"{'':<{width}}   before    after   change"
     for name, change in zip(names, found, strict=True):
