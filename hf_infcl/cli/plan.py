@@ -25,6 +25,7 @@ from ..planning.report import (
     link_lines,
     measured_line,
     memory_lines,
+    not_predicted,
     number,
     replay_lines,
     step_lines,
@@ -206,24 +207,3 @@ def old_pairs(options: argparse.Namespace, choice: Choice) -> int:
     """The old pairs of a global batch, if the training replays some."""
     share = DEFAULT_SHARE if options.replay_share is None else options.replay_share
     return round(choice.global_batch * share) if options.replay_dataset else 0
-
-
-def not_predicted(options: argparse.Namespace) -> list[str]:
-    """A line that names the given options whose effect the prediction leaves out, if there are any."""
-    others = {
-        "strategy": options.strategy != "ring" and options.gpus > 1,
-        "backend": options.backend == "torch",
-        "lora_rank": options.lora_rank is not None,
-        "cache_features": options.cache_features is not None,
-        "ema_device": options.ema_device is not None,
-        "fsdp": bool(options.fsdp),
-        "deepspeed": bool(options.deepspeed),
-        "fp16": options.fp16,
-    }
-    names = [f"--{name} {getattr(options, name)}" for name, changed in others.items() if changed]
-    if not names:
-        return []
-    return [
-        f"The prediction leaves out {' and '.join(names)}: it is of bf16, AdamW or Muon, whole weights on "
-        "every GPU and the ring."
-    ]

@@ -72,6 +72,27 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
+def not_predicted(options: Any) -> list[str]:
+    """A line that names the given options whose effect the prediction leaves out, if there are any."""
+    others = {
+        "strategy": options.strategy != "ring" and options.gpus > 1,
+        "backend": options.backend == "torch",
+        "lora_rank": options.lora_rank is not None,
+        "cache_features": options.cache_features is not None,
+        "ema_device": options.ema_device is not None,
+        "fsdp": bool(options.fsdp),
+        "deepspeed": bool(options.deepspeed),
+        "fp16": options.fp16,
+    }
+    names = [f"--{name} {getattr(options, name)}" for name, changed in others.items() if changed]
+    if not names:
+        return []
+    return [
+        f"The prediction leaves out {' and '.join(names)}: it is of bf16, AdamW or Muon, whole weights on "
+        "every GPU and the ring."
+    ]
+
+
 def words_of_further(options: Any) -> str:
     """The given options of a training that a `Choice` leaves to the user, as words of a command."""
     given = {name: getattr(options, name) for name in _FURTHER}
