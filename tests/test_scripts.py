@@ -254,6 +254,21 @@ def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tm
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+def test_benchmark_step_measures_texts_in_larger_micro_batches(script, tmp_path):
+    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    words = ["--model", "tiny", "--micro-batch-size", 2, "--accumulation-steps", 4, "--texts", "--text-tokens", 6]
+    step.run(parser.parse_args([*map(str, words), "--output", str(tmp_path / "step.csv")]))
+    rows = rows_of(tmp_path / "step.csv")
+    assert [(row["accumulation_steps"], row["micro_batch_size"], row["implementation"]) for row in rows] == [
+        *(("4", "2", name) for name in ("text tower", "text tower, graphs kept")),
+        *(("2", "4", name) for name in ("text tower", "text tower, graphs kept")),
+        ("1", "8", "text tower, graphs kept"),
+    ]
+    assert all(float(row["ms"]) > 0 and float(row["ratio"]) > 0 for row in rows)
+    assert rows[0]["ratio"] == "1.0"
+
+
 def tokens_of(args: Any, given: Any) -> int:
     return (args[0] if args else given["hidden_states"]).shape[1]
 

@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 from hf_infcl import ContrastiveCollator, ImageTextDataset, planning
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
+from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.windows.texts import sort_texts
 from hf_infcl.windows.window import Window
 
@@ -56,6 +57,21 @@ def test_rows_of_a_window_come_back_in_the_order_of_its_images():
     assert window.in_order((images, texts[:0]))[1].numel() == 0, "a frozen tower has no gradients"
     untouched = Window(batches_of([[3, 20], [9, 2]]))
     assert torch.equal(untouched.in_order((images, texts))[1], texts)
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
+def test_padding_changes_no_embedding_but_siglip_s(kind):
+    model = models.BUILD[kind]().eval()
+    collator = ContrastiveCollator.for_model(clip_processor(), model.config)
+    assert (collator.text_padding is None) == kind.startswith("siglip"), "whose captions keep one length"
+    encoder, (batch,) = DualEncoder(model), batches_of([[3, 6, 5, 2]])
+    batch["input_ids"] = torch.randint(2, models.VOCABULARY - 1, (4, 6)) * batch["attention_mask"]
+    last = batch["attention_mask"].sum(1) - 1
+    batch["input_ids"][torch.arange(4), last] = models.VOCABULARY - 1  # the end of the text
+    padded = {name: torch.nn.functional.pad(values, (0, 7)) for name, values in batch.items() if values.ndim == 2}
+    with torch.no_grad():
+        difference = (encoder.encode_texts(padded) - encoder.encode_texts(batch)).abs().max()
+    assert (difference > 0.01) if kind.startswith("siglip") else (difference < 1e-6)
 
 
 @pytest.mark.parametrize("missing", ["attention_mask", "position_ids"])

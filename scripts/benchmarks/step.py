@@ -27,6 +27,10 @@ exists before that step. A batch that does not fit by computation (the peak of t
 window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
 compilation, whose results the window before it has cached on disk.
 
+With --texts, the text tower alone encodes the texts of a window of --accumulation-steps micro-batches in so many
+passes and in fewer, larger ones, with graphs that are kept or with a second pass. ``ratio`` is the rate relative to the
+micro-batches of the images with a second pass: what a step would gain is the difference of the times.
+
 With --profile FOLDER, the benchmark instead measures the time of each phase of InfCLTrainer's step (data, first pass,
 loss, second pass, clipping, optimizer), with the device synchronised between phases. It prints a table, and writes it
 to FOLDER together with a trace of one step without synchronisation.
@@ -45,6 +49,7 @@ import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +91,10 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if args.texts:
+        for row in texts(args, device):
+            common.append(args.output, COLUMNS, common.environment(device, "transformers") | row)
+        return
     # ---- One run for each combination of settings ----
     own_size = training.MODELS[args.model]["vision_config"]["image_size"]
     settings = [
@@ -191,6 +200,57 @@ def implementations(
 
     yield "OpenCLIP's own model", own, 1
     yield "OpenCLIP's own model, --accum-freq", own, steps
+
+
+def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Rows of the text tower alone, which encodes the texts of a window in fewer and larger micro-batches.
+
+    Without kept graphs, all micro-batches but one are encoded twice, as in InfCLTrainer's window.
+    """
+    model = training.build(args.model).to(device).train()
+    total = args.micro_batch_size * args.accumulation_steps
+    config, g = model.config.text_config, torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
+    tokens[:, -1] = config.eos_token_id
+    tokens = tokens.to(device)
+    same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts"}
+
+    for compiled in (False, True) if args.compile else (False,):
+        tower = torch.compile(model.get_text_features) if compiled else model.get_text_features
+
+        def features(part: torch.Tensor, tower: Any = tower) -> torch.Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                return tower(input_ids=part).pooler_output
+
+        def step(parts: list[torch.Tensor], keep: bool, features: Any = features) -> None:
+            kept = [features(part) for part in (parts if keep else parts[:1])]
+            with torch.no_grad():
+                for part in parts[len(kept) :]:
+                    features(part)
+            for index, part in enumerate(parts):
+                (kept[index] if index < len(kept) else features(part)).sum().backward()
+                if index < len(kept):
+                    kept[index] = torch.empty(0)
+            model.zero_grad()
+
+        plain = None
+        for passes in (n for n in range(args.accumulation_steps, 0, -1) if args.accumulation_steps % n == 0):
+            parts = list(tokens.split(total // passes))
+            for keep in (False, True) if passes > 1 else (True,):
+                run = partial(step, parts, keep)
+                run()
+                row = same | {"micro_batch_size": total // passes, "accumulation_steps": passes}
+                row["implementation"] = "text tower" + ", graphs kept" * keep + ", compiled" * compiled
+                times = common.slowest_seconds(run, device, budget=2.0)
+                row |= {"steps": len(times), **common.quantiles(times)}
+                plain = plain or row["ms"]
+                peak = common.peak_bytes(run, device)
+                yield row | {
+                    "images_per_s": round(1000 * total / row["ms"], 1),
+                    "ratio": round(plain / row["ms"], 3),
+                    "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
+                    "note": f"texts of {args.text_tokens} tokens, without images",
+                }
 
 
 def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> None:
@@ -344,6 +404,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
+    parser.add_argument("--texts", action="store_true", help="measure the text tower alone, in larger micro-batches")
+    parser.add_argument("--text-tokens", type=int, default=24, help="of a text, for --texts")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
