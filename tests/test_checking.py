@@ -209,6 +209,32 @@ def test_copies_between_training_and_evaluation_are_found(model, tmp_path):
     assert (code, found) == (1, {"train": {}, "pairs": {"overlap": {"0"}}})
 
 
+def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
+    words = as_folder(tmp_path / "data", clean())
+    broken = Row(b"no image", "a broken picture")
+    for number in (1, 2):
+        old = [Row(scene(100 * number + row), f"the old picture {row} of {number}") for row in range(20)]
+        as_folder(tmp_path / f"old{number}", [*old, broken][: 19 + number])
+    as_folder(tmp_path / "test", [Row(scene(number), f"another {number} picture") for number in (103, 400, 401)])
+    words += ["--replay_dataset", tmp_path / "old1", tmp_path / "old2", "--guard_dataset", tmp_path / "test"]
+    _, found, options = check(model, tmp_path / "out", *words, "--guard_split", "train")
+    assert found == {
+        **{"train": {}, "replay1": {}, "replay2": {"broken": {"20"}}},
+        "guard1_test": {"overlap": {"0"}},
+    }
+    assert "--on_bad_sample skip" in options
+    assert f"look like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_reading(model, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        infcl("check", "--model", model, "--output_dir", tmp_path / "file", *as_folder(tmp_path / "data", clean()))
+    printed = capsys.readouterr()
+    assert "Nothing can be written to output_dir" in printed.err
+    assert "pairs" not in printed.out
+
+
 def test_a_caption_of_most_pairs_spoils_the_training(model, tmp_path):
     rows = [row._replace(caption="untitled") if number % 3 else row for number, row in enumerate(clean(30))]
     code, found, _ = check(model, tmp_path / "out", *as_folder(tmp_path / "data", rows), "--pair_id_column", "caption")

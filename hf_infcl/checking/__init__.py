@@ -5,9 +5,10 @@ from .findings import Finding, findings_of_overlap, findings_of_set
 from .looking import Caption, Look, Looker
 from .reading import read
 from .report import facts_lines, finding_lines, options_to_add, write_report
-from .set_facts import TRAINED, SetFacts, facts_of
+from .set_facts import REPLAYED, TRAINED, SetFacts, facts_of
 
 __all__ = [
+    "REPLAYED",
     "TRAINED",
     "Caption",
     "Finding",

@@ -99,17 +99,17 @@ def _of_copies(facts: SetFacts) -> Iterator[Finding]:
 
 
 def findings_of_overlap(trained: SetFacts, evaluated: SetFacts) -> list[Finding]:
-    """Images of an evaluation set that look like one of the training set."""
+    """Images of an evaluation set that look like one of a set that is trained on."""
     before, after = list(trained.prints), list(evaluated.prints)
     every = copies([*trained.prints.values(), *evaluated.prints.values()])
     crossing = every[(every[:, 0] < len(before)) & (every[:, 1] >= len(before))]
     pairs = {after[second - len(before)]: before[first] for first, second in crossing}
     if not pairs:
         return []
-    more = "" if trained.is_whole else " Only some of the training set was read, so there may be more."
+    more = "" if trained.is_whole else f" Only some of {trained.name} was read, so there may be more."
     count = _count(len(pairs), len(after), "images")
     text = (
-        f"{count} look like an image that is trained on: {_and_copy(pairs.items())}. Drop them from one of the two "
+        f"{count} look like an image of {trained.name}: {_and_copy(pairs.items())}. Drop them from one of the two "
         f"sets.{more}"
     )
     return [Finding("overlap", text, len(pairs) > OVERLAP * len(after), tuple(pairs))]

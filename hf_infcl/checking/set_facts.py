@@ -15,6 +15,7 @@ from .looking import Look, Looker
 from .reading import Part, read
 
 TRAINED = "train"  # the name of the training set among those of a check
+REPLAYED = "replay"  # begins the names of sets of old pairs
 KEPT = 10_000  # thumbnails of 3 kB each, and texts of captions
 
 
@@ -128,7 +129,7 @@ def facts_of(
     """Reads a set.
 
     Args:
-        key: the name of the set; `TRAINED` for the training set.
+        key: the name of the set; `TRAINED` for the training set, and `REPLAYED` with a number for old pairs.
         dataset: raises an error for a bad row, see ``plain`` of the training sets.
         looker, limits: of the model.
         samples: the pairs to read; None for all.
@@ -138,7 +139,9 @@ def facts_of(
     pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
     name = "the training set" if key == TRAINED else dataset.name
     has_captions = not isinstance(dataset, ZeroShotDataset)
-    facts = SetFacts(name, limits, is_trained=key == TRAINED, has_captions=has_captions, pairs=pairs)
+    facts = SetFacts(
+        name, limits, is_trained=key == TRAINED or key.startswith(REPLAYED), has_captions=has_captions, pairs=pairs
+    )
     for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
         facts.add(part)
     if samples is None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import ConcatDataset
 from transformers import PretrainedConfig
 
 from .. import planning
 from ..checking import (
+    REPLAYED,
     TRAINED,
     Finding,
     Looker,
@@ -29,13 +31,14 @@ from ..checking import (
     options_to_add,
     write_report,
 )
+from ..checkpoints.lock import check_writable
 from ..conversion.models import load_readers
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
 from ..options.arguments import InfCLTrainingArguments
 from ..planning import GPUS, choice_of, counts_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
-from .datasets import evaluation_datasets, guard_datasets, training_set
+from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .launched import mistakes_in_one_line
 from .parser import Parser
 
@@ -57,6 +60,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         looker = Looker(collator, getattr(config.text_config, "vocab_size", None))
         sets = sets_to_check(data, columns, evaluation, keep, args)
+        check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
     for key, dataset in sets.items():
         began = time.perf_counter()
@@ -64,8 +68,9 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             limits = limits_of(config, collator)
             facts = facts_of(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
         findings = findings_of(dataset, facts, data)
-        if key != TRAINED:
-            findings = findings_of_overlap(results[TRAINED][0], facts) + findings
+        if not facts.is_trained:
+            trained = [one for one, _ in results.values() if one.is_trained]
+            findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
@@ -85,11 +90,15 @@ def sets_to_check(
     guards: GuardOptions,
     args: InfCLTrainingArguments,
 ) -> dict[str, Any]:
-    """The training set, as `TRAINED`, and the evaluation and guard sets by their names."""
+    """The training set as `TRAINED`, old pairs as `REPLAYED` and a number, all other sets by their names."""
     if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
         args.max_steps = 1  # a training needs its length, a check does not
+    trained: Any = training_set(data, columns, args)
+    old: Any = replay_set(data, columns, args)
+    olds: list[Any] = [] if old is None else old.datasets if isinstance(old, ConcatDataset) else [old]
     return {
-        TRAINED: training_set(data, columns, args).plain(),
+        TRAINED: trained.plain(),
+        **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
         **evaluation_datasets(columns, evaluation, data),
         **guard_datasets(columns, guards, evaluation, data),
     }
