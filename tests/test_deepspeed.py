@@ -125,15 +125,15 @@ def outcome(trainer: InfCLTrainer) -> tuple[list[tuple], dict[str, torch.Tensor]
     return history, parameters, trainer.evaluate()["eval_loss"]
 
 
-def rank_plain(rank: int, world_size: int, folder: str, shards: str) -> tuple:
-    trainer = trajectory(folder, shards, None, **RATES)
+def rank_plain(rank: int, world_size: int, folder: str, shards: str, more: dict[str, Any]) -> tuple:
+    trainer = trajectory(folder, shards, None, **RATES, **more)
     trainer.train()
     return outcome(trainer)
 
 
-def rank_zero(rank: int, world_size: int, folder: str, shards: str, stage: int) -> tuple:
+def rank_zero(rank: int, world_size: int, folder: str, shards: str, more: dict[str, Any], stage: int) -> tuple:
     """Stops after two steps and resumes with another trainer."""
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **RATES}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, **RATES, **more}
     options |= {"processing_class": clip_processor(), "save_formats": ["transformers", "open_clip"]}
     trajectory(folder, shards, config(stage), callbacks=[StopAt(2)], **options).train()
     trainer = trajectory(folder, shards, config(stage), seed=5, **options)
@@ -142,16 +142,18 @@ def rank_zero(rank: int, world_size: int, folder: str, shards: str, stage: int) 
     return outcome(trainer)
 
 
-@pytest.mark.parametrize(("stage", "data"), [(1, "pairs"), (2, "stream")])
+@pytest.mark.parametrize(("stage", "data"), [(1, "pairs"), (2, "stream"), (2, "growing batch")])
 def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, tmp_path, backend, stage, data):
     shards = str(tmp_path / "shards") if data == "stream" else ""
     if shards:
         write_tars(Path(shards), [10] * 8)
-    job = (rank_plain, 2, f"{tmp_path}/plain", shards)
+    grows = {"global_batch_schedule": ["8:0.3", "16"], "gradient_accumulation_steps": 1}
+    more = grows if data == "growing batch" else {}
+    job = (rank_plain, 2, f"{tmp_path}/plain", shards, more)
     history, parameters, loss = ranks.run(*job, backend=backend, always_ring=True)[0]
     assert history[0][2] == pytest.approx(90)
     assert history[-1][2] < 89.9, "it did not go on from the limit: the test says nothing of it"
-    job = (rank_zero, 2, f"{tmp_path}/zero", shards, stage)
+    job = (rank_zero, 2, f"{tmp_path}/zero", shards, more, stage)
     for seen_history, seen, seen_loss in fresh_ranks.run(*job, backend=backend, always_ring=True):
         for step, expected in zip(seen_history, history, strict=True):
             assert step == pytest.approx(expected, rel=1e-4)

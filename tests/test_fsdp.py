@@ -72,18 +72,25 @@ def test_options_do_not_change_gradients(fresh_ranks, backend, options):
     check_fsdp(fresh_ranks, backend, [(objective, "plain", 4) for objective in MODELS], **options)
 
 
-def rank_patches(rank: int, world_size: int, folder: str, sharded: bool) -> list[tuple[float, float]]:
+PATCHES = {"patch_dropout": 0.5, "full_tokens_last": 0.25}
+GROWS = {"global_batch_schedule": ["8:0.3", "16"], "gradient_accumulation_steps": 1}
+
+
+def rank_losses(
+    rank: int, world_size: int, folder: str, sharded: bool, options: dict[str, Any]
+) -> list[tuple[float, float]]:
     wrapper = {"fsdp": True, "use_cpu": False} if sharded else {"use_cpu": not torch.cuda.is_available()}
-    options = {"learning_rate": 0.01, "max_steps": 4, "patch_dropout": 0.5, "full_tokens_last": 0.25, **wrapper}
+    options = {"learning_rate": 0.01, "max_steps": 4, **options, **wrapper}
     trainer = trainer_for(folder, models.clip(), models.Pairs(64), **options)
     trainer.train()
     return [(logs["loss"], logs["grad_norm"]) for logs in trainer.state.log_history if "loss" in logs]
 
 
-def test_patches_that_are_left_out_are_those_of_ddp(fresh_ranks, ranks, tmp_path, backend):
-    """Both passes leave out the same, or else the weights and so the next losses would differ."""
+@pytest.mark.parametrize("options", [PATCHES, GROWS], ids=["patches", "growing batch"])
+def test_steps_are_those_of_ddp(fresh_ranks, ranks, tmp_path, backend, options):
+    """If both passes left out other patches, the weights and the next losses would differ."""
     sharded, whole = (
-        group.run(rank_patches, 2, str(tmp_path), group is fresh_ranks, backend=backend)[0]
+        group.run(rank_losses, 2, str(tmp_path), group is fresh_ranks, options, backend=backend)[0]
         for group in (fresh_ranks, ranks)
     )
     assert len(whole) == 4

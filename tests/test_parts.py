@@ -112,15 +112,15 @@ def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
 def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(checkpoint, tmp_path, batch, options, expected):
     args = arguments(tmp_path / "run", **options)
     assert args.global_batch_size == batch
-    assert Resumption(checkpoint).position(args, 5, (7, 7)) == expected
-    assert Resumption().position(args, 5, (7, 7)) == (7, 7)
+    assert Resumption(checkpoint).position(args, 5, None, (7, 7)) == expected
+    assert Resumption().position(args, 5, None, (7, 7)) == (7, 7)
 
 
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
-    part = Progress(10, 1000, 8, history)
+    part = Progress(10, lambda step: 1000 + 8 * (step - 10), history)
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))

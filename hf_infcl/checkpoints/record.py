@@ -59,6 +59,8 @@ class RunRecord:
         losses: the losses of the last trained windows, with which `SkippedWindows` compares the next ones.
         optimizer: `OptimizerOptions.record` of the optimizer and its schedule; empty if unknown.
         samples_seen: the number of pairs trained on, in global batches that may have had several sizes.
+        step: the number of optimizer steps; None in checkpoints of earlier versions, like the next one.
+        rows: the number of pairs trained in the current epoch.
     """
 
     run: Run
@@ -73,6 +75,8 @@ class RunRecord:
     losses: list[float] = field(default_factory=list)
     optimizer: dict[str, Any] = field(default_factory=dict)
     samples_seen: int = 0
+    step: int | None = None
+    rows: int | None = None
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)

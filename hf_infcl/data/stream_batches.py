@@ -115,6 +115,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         num_workers: the number of workers of the DataLoader.
         accumulation_steps: the number of micro-batches that each process contributes to a global batch.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
+        steps_after: the global batches in so many further micro-batches of all processes, if their sizes differ.
 
     Raises:
         ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states
@@ -133,6 +134,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         num_workers: int = 0,
         accumulation_steps: int = 1,
         states: Sequence[Mapping[str, Any]] = (),
+        steps_after: Callable[[int], int] | None = None,
     ) -> None:
         self._stream, self._collate = stream, collate
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
@@ -149,14 +151,16 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
             [weight, len(group), digest([stream.shards[number].name for number in group])]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
-        self._sides: tuple[StepSides | None, int] = None, 0  # and the step of micro-batch 0
+        self._sides: tuple[StepSides | None, int] = None, 0  # and the step that the windows are counted from
         self._consumed = 0  # micro-batches of the whole run, of all processes
+        self._steps_after = steps_after
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
         if checkpoint is not None:
             self._check_identity(checkpoint)
             self._consumed, split = checkpoint["consumed"], checkpoint["pieces"]
             self._cursors = {int(lane): cursor for lane, cursor in checkpoint["lanes"].items()}
+        self._begun = self._consumed
         self._pieces = (
             [self._dealt(group) for group in stream.groups]
             if split is None
@@ -220,11 +224,17 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
-        self._sides = sides, step - self._consumed // self._first_window
+        self._sides = sides, step - self._window(self._consumed)
 
     def _side(self, number: int) -> int | None:
         sides, first = self._sides
-        return None if sides is None else sides.smaller_at(first + number // self._first_window)
+        return None if sides is None else sides.smaller_at(first + self._window(number))
+
+    def _window(self, number: int) -> int:
+        """The global batch of a micro-batch, counted from the begin of the run or, if their sizes differ, from here."""
+        if self._steps_after is None:
+            return number // self._first_window
+        return self._steps_after(number - self._begun)
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

@@ -23,6 +23,7 @@ from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
+from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
@@ -132,26 +133,43 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
 
 
 def stream_loader(
-    stream: ImageTextStream | Replayed,
+    dataset: Any,
     collator: Callable[[list[Any]], Any],
     vocabulary: int | None,
     args: InfCLTrainingArguments,
     states: Sequence[Mapping[str, Any]],
+    plan: BatchPlan | None,
 ) -> StreamLoader:
-    """The training loader of a stream or of new and old pairs, at the position of ``states``; see `StreamLoader`."""
+    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`.
+
+    Raises:
+        ValueError: in addition, there is a plan for data whose global batches cannot grow.
+    """
+    if plan is not None and isinstance(dataset, IterableDataset) and not isinstance(dataset, ImageTextStream):
+        kind = "new and old pairs" if isinstance(dataset, Replayed) else f"a {type(dataset).__name__}"
+        raise ValueError(
+            f"global_batch_schedule needs a dataset with a length or an ImageTextStream, got {kind}. Leave it out."
+        )
     device = None if args.offload_inputs else args.device
-    return StreamLoader(stream, CheckingCollator(collator, vocabulary), args, device=device, states=states)
+    collate = CheckingCollator(collator, vocabulary)
+    return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
 
 
-def windows_of_stream(args: InfCLTrainingArguments, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def initial_values(
+    args: InfCLTrainingArguments, loader: Any, plan: BatchPlan | None, values: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Trainer's initial values of a training, computed from full windows and trained samples only.
 
     Args:
         args: the arguments of the training.
         loader: the training loader.
+        plan: of global batches that grow. For Trainer's loop, each is then one batch.
         values: what `Trainer.set_initial_training_values` returns.
     """
     epochs, windows, examples, _, batch, micro_batches, max_steps = values
+    if plan is not None:
+        windows = plan.windows(plan.first()[0])
+        return plan.epochs, windows, examples, plan.samples, args.global_batch_size, windows, plan.steps
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader):
         windows = max(1, len(loader) // args.gradient_accumulation_steps)
         micro_batches = windows * args.gradient_accumulation_steps

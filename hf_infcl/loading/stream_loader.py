@@ -1,4 +1,4 @@
-"""Loads the batches of a stream, or of new and old pairs, and records the position that a training has reached."""
+"""Loads batches that know their place in the training, and records the position that it has reached."""
 
 from __future__ import annotations
 
@@ -8,69 +8,61 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
 from ..data.stream_batches import StepSides
 from ..options.arguments import InfCLTrainingArguments
-from .replay import Replayed
+from .batch_plan import BatchPlan
+from .planned_rows import PlannedRows
 
 
 class StreamLoader(DataLoader[Any]):
-    """The training loader of a stream. Its length is one epoch, but the training reads it with `lasting` throughout.
+    """The training loader of a stream, of new and old pairs, or of global batches that grow.
+
+    Its length is one epoch, but the training reads it with `lasting` throughout.
 
     The workers therefore read ahead across the ends of epochs. Trainer starts a new iteration with each epoch and skips
     batches when it resumes, and callbacks may look into the loader. Neither moves the training: each such iteration has
     workers of its own, and begins with the batch that follows the consumed ones.
 
     Args:
-        stream: the training set. Of a `Replayed` an epoch is that of its new pairs.
+        dataset: the training set. Of a `Replayed` an epoch is that of its new pairs.
         collate: the data collator.
         args: the arguments of the training.
         device: the device to which batches are moved; None leaves them in host memory.
-        states: the `state` of every process of the checkpoint to resume from.
+        states: the `state` of every process of the checkpoint to resume from, for data that has one.
+        plan: of global batches that grow.
 
     Raises:
-        ValueError: as `hf_infcl.data.stream_batches.StreamBatches`; or an epoch is shorter than a global batch.
+        ValueError: as `hf_infcl.data.stream_batches.StreamBatches`; an epoch is shorter than a global batch; or the
+            plan divides a global batch of a stream into smaller micro-batches.
     """
 
     def __init__(
         self,
-        stream: ImageTextStream | Replayed,
+        dataset: Any,
         collate: Callable[[list[dict[str, Any]]], Any],
         args: InfCLTrainingArguments,
         *,
         device: torch.device | None,
         states: Sequence[Mapping[str, Any]] = (),
+        plan: BatchPlan | None = None,
     ) -> None:
         workers = args.dataloader_num_workers
-        super().__init__(stream, batch_size=args.per_device_train_batch_size, num_workers=workers)
-        self._windows: int | None = None
-        if stream.samples_per_epoch is not None:
-            self._windows = stream.samples_per_epoch // args.global_batch_size
-            if self._windows == 0:
-                raise ValueError(
-                    f"An epoch of {stream.samples_per_epoch} samples is shorter than one global batch of "
-                    f"{args.global_batch_size} pairs. Raise samples_per_epoch or lower the batch."
-                )
+        super().__init__(dataset, batch_size=args.per_device_train_batch_size, num_workers=workers)
+        self._length = _micro_batches_of_epoch(dataset, args, plan)
         self._args, self._device = args, device
-        self._batches = stream.batches(
-            args.per_device_train_batch_size,
-            collate,
-            rank=args.process_index,
-            world_size=args.world_size,
-            num_workers=workers,
-            accumulation_steps=args.gradient_accumulation_steps,
-            states=states,
-        )
+        self._batches = _batches(dataset, collate, args, states, plan)
         self._lasting: Iterator[Any] | None = None
         self._fetched: list[dict[str, Any]] = []  # the tags of batches that are not consumed yet
-        self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their batches
+        self._seconds = self._made = 0.0  # since the last `progress`: the workers' time, and their pairs
 
     def __len__(self) -> int:
         """The micro-batches of one process in an epoch, of full windows only."""
-        if self._windows is None:  # Trainer recognises data without a length by this error
+        if self._length is None:  # Trainer recognises data without a length by this error
             raise TypeError("A stream without samples_per_epoch has no length.")
-        return self._windows * self._args.gradient_accumulation_steps
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches that follow the consumed ones. They do not count as consumed."""
@@ -95,7 +87,8 @@ class StreamLoader(DataLoader[Any]):
     def _fetch(self) -> Iterator[Any]:
         for batch, tag in self._read():
             self._fetched.append(tag)
-            self._seconds, self._made = self._seconds + tag["seconds"], self._made + 1
+            pairs = tag.get("pairs", self._args.per_device_train_batch_size)
+            self._seconds, self._made = self._seconds + tag["seconds"], self._made + pairs
             yield self._to_device(batch)
 
     def _read(self) -> DataLoader[Any]:
@@ -128,9 +121,13 @@ class StreamLoader(DataLoader[Any]):
         """Ends the workers. The next batch, if any, comes from new workers and follows the consumed batches."""
         self._lasting, self._fetched = None, []
 
-    def state(self) -> dict[str, Any]:
-        """This process's part of a checkpoint; see `StreamBatches.state`."""
+    def state(self) -> dict[str, Any] | None:
+        """This process's part of a checkpoint; see `StreamBatches.state`. None if the plan knows the position."""
         return self._batches.state()
+
+    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The rows of a dataset with a length at (micro-batch, row) after the consumed ones; else empty."""
+        return self._batches.rows_at(places) if isinstance(self._batches, PlannedRows) else []
 
     def progress(self) -> dict[str, float]:
         """This process's consumption since the run began, and the samples per second that its workers can prepare.
@@ -138,7 +135,49 @@ class StreamLoader(DataLoader[Any]):
         The rate is measured since the last call, from the seconds that the workers spent on each batch.
         """
         workers = max(1, self._args.dataloader_num_workers)
-        made = self._made * self._args.per_device_train_batch_size * workers
-        rate = made / self._seconds if self._seconds else 0.0
+        rate = self._made * workers / self._seconds if self._seconds else 0.0
         self._seconds = self._made = 0.0
         return {**self._batches.counts(), "rate": rate}
+
+
+def _micro_batches_of_epoch(dataset: Any, args: InfCLTrainingArguments, plan: BatchPlan | None) -> int | None:
+    """Those of one process in an epoch, of the first one if they differ; None without an end."""
+    if not has_length(dataset):
+        return None
+    samples = len(dataset)
+    if plan is not None:
+        return plan.micro_batches_of_epoch(plan.begin.epoch)
+    windows = samples // args.global_batch_size
+    if windows == 0:
+        raise ValueError(
+            f"An epoch of {samples} samples is shorter than one global batch of {args.global_batch_size} pairs. Raise "
+            "samples_per_epoch or lower the batch."
+        )
+    return int(windows * args.gradient_accumulation_steps)
+
+
+def _batches(
+    dataset: Any,
+    collate: Any,
+    args: InfCLTrainingArguments,
+    states: Sequence[Mapping[str, Any]],
+    plan: BatchPlan | None,
+) -> Any:
+    """The micro-batches of this process, with the methods of `StreamBatches`."""
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    where = {"rank": args.process_index, "world_size": args.world_size, "num_workers": args.dataloader_num_workers}
+    if plan is None:
+        return dataset.batches(size, collate, accumulation_steps=accumulation, states=states, **where)
+    if not isinstance(dataset, ImageTextStream):
+        shuffle = args.train_sampling_strategy == "random"
+        return PlannedRows(dataset, plan, collate, shuffle=shuffle, seed=args.seed_of_data, **where)
+    if (first := plan.size(0)) < size * args.world_size:
+        raise ValueError(
+            f"global_batch_schedule has a batch of {first:,} pairs, of which each of {args.world_size} processes gets "
+            f"{first // args.world_size}. The micro-batches of a stream must all have per_device_train_batch_size="
+            f"{size} pairs, or its order would depend on the number of processes. Lower that to at most "
+            f"{first // args.world_size}."
+        )
+    accumulation = plan.micro_batches(plan.begin.step)
+    planned = {"accumulation_steps": accumulation, "steps_after": plan.steps_after}
+    return dataset.batches(size, collate, states=states, **planned, **where)

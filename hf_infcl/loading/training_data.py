@@ -17,6 +17,7 @@ from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
 from ..windows.window import Window
 from .batch_checks import check_window
+from .batch_plan import BatchPlan
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import LoaderParts
 
@@ -28,7 +29,8 @@ class _Epoch:
     """A pass over the data."""
 
     number: int = 0
-    windows: int = 0  # trained in it
+    windows: int = 0  # trained in it, like the next one
+    rows: int = 0
     exhausted: bool = False  # for a stream
 
 
@@ -41,6 +43,7 @@ class TrainingData:
         resumed: the record of the checkpoint that the training resumes from, if any.
         text_padding: as for `Window`.
         sides: of the images in the steps, if they change.
+        plan: of global batches that grow.
 
     Attributes:
         window: the micro-batches that are trained now.
@@ -55,8 +58,10 @@ class TrainingData:
         resumed: RunRecord | None = None,
         text_padding: Mapping[str, int] | None = None,
         sides: StepSides | None = None,
+        plan: BatchPlan | None = None,
     ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
+        self._plan, self._images = plan, args.global_batch_size // args.world_size  # of a window
         self._args, self._processes, self._text_padding = args, Processes(), text_padding
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
@@ -68,7 +73,8 @@ class TrainingData:
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
-        self._epoch = _Epoch(epoch, windows)
+        rows = windows * self._args.global_batch_size if self._plan is None else self._plan.position(step).rows
+        self._epoch = _Epoch(epoch, windows, rows)
         self.source.set_sides(self._sides, step, windows)
         self.source.begin_epoch(epoch, self._args.seed)
 
@@ -98,6 +104,8 @@ class TrainingData:
             AskedToEndError: any process has received a signal to end.
         """
         interruptions.phases.enter("loading data", step)
+        if self._plan is not None:
+            self._images = self._plan.size(step) // self._processes.world_size
         self.window = Window([])  # the batches of the last one take memory
         source, batches, rows = self.source, [], 0
         if self._epoch.exhausted:
@@ -125,7 +133,7 @@ class TrainingData:
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         gives_full_batches = source.sampler is not None or source.stream_loader is not None
-        if gives_full_batches and any(count == self._args.gradient_accumulation_steps for _, count in agreed):
+        if gives_full_batches and any(count == self.micro_batches(step) for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
                 "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
@@ -137,27 +145,34 @@ class TrainingData:
         self._epoch.exhausted = True
         return self.window
 
-    @property
-    def _images(self) -> int:
-        """The images of a window."""
-        return self._args.global_batch_size // self._processes.world_size
+    def micro_batches(self, step: int) -> int:
+        """The micro-batches of each process in the window of a step."""
+        return self._args.gradient_accumulation_steps if self._plan is None else self._plan.micro_batches(step)
 
     def _too_short(self, seen: list[int]) -> ValueError:
+        pairs = self._images * self._processes.world_size
         return ValueError(
-            f"The stream ended before its first global batch of {self._args.global_batch_size} pairs was full: the "
-            f"processes got {seen} of {self._images} each in full micro-batches. Lower the batch, or use more data."
+            f"The stream ended before its first global batch of {pairs} pairs was full: the processes "
+            f"got {seen} of {self._images} each in full micro-batches. Lower the batch, or use more data."
         )
 
     def end_window(self) -> None:
         """Records that the window is trained."""
         self._epoch.windows += 1
+        self._epoch.rows += self._images * self._processes.world_size
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
         if self.source.stream_loader is not None:
             self.source.stream_loader.consume()
 
+    def epochs(self, step: int, counted: float) -> float:
+        """The passes trained before a step, where Trainer has counted its steps, as if they were equally large."""
+        return counted if self._plan is None else self._plan.epochs_before(step)
+
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
+        if self.source.stream_loader is not None:
+            return self.source.stream_loader.rows_at(places)
         if self.source.sampler is None or not places:
             return []
         order, args = list(self.source.sampler), self._args
@@ -172,9 +187,11 @@ class TrainingData:
         loader, stream = self.source.stream_loader, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
             stream = [json.loads(state) for state in self._processes.gather_text(json.dumps(loader.state()))]
+            stream = None if None in stream else stream
         return {
             "epoch": self._epoch.number,
             "windows": self._epoch.windows,
+            "rows": self._epoch.rows,
             "skipped_samples": self._skipped_samples(),
             "stream": stream,
         }

@@ -72,6 +72,11 @@ def recording(*key: Hashable) -> Recording:
     return Recording()
 
 
+def forget_recordings() -> None:
+    """Frees the memory of all recordings."""
+    recording.cache_clear()
+
+
 class Recording:
     """A computation that is recorded after `PATIENCE` calls and replayed from then on.
 

@@ -15,6 +15,7 @@ from ..kernels import BACKENDS
 from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
+from .batch_schedule import BatchSchedule, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
 from .image_sizes import ImageSizes, check_image_sizes
 from .metric_sums import greater_is_better
@@ -37,10 +38,10 @@ class InfCLTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` for exact contrastive training.
 
     One contrastive batch, the global batch, has ``per_device_train_batch_size × gradient_accumulation_steps ×
-    world_size`` pairs. The micro-batch of ``per_device_train_batch_size`` pairs determines the activation memory. More
-    accumulation steps take more time, but additional memory only for embeddings and inputs. With several captions per
-    image, or negative captions, these numbers count images, and the text tower processes all texts of a micro-batch at
-    once.
+    world_size`` pairs, or those of ``global_batch_schedule``. The micro-batch of ``per_device_train_batch_size`` pairs
+    determines the activation memory. More accumulation steps take more time, but additional memory only for embeddings
+    and inputs. With several captions per image, or negative captions, these numbers count images, and the text tower
+    processes all texts of a micro-batch at once.
 
     The ``help`` of each field describes it; the guide, hf_infcl/training/README.md, has all in one table. A short help
     of the command shows its first sentence.
@@ -90,6 +91,15 @@ class InfCLTrainingArguments(TrainingArguments):
         metadata={
             "help": "Global batch size for which learning_rate was chosen. The training uses learning_rate × global "
             "batch size / this number (the linear rule, arXiv 1706.02677)."
+        },
+    )
+    global_batch_schedule: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "A batch that grows, for example '256:0.25 512:0.25 1024': pairs of a global batch with their "
+            "shares of the samples, then the last one, which gets the rest. It replaces gradient_accumulation_steps; "
+            "micro-batches keep per_device_train_batch_size, or are all pairs of a process where these are fewer. "
+            "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch."
         },
     )
     image_learning_rate: float | None = field(
@@ -366,6 +376,7 @@ class InfCLTrainingArguments(TrainingArguments):
         check_support(self)
         check_muon(self)
         check_image_sizes(self)
+        check_batch_schedule(self)
 
     def _check_choices(self) -> None:
         for name, value, known in (
@@ -414,7 +425,9 @@ class InfCLTrainingArguments(TrainingArguments):
 
     @property
     def global_batch_size(self) -> int:
-        """The number of pairs in one contrastive batch, that is in one optimizer step."""
+        """The number of pairs in one contrastive batch, that is in one optimizer step; the last one if it grows."""
+        if self.global_batch_schedule is not None:
+            return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     def image_sizes(self, steps: int) -> ImageSizes | None:

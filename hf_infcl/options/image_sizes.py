@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,8 @@ class ImageSizes:
         Raises:
             ValueError: the words are no such schedule.
         """
-        *smaller, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", str(word)) for word in words] or [None]
-        shares = [float(found[2] or 0) if found else 0.0 for found in smaller]
-        if not smaller or last is None or last[2] or not all(shares) or sum(shares) >= 1 or int(last[1]) == 0:
-            raise ValueError(
-                "image_size_schedule must be sizes with their shares of the steps and then the last size, which gets "
-                f"the rest, such as 112:0.5 160:0.4 224, got {' '.join(map(str, words)) or 'nothing'}."
-            )
-        sizes = [int(found[1]) for found in (*smaller, last) if found]
-        return cls(tuple(sizes), tuple(itertools.accumulate(shares)), steps)
+        words_of = "sizes with their shares of the steps"
+        return cls(*stages_of("image_size_schedule", words, words_of, "112:0.5 160:0.4 224"), steps)
 
     @property
     def full(self) -> int:

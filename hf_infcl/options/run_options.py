@@ -208,11 +208,7 @@ class OptimizerOptions:
             if hasattr(scheduler, "base_lrs"):
                 scheduler.base_lrs[number] = value
         if isinstance(scheduler, LambdaLR):  # those of transformers: a function of the step
-            for group, base, factor in zip(
-                optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-            ):
-                _set_rate(group, base * factor(scheduler.last_epoch))
-            scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+            restart_rates(scheduler)
 
     def _changed_groups(self, before: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
         for number, (old, new) in enumerate(zip(before.get("groups", []), self.record["groups"], strict=False)):
@@ -221,6 +217,14 @@ class OptimizerOptions:
     def _changed_schedule(self, before: Mapping[str, Any]) -> list[str]:
         old = before.get("schedule", {})
         return [name for name, value in self.record["schedule"].items() if name in old and old[name] != value]
+
+
+def restart_rates(schedule: LambdaLR) -> None:
+    """Gives the groups of the optimizer the learning rates of a schedule at the step that it has reached."""
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        _set_rate(group, base * factor(schedule.last_epoch))
+    schedule._last_lr = [group["lr"] for group in groups]
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

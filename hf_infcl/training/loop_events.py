@@ -51,6 +51,7 @@ class LoopEvents(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._data.end_window()
+        state.epoch = self._data.epochs(state.global_step, state.epoch)
 
 
 class CompleteWindows(TrainerCallback):

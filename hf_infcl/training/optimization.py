@@ -10,11 +10,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
+from ..loading.batch_plan import BatchPlan
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
 from ..options.arguments import InfCLTrainingArguments
+from ..options.run_options import restart_rates
 from ..saving.pushes import cause
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
@@ -153,6 +156,33 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, a
     if parts := dict(_rates_of_parts(encoder, args)):
         optimizer.param_groups[:] = divided(optimizer.param_groups, parts)
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
+
+
+def over_samples(schedule: Any, plan: BatchPlan, *, by_batch: bool) -> None:
+    """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
+
+    Args:
+        schedule: of transformers, whose factors are functions of the step.
+        plan: of the global batches.
+        by_batch: whether the rates are those of the last batch, and each batch has its own in proportion
+            (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+    """
+    if not isinstance(schedule, LambdaLR):
+        return
+
+    def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
+        def factor_of_step(step: int) -> float:
+            own = plan.size(step) / plan.size(plan.steps) if grows else 1.0
+            return own * factor(plan.samples_before(step) / plan.samples * plan.steps)
+
+        return factor_of_step
+
+    groups = schedule.optimizer.param_groups
+    schedule.lr_lambdas = [
+        planned(factor, by_batch and group.get("name") != "temperature")
+        for group, factor in zip(groups, schedule.lr_lambdas, strict=True)
+    ]
+    restart_rates(schedule)
 
 
 def _rates_of_parts(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import ProgressCallback
+from transformers.utils.logging import tqdm
+
+from ..loading.batch_plan import BatchPlan
 
 
 class Progress:
@@ -14,17 +18,14 @@ class Progress:
 
     Args:
         step: the number of trained optimizer steps at the start.
-        samples: the pairs trained by then, also in global batches of other sizes.
-        global_batch_size: the pairs of one step.
+        samples: the pairs trained before a step of this training, also in global batches of other sizes.
         log_history: Trainer's, from which the seconds before an interruption are known.
     """
 
-    def __init__(
-        self, step: int, samples: int, global_batch_size: int, log_history: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    def __init__(self, step: int, samples: Callable[[int], int], log_history: Sequence[dict[str, Any]] = ()) -> None:
         earlier = (entry["train_seconds"] for entry in reversed(log_history) if "train_seconds" in entry)
         now = time.perf_counter()
-        self._first_step, self._samples, self._batch = step, samples, global_batch_size
+        self._first_step, self.samples = step, samples
         self._began = now - next(earlier, 0.0)
         self._last_log = now, step
 
@@ -32,18 +33,41 @@ class Progress:
         """The optimizer steps of this training up to a step."""
         return step - self._first_step
 
-    def samples(self, step: int) -> int:
-        """The pairs trained up to a step."""
-        return self._samples + self.steps(step) * self._batch
-
     def logs(self, step: int, device: torch.device) -> dict[str, float]:
-        """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory."""
+        """global_batch_size, samples_seen, samples_per_second since the last call, train_seconds, peak_memory.
+
+        The global batch is that of the last step.
+        """
         now, (since, at) = time.perf_counter(), self._last_log
         self._last_log = now, step
-        logs: dict[str, float] = {"global_batch_size": self._batch, "samples_seen": self.samples(step)}
+        seen = self.samples(step)
+        logs: dict[str, float] = {"global_batch_size": seen - self.samples(step - 1), "samples_seen": seen}
         if step > at:
-            logs["samples_per_second"] = round((step - at) * self._batch / (now - since), 3)
+            logs["samples_per_second"] = round((seen - self.samples(at)) / (now - since), 3)
         logs["train_seconds"] = round(now - self._began, 3)
         if device.type == "cuda":
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
+
+
+class BarOfSamples(ProgressCallback):
+    """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer.
+
+    Args:
+        plan: returns the plan of the training that begins.
+    """
+
+    def __init__(self, plan: Callable[[], BatchPlan | None]) -> None:
+        super().__init__()
+        self._plan_of = plan
+        self._plan: BatchPlan | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._plan = self._plan_of()
+        if state.is_world_process_zero and self._plan is not None:
+            self.training_bar = tqdm(total=self._plan.samples, unit="pairs", unit_scale=True, dynamic_ncols=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        bar: Any = self.training_bar
+        if state.is_world_process_zero and self._plan is not None:
+            bar.update(self._plan.samples_before(state.global_step) - bar.n)

@@ -17,6 +17,7 @@ from ..checkpoints.files import choose
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, differences
 from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
+from ..loading.batch_plan import BatchPlan
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
@@ -232,18 +233,25 @@ class Resumption:
         """Says that the run was complete when it was resumed."""
         logger.warning(f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and {reason}.")
 
-    def position(self, args: InfCLTrainingArguments, steps_per_epoch: int, counted: tuple[int, int]) -> tuple[int, int]:
-        """The completed epochs, and the trained micro-batches of the next one.
+    def position(
+        self, args: InfCLTrainingArguments, steps_per_epoch: int, plan: BatchPlan | None, counted: tuple[int, int]
+    ) -> tuple[int, int]:
+        """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
         Args:
             args: the arguments of the training.
             steps_per_epoch: the windows of a pass over the data.
+            plan: of global batches that grow.
             counted: Trainer's own numbers, for checkpoints without a record.
         """
+        if plan is not None:
+            return plan.first()
         if self.record is None or args.ignore_data_skip:
             return counted
         # Trainer divides the steps by those of an epoch, which a stream does not know.
-        rows = self.record.windows * self.record.run.global_batch_size
+        rows = self.record.rows
+        if rows is None:
+            rows = self.record.windows * self.record.run.global_batch_size
         windows = math.ceil(rows / args.global_batch_size)
         epochs = self.record.epoch + windows // steps_per_epoch
         return epochs, windows % steps_per_epoch * args.gradient_accumulation_steps

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from transformers import Trainer
+from transformers import ProgressCallback, Trainer
 from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput
 from transformers.utils import logging
 
@@ -27,6 +27,7 @@ from ..data.wrapped import most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
+from ..loading.batch_plan import BatchPlan, plan_of
 from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
@@ -53,11 +54,12 @@ from .optimization import (
     check_trains,
     decaying,
     errors_of_options,
+    over_samples,
     set_learning_rates,
     switch_weights,
 )
 from .preparation import prepare_model
-from .progress import Progress
+from .progress import BarOfSamples, Progress
 from .resuming import Resumption, check_same_on_all_ranks, resumption_of, run_of
 
 logger = logging.get_logger(__name__)
@@ -138,6 +140,8 @@ class InfCLTrainer(Trainer):
         # This callback comes first, so that the user's callbacks see the clamped logit_scale.
         callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
         self.checkpoints = checkpoints_of(args, self.accelerator)
+        if args.global_batch_schedule is not None and self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(BarOfSamples(lambda: self.batch_plan))
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStopping(args.early_stopping_patience))
         self._begin_training()
@@ -191,7 +195,9 @@ class InfCLTrainer(Trainer):
         vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         loader: Any = self.callback_handler.train_dataloader
         padding = getattr(loaders.of_training(self.data_collator, args), "text_padding", None)
-        self.training_data = TrainingData(loader, args, record, padding, args.image_sizes(self.state.max_steps))
+        plan = self.batch_plan if loader is not None else None
+        sizes = args.image_sizes(self.state.max_steps)
+        self.training_data = TrainingData(loader, args, record, padding, sizes, plan)
         source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if loader is not None and own and source.stream_loader is None:
@@ -201,7 +207,8 @@ class InfCLTrainer(Trainer):
         if self.optimizer is not None:
             average_weights(self.optimizer, args, lambda: self.dual_encoder.model)
         step, samples = self.state.global_step, 0 if record is None else record.samples_seen
-        self.progress = Progress(step, samples, args.global_batch_size, self.state.log_history)
+        constant = lambda later: samples + (later - step) * args.global_batch_size  # noqa: E731
+        self.progress = Progress(step, constant if plan is None else plan.samples_before, self.state.log_history)
         self.window_step = WindowStep(
             self.setup,
             self.model_wrapped,
@@ -226,6 +233,8 @@ class InfCLTrainer(Trainer):
         trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
         windows, step = trained // self.args.gradient_accumulation_steps, self.state.global_step
         self.training_data.begin_epoch(epoch, windows, step)
+        if (plan := self.batch_plan) is not None:  # whose epochs differ in their steps
+            kwargs |= dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), plan.windows(epoch))
         super()._run_epoch(model, epoch, *args, **kwargs)
         self.interruptions.agree()  # a signal may have come in the last step
 
@@ -261,6 +270,11 @@ class InfCLTrainer(Trainer):
         """What the parts have in common. ``equal_ids`` is the argument, or else what the training set needs."""
         equal_ids = self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
         return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._start)
+
+    @property
+    def batch_plan(self) -> BatchPlan | None:
+        """The global batches of ``global_batch_schedule``, from the checkpoint on that the training resumes from."""
+        return plan_of(self.args, self.train_dataset, self.resumption.record)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -302,6 +316,8 @@ class InfCLTrainer(Trainer):
         self.creates_scheduler = self.creates_scheduler or self.lr_scheduler is None
         with errors_of_options(self.args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             scheduler = super().create_scheduler(*args, **kwargs)
+        if self.creates_scheduler and (plan := self.batch_plan) is not None:
+            over_samples(scheduler, plan, by_batch=self.args.learning_rate_batch_size is not None)
         self._optimizer_options = OptimizerOptions(self.optimizer, scheduler, self._optimizer_options)
         return scheduler
 
@@ -326,10 +342,11 @@ class InfCLTrainer(Trainer):
         if pairs is not None and self.args.cache_features is not None:
             collator = loaders.of_training(self.data_collator, self.args)
             pairs = loaders.with_cached_features(pairs, self.setup, collator, self._prepare_inputs, self.interruptions)
-        if isinstance(pairs, (ImageTextStream, Replayed)):
+        plan = self.batch_plan
+        if isinstance(pairs, (ImageTextStream, Replayed)) or plan is not None:
             states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
             collator = loaders.of_training(self.data_collator, self.args)
-            return loaders.stream_loader(pairs, collator, vocabulary, self.args, states)
+            return loaders.stream_loader(pairs, collator, vocabulary, self.args, states, plan)
         return self._training_loader(pairs)
 
     def _training_loader(self, pairs: Any) -> DataLoader:
@@ -364,7 +381,8 @@ class InfCLTrainer(Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         """Trainer's values, computed from full windows and trained samples only."""
-        return loaders.windows_of_stream(args, dataloader, super().set_initial_training_values(args, dataloader))
+        values = super().set_initial_training_values(args, dataloader)
+        return loaders.initial_values(args, dataloader, self.batch_plan, values)
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
@@ -375,7 +393,7 @@ class InfCLTrainer(Trainer):
         if reason := why_complete(self.state, max_steps, self.args.early_stopping_patience):
             self.resumption.warn_of_nothing_left(self.state.global_step, reason)
             return num_train_epochs, 0
-        return self.resumption.position(self.args, num_update_steps_per_epoch, counted)
+        return self.resumption.position(self.args, num_update_steps_per_epoch, self.batch_plan, counted)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -384,15 +402,21 @@ class InfCLTrainer(Trainer):
 
         No forward may run here, because on resume Trainer restores the random state after this call.
         """
-        read = super().get_batch_samples
+        read, step = super().get_batch_samples, self.state.global_step
+        micro_batches = (
+            num_batches if self.args.global_batch_schedule is None else self.training_data.micro_batches(step)
+        )
         window = self.training_data.fetch(
-            lambda batches: read(batches, num_batches, device)[0],
+            lambda batches: read(batches, micro_batches, device)[0],
             epoch_iterator,
             equal_ids=self.setup.equal_ids,
-            step=self.state.global_step,
+            step=step,
             interruptions=self.interruptions,
         )
-        return window.batches, None
+        if self.args.global_batch_schedule is None:
+            return window.batches, None
+        # Trainer's loop takes the window for one batch. It would keep the images of what it gets during the step.
+        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in window.batches[:1]], None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
@@ -406,11 +430,21 @@ class InfCLTrainer(Trainer):
     ) -> Tensor:
         """Adds the gradient of one micro-batch: see `WindowStep.run`, in which a whole step can be read.
 
-        Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order.
-        ``inputs`` is ignored: the data comes from that window.
+        Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order;
+        with ``global_batch_schedule`` once for the whole window. ``inputs`` is ignored: the data comes from the window.
         """
         switch_weights(self.optimizer, "train")
-        return self.window_step.run(model, self.training_data.window, self.state.global_step)
+        window, step = self.training_data.window, self.state.global_step
+        if self.args.global_batch_schedule is None:
+            return self.window_step.run(model, window, step)
+        # ---- What Trainer's loop does around each micro-batch ----
+        for _ in range(len(window) - 1):
+            with self.accelerator.no_sync(model=model):
+                self.accelerator.gradient_state._set_sync_gradients(False)
+                self.window_step.run(model, window, step)
+            self.current_flos += self.floating_point_ops(inputs)
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        return self.window_step.run(model, window, step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Among callbacks of others, the exchange has to wait for the reduction of the gradients.
@@ -495,6 +529,7 @@ class InfCLTrainer(Trainer):
             only_model=self.args.save_only_model,
             optimizer=self._optimizer_options.record,
             samples_seen=self.samples_seen,
+            step=self.state.global_step,
         )
         write, output_dir = partial(super()._save_checkpoint, model, trial), super()._get_output_dir(trial)
         saved = save_checkpoint(self.checkpoints, output_dir, record, self.state, self.args, write)

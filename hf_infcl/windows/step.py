@@ -20,6 +20,7 @@ from ..encoders.patch_dropout import PatchDropout
 from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
 from ..loss import OBJECTIVES
+from ..loss.cuda_graphs import forget_recordings
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.graph_budget import GraphBudget
 from ..passes.offload import Fetcher
@@ -99,6 +100,7 @@ class WindowStep:
         self._other_sizes: list[OtherSizes] = []
         self._sizes = args.image_sizes(steps)
         self._tokens: tuple[float, int | None] = 0.0, None  # of the last window: patches dropped, size of its images
+        self._batch: list[int] | None = None  # the images of its micro-batches
         self._full_from = steps - math.ceil((args.full_tokens_last or 0.0) * steps)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
@@ -140,6 +142,7 @@ class WindowStep:
         self._encoder.eval_frozen_parts()
         if index == 0:
             self._set_tokens(step)
+            self._set_batch(window)
             self._wrapper.begin_window()
             self.checks.begin_window(model)
         with self._wrapper.gradient_sync(last):
@@ -198,6 +201,15 @@ class WindowStep:
             self._tokens = share, size
             self.graph_budget = self._new_budget()  # a graph takes another amount of memory now
 
+    def _set_batch(self, window: Window) -> None:
+        """Lets go of the memory of smaller global batches, and plans the kept graphs anew."""
+        batch = window.sizes[0]
+        if self._args.global_batch_schedule is not None and self._batch not in (None, batch):
+            self.graph_budget = self._new_budget()
+            forget_recordings()
+            clear_device_cache()
+        self._batch = list(batch)
+
     def close(self) -> None:
         """Leaves the model as it was before the training, but for its weights."""
         for hook in (self._patches, *self._other_sizes):
@@ -240,8 +252,9 @@ class WindowStep:
         inputs = self._prepare_inputs(window.inputs(micro_batch))
         if (size := self._tokens[1]) is not None:
             inputs = {**inputs, "pixel_values": resized(inputs["pixel_values"], size)}
-            if self._compiled:  # for each size, rather than once for all
-                torch._dynamo.mark_static(inputs["pixel_values"])
+        changes = size is not None or self._args.global_batch_schedule is not None
+        if self._compiled and changes and "pixel_values" in inputs:  # for each size, rather than once for all
+            torch._dynamo.mark_static(inputs["pixel_values"])
         # Leaving out a tower would trigger another compilation of a compiled model.
         frozen_outputs = None if self._compiled else micro_batch.frozen_outputs
         embeds = self._encoder.embed(model, inputs, frozen_outputs)

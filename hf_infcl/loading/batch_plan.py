@@ -1,0 +1,247 @@
+"""The global batches of a training whose batch grows, planned from its first step to its last."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from transformers.trainer_utils import has_length
+
+from ..checkpoints.record import RunRecord
+from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import BatchSchedule, divided_batch
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a training has come, between two steps.
+
+    Attributes:
+        step: the trained optimizer steps.
+        samples: the trained pairs.
+        epoch: the completed passes over the data.
+        windows, rows: of the pass under way, the global batches and the rows that were trained.
+    """
+
+    step: int = 0
+    samples: int = 0
+    epoch: int = 0
+    windows: int = 0
+    rows: int = 0
+
+
+_BEGIN = Position()
+
+
+class Part(NamedTuple):
+    """Steps of one size within one pass over the data: where they begin, their number, and their division.
+
+    ``first`` is the number of micro-batches, of all processes, before them in this training.
+    """
+
+    begin: Position
+    size: int
+    steps: int
+    micro_batch: int
+    first: int
+
+    def after(self, steps: int) -> Position:
+        """The position after some of these steps."""
+        at, rows = self.begin, steps * self.size
+        return Position(at.step + steps, at.samples + rows, at.epoch, at.windows + steps, at.rows + rows)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one global batch, on all processes."""
+        return self.size // self.micro_batch
+
+
+class MicroBatchPlace(NamedTuple):
+    """Where a micro-batch is: its step, how far the training has come before that, and its rows in the pass."""
+
+    at: Position
+    rows: range
+
+
+class BatchPlan:
+    """The size and the place of each global batch, from a position on.
+
+    A stage ends with the first step after which its share of the training has been trained. The training is measured in
+    rows of the passes, or with ``max_steps`` in samples. A pass ends where the next global batch does not fit into its
+    rows. The plan depends on the number of processes only in the division of a global batch into micro-batches.
+
+    Args:
+        schedule: the stages.
+        rows: the pairs of a pass over the data; None if it has no end.
+        epochs: the passes of the training, if ``max_steps`` does not limit it.
+        max_steps: its steps, or a number below 1.
+        micro_batch: ``per_device_train_batch_size``.
+        processes: their number.
+        at: the position from which the training goes on.
+
+    Attributes:
+        steps: the steps of the training from its first on.
+        samples: its pairs.
+        epochs: the passes, the last of which may be incomplete.
+
+    Raises:
+        ValueError: a global batch does not fit into a pass, or the processes cannot share it equally.
+    """
+
+    def __init__(
+        self,
+        schedule: BatchSchedule,
+        rows: int | None,
+        *,
+        epochs: float,
+        max_steps: int,
+        micro_batch: int,
+        processes: int,
+        at: Position = _BEGIN,
+    ) -> None:
+        self._rows, self._schedule, self._by_steps = rows, schedule, max_steps > 0
+        self._max_steps, self._micro_batch, self._processes = max_steps, micro_batch, processes
+        self._whole = round(max_steps * schedule.mean_size()) if self._by_steps else round(epochs * (rows or 0))
+        for size in schedule.sizes:
+            divided_batch(size, micro_batch, processes)
+            if rows is not None and size > rows:
+                raise ValueError(
+                    f"A pass over the training set has {rows:,} pairs, fewer than the global batch of {size:,} pairs "
+                    "in global_batch_schedule. Lower it, or use more data."
+                )
+        self.begin = at
+        self._parts = list(self._walk(at))
+        end = self._parts[-1].after(self._parts[-1].steps) if self._parts else at
+        self.steps, self.samples, self.epochs = end.step, end.samples, end.epoch + 1
+        self._steps = [part.begin.step for part in self._parts]
+        self._micro_batches = [part.first for part in self._parts]
+
+    def _walk(self, at: Position) -> Iterator[Part]:
+        first = 0
+        while (left := self._max_steps - at.step if self._by_steps else self._whole - self._reached(at)) > 0:
+            # ---- The stage, and the rest of it and of the pass ----
+            ends = [round(end * self._whole) for end in self._schedule.ends]
+            stage = bisect_right(ends, self._reached(at))
+            size = self._schedule.sizes[stage]
+            micro_batch, _ = divided_batch(size, self._micro_batch, self._processes)
+            fit = None if self._rows is None else max(0, self._rows - at.rows) // size
+            if fit == 0:
+                at = replace(at, epoch=at.epoch + 1, windows=0, rows=0)
+                continue
+            in_stage = -(-(ends[stage] - self._reached(at)) // size) if stage < len(ends) else None
+            in_training = left if self._by_steps else -(-left // size)
+            # ---- Its steps ----
+            steps = min(number for number in (fit, in_stage, in_training) if number is not None)
+            yield (part := Part(at, size, steps, micro_batch, first))
+            first += steps * part.micro_batches
+            at = part.after(steps)
+
+    def _reached(self, at: Position) -> int:
+        return at.samples if self._by_steps else at.epoch * (self._rows or 0) + at.rows
+
+    # ---- By step ----
+
+    def _part(self, step: int) -> Part | None:
+        found = bisect_right(self._steps, step) - 1
+        return self._parts[found] if found >= 0 else None
+
+    def position(self, step: int) -> Position:
+        """The position before a step; before the plan begins, of its first one."""
+        part = self._part(step)
+        return self.begin if part is None else part.after(min(step - part.begin.step, part.steps))
+
+    def samples_before(self, step: int) -> int:
+        """The pairs trained before a step. Before the plan begins, all steps are taken for equally large."""
+        begin = self.begin
+        return begin.samples * step // begin.step if step < begin.step else self.position(step).samples
+
+    def size(self, step: int) -> int:
+        """The pairs of the global batch of a step; after the last step, of that one."""
+        part = self._part(step) or (self._parts[0] if self._parts else None)
+        return self._schedule.sizes[-1] if part is None else part.size
+
+    def micro_batches(self, step: int) -> int:
+        """The micro-batches of each process in a step."""
+        return divided_batch(self.size(step), self._micro_batch, self._processes)[1]
+
+    def windows(self, epoch: int) -> int:
+        """The global batches of a pass."""
+        ends = [part.begin.windows + part.steps for part in self._parts if part.begin.epoch == epoch]
+        return max(ends, default=0)
+
+    def micro_batches_of_epoch(self, epoch: int) -> int:
+        """The micro-batches of one process in a pass."""
+        parts = [part for part in self._parts if part.begin.epoch == epoch]
+        return sum(part.steps * part.micro_batches for part in parts) // self._processes
+
+    def first(self) -> tuple[int, int]:
+        """The completed passes, and the trained global batches of the next one, where the plan begins."""
+        at = self._parts[0].begin if self._parts else replace(self.begin, epoch=self.begin.epoch + 1, windows=0)
+        return at.epoch, at.windows
+
+    def epochs_before(self, step: int) -> float:
+        """The passes before a step, in which global batches count by their pairs; without passes, the share."""
+        before = self._part(step - 1)
+        at = self.begin if before is None else before.after(step - before.begin.step)
+        if self._rows is None:
+            return at.samples / self.samples
+        whole = max((part.after(part.steps).rows for part in self._parts if part.begin.epoch == at.epoch), default=0)
+        return at.epoch + at.rows / max(1, whole)
+
+    # ---- By micro-batch ----
+
+    def steps_after(self, micro_batches: int) -> int:
+        """The steps that this training trains with so many micro-batches of all processes; no more than it has."""
+        place = self.place(micro_batches)
+        return (self.steps if place is None else place.at.step) - self.begin.step
+
+    def place(self, number: int) -> MicroBatchPlace | None:
+        """The place of a micro-batch of all processes, counted from where the plan begins; None after its end."""
+        part = self._parts[bisect_right(self._micro_batches, number) - 1] if self._parts else None
+        if part is None:
+            return None
+        window, own = divmod(number - part.first, part.micro_batches)
+        if window >= part.steps:
+            return None
+        at = part.after(window)
+        first = at.rows + own * part.micro_batch
+        return MicroBatchPlace(at, range(first, first + part.micro_batch))
+
+
+def plan_of(args: InfCLTrainingArguments, data: Any, record: RunRecord | None) -> BatchPlan | None:
+    """The plan of a training with ``global_batch_schedule``; None without one.
+
+    Args:
+        args: its arguments.
+        data: its training set.
+        record: that of the checkpoint that it resumes from, if any.
+
+    Raises:
+        ValueError: as `BatchPlan`; the data has no end, and ``max_steps`` none either.
+    """
+    if args.global_batch_schedule is None or data is None:
+        return None
+    rows = len(data) if has_length(data) else None
+    if rows is None and args.max_steps < 1:
+        raise ValueError("global_batch_schedule needs max_steps for data without a length, whose shares it divides.")
+    at = _BEGIN
+    if record is not None:
+        if record.step is None:
+            raise ValueError(
+                "The checkpoint was written by a version of hf_infcl that did not record its step, from which "
+                "global_batch_schedule goes on. Resume without it, or start a new run from the checkpoint's model."
+            )
+        trained = record.windows * record.run.global_batch_size if record.rows is None else record.rows
+        within = {} if args.ignore_data_skip else {"windows": record.windows, "rows": trained}
+        at = Position(record.step, record.samples_seen, record.epoch, **within)
+    return BatchPlan(
+        BatchSchedule.of(args.global_batch_schedule),
+        rows,
+        epochs=args.num_train_epochs,
+        max_steps=args.max_steps,
+        micro_batch=args.per_device_train_batch_size,
+        processes=args.world_size,
+        at=at,
+    )

@@ -1,0 +1,29 @@
+"""Words such as 112:0.5 160:0.4 224: a number for each stage of a training, with the share that the stage takes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+
+def stages_of(name: str, words: Sequence[str], of: str, example: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The numbers of the stages, and for each stage but the last the share of the training after which it ends.
+
+    Args:
+        name: of the option.
+        words: its value; the last stage gets the rest, and has no share.
+        of: what is divided, for messages.
+        example: of a right value.
+
+    Raises:
+        ValueError: the words are no such stages.
+    """
+    *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", str(word)) for word in words] or [None]
+    shares = [float(found[2] or 0) if found else 0.0 for found in earlier]
+    if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1 or int(last[1]) == 0:
+        raise ValueError(
+            f"{name} must be {of} and then the last one, which gets the rest, such as {example}, got "
+            f"{' '.join(map(str, words)) or 'nothing'}."
+        )
+    return tuple(int(found[1]) for found in (*earlier, last) if found), tuple(itertools.accumulate(shares))

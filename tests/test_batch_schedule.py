@@ -1,0 +1,402 @@
+"""A global batch that grows: the plan, exact gradients of each stage, resumes around a change, and what counts."""
+
+from __future__ import annotations
+
+import itertools
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.parity import FLOOR, MODELS, TOLERANCE, _whole
+from helpers.shards import write_tars
+from helpers.streams import collate, stream_of
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from hf_infcl import reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.batch_plan import BatchPlan, Position
+from hf_infcl.options.batch_schedule import BatchSchedule, divided_batch
+
+# 9 steps of 4 pairs, 4 of 8 and 2 of 16: 100 pairs.
+GROWS = {"global_batch_schedule": ["4:0.3", "8:0.3", "16"], "gradient_accumulation_steps": 1, "max_steps": 15}
+
+
+def planned(words: str, rows: int | None, **options: Any) -> BatchPlan:
+    given: dict[str, Any] = {"epochs": 1, "max_steps": -1, "micro_batch": 4, "processes": 1}
+    return BatchPlan(BatchSchedule.of(words.split()), rows, **{**given, **options})
+
+
+# ---- The plan ----
+
+
+def test_stages_get_their_shares_of_the_samples():
+    plan = planned("256:0.25 512:0.25 1024:0.25 2048", None, max_steps=1080, micro_batch=256)
+    sizes = [plan.size(step) for step in range(plan.steps)]
+    assert (plan.steps, plan.samples) == (1080, 589_824)
+    assert {size: sizes.count(size) for size in sizes} == {256: 576, 512: 288, 1024: 144, 2048: 72}
+    assert sizes == sorted(sizes)
+    assert [plan.micro_batches(step) for step in (0, 600, 1079)] == [1, 2, 8]
+
+
+@pytest.mark.parametrize(("rows", "epochs"), [(100, 3), (37, 5), (64, 0.5), (1000, 1)])
+def test_passes_leave_out_only_rows_that_fill_no_global_batch(rows, epochs):
+    plan = planned("4:0.25 8:0.25 16", rows, epochs=epochs)
+    at = [plan.position(step) for step in range(plan.steps + 1)]
+    assert at[0] == Position()
+    for step, (now, after) in enumerate(itertools.pairwise(at)):
+        size = plan.size(step)
+        assert now.rows + size <= rows
+        assert after.samples - now.samples == plan.samples_before(step + 1) - now.samples == size
+        if after.epoch == now.epoch:
+            assert (after.rows, after.windows) == (now.rows + size, now.windows + 1)
+        else:
+            assert (after.epoch, after.rows, after.windows) == (now.epoch + 1, 0, 0)
+            assert now.rows + size + plan.size(step + 1) > rows, "the next batch had fitted into the pass"
+    last = at[-1]
+    assert epochs * rows <= last.epoch * rows + last.rows + 15, "a pass ended too early"
+    assert last.epoch * rows + last.rows - plan.size(plan.steps - 1) < epochs * rows
+    assert sum(plan.windows(epoch) for epoch in range(plan.epochs)) == plan.steps
+    share = [sum(plan.size(s) for s in range(plan.steps) if plan.size(s) == size) for size in (4, 8, 16)]
+    assert share[0] == pytest.approx(0.25 * epochs * rows, abs=16 + 16 * epochs)
+
+
+@pytest.mark.parametrize("options", [{"rows": 53, "epochs": 3}, {"rows": None, "max_steps": 19}])
+def test_a_plan_from_any_step_is_the_rest_of_the_whole_plan(options):
+    whole = planned("4:0.25 8:0.25 16", **options)
+    for step in range(whole.steps):
+        rest = planned("4:0.25 8:0.25 16", **options, at=whole.position(step))
+        assert (rest.steps, rest.samples) == (whole.steps, whole.samples)
+        assert [rest.position(s) for s in range(step, whole.steps + 1)] == [
+            whole.position(s) for s in range(step, whole.steps + 1)
+        ]
+        assert [rest.size(s) for s in range(step, whole.steps)] == [whole.size(s) for s in range(step, whole.steps)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_row_is_in_one_micro_batch_of_one_process(processes):
+    plan = planned("4:0.25 8:0.25 16", 60, epochs=2, processes=processes)
+    places = []
+    while (place := plan.place(len(places))) is not None:
+        places.append(place)
+    for step in range(plan.steps):
+        own = [place for place in places if place.at.step == step]
+        assert len(own) == plan.micro_batches(step) * processes
+        assert len({len(place.rows) for place in own}) == 1
+        first = own[0].at.rows
+        assert [row for place in own for row in place.rows] == list(range(first, first + plan.size(step)))
+
+
+@pytest.mark.parametrize(
+    ("size", "processes", "divided"), [(16, 1, (4, 4)), (16, 2, (4, 2)), (4, 2, (2, 1)), (4, 4, (1, 1)), (3, 1, (3, 1))]
+)
+def test_micro_batches_shrink_only_where_the_batch_is_smaller(size, processes, divided):
+    assert divided_batch(size, 4, processes) == divided
+
+
+# ---- Exact gradients through every stage ----
+
+STAGES = {"global_batch_schedule": ["12:0.3", "24:0.3", "48"], "gradient_accumulation_steps": 1, "max_steps": 9}
+SIZES = [12] * 5 + [24] * 3 + [48]
+
+
+class EachGradient(TrainerCallback):
+    """The weights before each step, and the gradients that it sees."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.gradients: list[list[Tensor]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append([_whole(p.grad) for p in model.parameters()])
+
+
+def rank_gradients(
+    rank: int, world_size: int, folder: str, micro_batch: int, objective: str
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    seen = EachGradient()
+    options = {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0, **STAGES}
+    options |= {"per_device_train_batch_size": micro_batch, "callbacks": [seen]}
+    trainer_for(folder, MODELS[objective](), models.Pairs(110), **options).train()
+    return seen.weights, seen.gradients
+
+
+def gradients_of_whole_batches(objective: str, weights: list[Tensor]) -> list[list[Tensor]]:
+    """Plain autograd in one process: the rows of each pass in their order, in batches of the stages' sizes."""
+    model, data, found, first, epoch = MODELS[objective](), models.Pairs(110), [], 0, 0
+    encoder = DualEncoder(model)
+    for size, at in zip(SIZES, weights, strict=True):
+        nn.utils.vector_to_parameters(at, model.parameters())
+        if first + size > 110:
+            first, epoch = 0, epoch + 1
+        order = torch.randperm(110, generator=torch.Generator().manual_seed(42 + epoch))
+        embeds = encoder.embed(model, data.batch(order[first : first + size]))
+        loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=objective)
+        found.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+        first += size
+    return found
+
+
+@pytest.mark.parametrize("objective", MODELS)
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 4), (2, 6), (3, 8), (1, 24)])
+def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
+    ranks, tmp_path, world_size, micro_batch, objective
+):
+    of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), micro_batch, objective, always_ring=True)
+    for weights, gradients in of_ranks:
+        expected = gradients_of_whole_batches(objective, weights)
+        for step, (seen, whole) in enumerate(zip(gradients, expected, strict=True)):
+            floor = FLOOR * nn.utils.get_total_norm(whole)
+            for gradient, one in zip(seen, whole, strict=True):
+                assert (gradient - one).norm() <= TOLERANCE * one.norm() + floor, f"step {step}"
+        assert not torch.equal(weights[0], weights[-1])
+
+
+# ---- The order of the samples, and resumes ----
+
+
+def rows_of_steps(folder: Path, data: Any, **options: Any) -> list[list[tuple]]:
+    rows = TrainedRows()
+    trainer = trainer_for(folder, models.clip(), data, callbacks=[rows], **{**GROWS, **options})
+    rows.watch(trainer)
+    trainer.train()
+    return rows.steps[:-1]
+
+
+def test_order_is_that_of_a_constant_batch(tmp_path):
+    data = models.Pairs(100)
+    grown = rows_of_steps(tmp_path / "grown", data)
+    constant = {"global_batch_schedule": None, "gradient_accumulation_steps": 1, "max_steps": 25}
+    whole = rows_of_steps(tmp_path / "constant", data, **constant)
+    assert [len(rows) for rows in grown] == [4] * 9 + [8] * 4 + [16] * 2
+    assert list(chain(*grown)) == list(chain(*whole))[: sum(map(len, grown))]
+
+
+def check_resume(folder: Path, data: Any, stop: int, **options: Any) -> None:
+    """A run that stops at a step, and goes on with other weights and random state, ends with the same weights."""
+    given = {**GROWS, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": stop, **options}
+    whole = trainer_for(folder / "whole", models.clip(dropout=0.3), data(), **{**given, "save_strategy": "no"})
+    whole.train()
+    parts = trainer_for(folder / "parts", models.clip(dropout=0.3), data(), **given, callbacks=[StopAt(stop)])
+    parts.train()
+    torch.manual_seed(99)
+    resumed = trainer_for(folder / "parts", models.clip(dropout=0.3, seed=5), data(), **given)
+    resumed.train(resume_from_checkpoint=True)
+    kept = ("loss", "grad_norm", "learning_rate", "global_batch_size", "samples_seen", "epoch")
+    history = [[{k: e[k] for k in kept} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert history[0] == history[1]
+    assert torch.equal(parameters(whole), parameters(resumed))
+    assert resumed.samples_seen == whole.samples_seen == sum(e["global_batch_size"] for e in history[0])
+
+
+@pytest.mark.parametrize("stop", [1, 9, 10, 11, 13, 14])
+def test_resume_around_each_change_is_bit_identical(tmp_path, stop):
+    check_resume(tmp_path, lambda: models.Pairs(61), stop)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dataloader_num_workers": 2},
+        {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "offload_inputs": True},
+        {"max_steps": -1, "num_train_epochs": 2.5, "train_sampling_strategy": "sequential"},
+        {"ema_decay": 0.9, "optimizer": "muon", "learning_rate_batch_size": 16},
+        {"image_size_schedule": ["8:0.5", "16"]},
+    ],
+    ids=["workers", "persistent", "epochs in order", "ema and muon", "image sizes"],
+)
+def test_resume_is_bit_identical_with_other_options(tmp_path, options):
+    check_resume(tmp_path, lambda: models.Pairs(61), 11, **options)
+
+
+@pytest.mark.parametrize("stop", [9, 10, 12])
+def test_resume_of_a_stream_is_bit_identical(tmp_path, stop):
+    write_tars(tmp_path / "shards", [40] * 4)
+    check_resume(
+        tmp_path / "runs", lambda: stream_of(tmp_path / "shards"), stop, data_collator=collate, dataloader_num_workers=1
+    )
+
+
+def rank_resume(rank: int, world_size: int, folder: str) -> None:
+    check_resume(Path(folder), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
+
+
+def test_resume_of_two_processes_is_bit_identical(ranks, tmp_path):
+    ranks.run(rank_resume, 2, str(tmp_path))
+
+
+def rank_stream(rank: int, world_size: int, folder: str, output: str) -> list[list[tuple]]:
+    return rows_of_steps(Path(output), stream_of(Path(folder)), data_collator=collate, per_device_train_batch_size=2)
+
+
+def test_a_stream_has_the_same_global_batches_on_any_number_of_processes(ranks, tmp_path):
+    write_tars(tmp_path / "shards", [40] * 4)
+    one, two = (
+        [
+            sorted(chain(*rows))
+            for rows in zip(*ranks.run(rank_stream, n, str(tmp_path / "shards"), str(tmp_path / str(n))), strict=True)
+        ]
+        for n in (1, 2)
+    )
+    assert one == two
+    assert [len(rows) for rows in one] == [4] * 9 + [8] * 4 + [16] * 2
+
+
+def test_resume_with_changes_alters_only_the_future(tmp_path):
+    data, options = models.Pairs(100), {**GROWS, "save_strategy": "steps", "save_steps": 6}
+    first = trainer_for(tmp_path, models.clip(), data, **options, callbacks=[StopAt(6)])
+    first.train()
+    changed = {**options, "global_batch_schedule": ["4:0.2", "20"]}
+    with pytest.raises(ValueError, match=r"global_batch_schedule was .* and is .*resume_with_changes"):
+        trainer_for(tmp_path, models.clip(), data, **changed).train(resume_from_checkpoint=True)
+    rows = TrainedRows()
+    resumed = trainer_for(tmp_path, models.clip(), data, **changed, resume_with_changes=True, callbacks=[rows])
+    rows.watch(resumed)
+    resumed.train(resume_from_checkpoint=True)
+    logs = [entry for entry in resumed.state.log_history if "loss" in entry]
+    assert [entry["global_batch_size"] for entry in logs] == [4] * 9 + [20] * 6
+    assert resumed.samples_seen == 36 + 120 == logs[-1]["samples_seen"]
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(42))[24:28]
+    assert sorted(rows.steps[0]) == sorted(map(tuple, data.tokens[order].tolist())), "the next rows follow the trained"
+
+
+def test_a_constant_batch_can_grow_after_a_resume_and_the_other_way_round(tmp_path):
+    data, more = models.Pairs(100), {"resume_with_changes": True, "max_steps": 15}
+    saves = {"save_strategy": "steps", "save_steps": 3}
+    trainer_for(tmp_path, models.clip(), data, **saves, max_steps=15, callbacks=[StopAt(3)]).train()
+    grown = trainer_for(tmp_path, models.clip(), data, **{**GROWS, **saves, **more}, callbacks=[StopAt(12)])
+    grown.train(resume_from_checkpoint=True)
+    assert grown.samples_seen == 3 * 8 + 3 * 4 + 4 * 8 + 2 * 16
+    constant = trainer_for(tmp_path, models.clip(), data, **saves, **more)
+    constant.train(resume_from_checkpoint=True)
+    assert constant.samples_seen == grown.samples_seen + 3 * 8
+
+
+# ---- What counts ----
+
+
+def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):
+    options = {**GROWS, "learning_rate": 1.0, "warmup_steps": 3, "optim": "sgd"}
+    rates = {}
+    for name, more in {
+        "plain": {},
+        "by batch": {"learning_rate_batch_size": 16},
+        "temperature": {"learning_rate_batch_size": 16, "logit_scale_learning_rate": 1.0},
+    }.items():
+        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **options, **more)
+        trainer.create_optimizer_and_scheduler(15)
+        optimizer, schedule, plan = trainer.optimizer, trainer.lr_scheduler, trainer.batch_plan
+        rates[name] = []
+        for _ in range(15):
+            rates[name].append([group["lr"] for group in optimizer.param_groups])
+            optimizer.step()
+            schedule.step()
+    samples = [plan.samples_before(step) for step in range(15)]
+    at = [15 * seen / plan.samples for seen in samples]
+    expected = [step / 3 if step < 3 else (15 - step) / 12 for step in at]
+    sizes = [plan.size(step) for step in range(15)]
+    assert [first for first, *_ in rates["plain"]] == pytest.approx(expected)
+    by_batch = [rate * size / 16 for rate, size in zip(expected, sizes, strict=True)]
+    assert [first for first, *_ in rates["by batch"]] == pytest.approx(by_batch)
+    assert [first for first, *_ in rates["temperature"]] == pytest.approx(by_batch)
+    assert [last for *_, last in rates["temperature"]] == pytest.approx(expected)
+
+
+def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
+    options = {**GROWS, "max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(50), eval_dataset=models.Pairs(8), **options)
+    trainer.train()
+    plan, history = trainer.batch_plan, trainer.state.log_history
+    evaluated = [entry for entry in history if "eval_loss" in entry]
+    assert [entry["epoch"] for entry in evaluated] == [1, 2, 3]
+    ends = [sum(plan.windows(number) for number in range(epoch + 1)) for epoch in range(3)]
+    assert [entry["step"] for entry in evaluated] == ends == [12, 12 + plan.windows(1), plan.steps]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == sorted(f"checkpoint-{end}" for end in ends)
+    assert trainer.state.global_step == plan.steps == trainer.state.max_steps
+    epochs = [entry["epoch"] for entry in history if "loss" in entry]
+    assert epochs[:3] == pytest.approx([4 / 48, 8 / 48, 12 / 48])
+    assert trainer.state.total_flos == trainer.floating_point_ops(models.Pairs(4).batch()) * plan.samples / 4
+
+
+def test_progress_bar_counts_pairs(tmp_path, capsys):
+    trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS, disable_tqdm=False).train()
+    assert "100/100" in capsys.readouterr().err.replace("pairs", "")
+
+
+def test_graphs_are_planned_anew_for_each_batch(tmp_path, monkeypatch):
+    from hf_infcl.windows import step as steps
+
+    made, forgotten = [], []
+    real = steps.GraphBudget
+    monkeypatch.setattr(steps, "GraphBudget", lambda *args: made.append(args) or real(*args))
+    monkeypatch.setattr(steps, "forget_recordings", lambda: forgotten.append(True))
+    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS)
+    before = len(made)
+    trainer.train()
+    assert (len(made) - before, len(forgotten)) == (3, 2)  # with that of the begin of the training
+
+
+def test_features_of_a_frozen_tower_are_read_from_the_cache(tmp_path):
+    import datasets
+    from helpers.pictures import picture
+    from helpers.processors import clip_processor
+
+    from hf_infcl import ImageTextDataset
+
+    rows = {"image": [picture(row) for row in range(40)], "caption": [f"picture {row}" for row in range(40)]}
+    data = ImageTextDataset(datasets.Dataset.from_dict(rows))
+    ends = []
+    for cache in (None, str(tmp_path / "features")):
+        options = {**GROWS, "freeze": "image", "cache_features": cache, "data_collator": None}
+        options |= {"processing_class": clip_processor(), "learning_rate": 1e-2}
+        trainer = trainer_for(tmp_path / "out", models.clip(), data, **options)
+        trainer.train()
+        ends.append(parameters(trainer))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_schedule": ["4:0.5"]}, r"must be global batches with their shares.*got 4:0.5"),
+        ({"global_batch_schedule": ["8:0.5", "4"]}, "grow, got 8:0.5 4"),
+        ({"global_batch_schedule": ["0:0.5", "4"]}, "at least one pair"),
+        ({"global_batch_schedule": ["4:0.7", "8:0.4", "16"]}, "gets the rest"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts global_batch_schedule"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate_batch_size": 8}, "cannot follow"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, message):
+    options = {**GROWS, "eval_strategy": "steps", "metric_for_best_model": "loss", **options}
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (models.Pairs(100), {"global_batch_schedule": ["4:0.5", "18"]}, "18 pairs.* share equally. 16 pairs would do"),
+        (models.Pairs(10), {}, "10 pairs, fewer than the global batch of 16"),
+        (models.Stream(100), {}, "needs a dataset with a length or an ImageTextStream, got a Stream"),
+    ],
+)
+def test_batches_that_the_data_cannot_fill_are_refused(tmp_path, data, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, models.clip(), data, **{**GROWS, **options}).train()
+
+
+def test_smaller_micro_batches_of_a_stream_are_refused(tmp_path):
+    write_tars(tmp_path / "shards", [40] * 4)
+    options = {**GROWS, "per_device_train_batch_size": 8, "data_collator": collate}
+    with pytest.raises(ValueError, match=r"batch of 4 pairs.*micro-batches of a stream.*at most 4"):
+        trainer_for(tmp_path / "out", models.clip(), stream_of(tmp_path / "shards"), **options).train()
