@@ -11,6 +11,7 @@ from transformers.trainer_utils import has_length
 
 from ..benchmarks import benchmark_key, expanded
 from ..evaluation.metrics import METRICS, metrics_of_kind
+from ..loading.batch_plan import plan_of
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
@@ -89,6 +90,8 @@ def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
     """The number of steps of a training on so many pairs per epoch."""
     if args.max_steps > 0:
         return args.max_steps
+    if (plan := plan_of(args, pairs)) is not None:
+        return plan.steps
     return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))
 
 
@@ -111,6 +114,10 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0
         print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
+    if (plan := plan_of(args, len(pairs) if has_length(pairs) else None)) is not None:
+        stages = (f"{size:,} pairs for {n:,} steps" for size, _, _, n in plan.stages())
+        print("The global batch grows:", ", ".join(stages))
+        return
     steps = args.gradient_accumulation_steps
     print(
         f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "

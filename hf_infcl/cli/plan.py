@@ -13,7 +13,9 @@ from .. import planning
 from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
 from ..encoders.image_size import config_for_images
+from ..loading.batch_plan import BatchPlan
 from ..loading.replay import DEFAULT_SHARE
+from ..options.batch_schedule import BatchSchedule, divided_batch
 from ..options.combinations import CHECKPOINTING, check_dropped_patches
 from ..options.ranges import check_number
 from ..planning import GPUS, Choice, Counts
@@ -28,6 +30,7 @@ from ..planning.report import (
     not_predicted,
     number,
     replay_lines,
+    stage_lines,
     step_lines,
     why_nothing_fits,
     words_of_further,
@@ -60,7 +63,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     gpu = GPUS[options.gpu]
     memory_gib = options.gpu_memory or gpu.memory_gib
     kept = kept_choices(options, given)
-    global_batch = global_batch_of(options, kept)
+    schedule = None if options.global_batch_schedule is None else BatchSchedule.of(options.global_batch_schedule)
+    global_batch = global_batch_of(options, kept) if schedule is None else last_batch_of(schedule, options, kept)
     config = config_for_images(load_config(options.model, options.open_clip_model), options.image_size)
     counts: dict[bool, Counts] = {}
 
@@ -95,6 +99,14 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     rates = "" if options.gpu_memory is None else f" Times are predicted with the rates of an {gpu.name}."
     name = gpu.name if options.gpu_memory is None else "GPU"
     further = words_of_further(options)
+    better: list[str] = []
+    if schedule is None:
+        better = better_batch(choice, step, lambda batch: find(batch, compiled=options.torch_compile), kept)
+
+    def words_of(choice: Choice) -> str:
+        derived = f" --gradient_accumulation_steps {choice.accumulation}"
+        return choice.options if schedule is None else choice.options.replace(derived, "")
+
     lines = [
         f"{options.model}: {of_model.parameters / 1e6:.1f} million parameters, {trained} of them trained; embeddings "
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
@@ -103,8 +115,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         *not_predicted(options),
         *replay_lines(old, choice),
         "",
-        f"Choose  {choice.options}{further}",
-        *better_batch(choice, step, lambda batch: find(batch, compiled=options.torch_compile), kept),
+        f"Choose  {words_of(choice)}{further}",
+        *better,
         "",
         *memory_lines(of_model, choice, memory_gib),
         "",
@@ -114,7 +126,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     other = find(global_batch, compiled=not options.torch_compile)
     if other is not None:
         how = "Without" if options.torch_compile else "With"
-        lines.append(f"  {how} --torch_compile it is {duration(other[0])}: choose {other[1].options}{further}")
+        lines.append(f"  {how} --torch_compile it is {duration(other[0])}: choose {words_of(other[1])}{further}")
     if options.torch_compile or other is not None:
         lines.append(
             "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."
@@ -130,6 +142,9 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     if options.measure:
         lines.append(measured_line(config, counted, choice, of_model, gpu))
     epochs = options.num_train_epochs if "num_train_epochs" in given and "epochs" not in given else options.epochs
+    if schedule is not None:
+        stages = stages_of_plan(schedule, options, choice, epochs)
+        return lines + stage_lines(stages, of_model, choice, gpu)
     if options.dataset_size is not None:
         lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step, old)
     return lines
@@ -201,6 +216,37 @@ def global_batch_of(options: argparse.Namespace, kept: Mapping[str, Any]) -> int
             f"--global_batch {options.global_batch:,} is no multiple of {words}, which is {least:,}. Choose {near:,}."
         )
     return int(options.global_batch)
+
+
+def last_batch_of(schedule: BatchSchedule, options: argparse.Namespace, kept: dict[str, Any]) -> int:
+    """The last global batch, which needs the most memory.
+
+    Raises:
+        ValueError: another global batch is given, or micro-batches that would follow from the schedule.
+    """
+    if options.global_batch not in (None, schedule.sizes[-1]):
+        raise ValueError(
+            f"--global_batch is {options.global_batch:,}, but --global_batch_schedule ends with "
+            f"{schedule.sizes[-1]:,}. Omit one of them."
+        )
+    if kept.get("accumulation", 1) > 1:
+        raise ValueError("--gradient_accumulation_steps follows from --global_batch_schedule. Omit it.")
+    kept.pop("accumulation", None)
+    if "micro_batch" in kept:
+        kept["micro_batch"] = min(kept["micro_batch"], schedule.sizes[-1] // options.gpus)
+    return schedule.sizes[-1]
+
+
+def stages_of_plan(
+    schedule: BatchSchedule, options: argparse.Namespace, choice: Choice, epochs: float
+) -> list[tuple[int, int, int, int]]:
+    """The stages, as `BatchPlan.stages`, without steps if the length of the training is not given."""
+    division = [(size, *divided_batch(size, choice.micro_batch, choice.gpus)) for size in schedule.sizes]
+    if options.dataset_size is None and options.max_steps < 1:
+        return [(*divided, 0) for divided in division]
+    length = {"epochs": epochs, "max_steps": options.max_steps}
+    plan = BatchPlan(schedule, options.dataset_size, micro_batch=choice.micro_batch, processes=choice.gpus, **length)
+    return list(plan.stages())
 
 
 def old_pairs(options: argparse.Namespace, choice: Choice) -> int:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-from transformers.trainer_utils import has_length
+from typing import NamedTuple
 
 from ..checkpoints.record import RunRecord
 from ..options.arguments import InfCLTrainingArguments
@@ -35,7 +34,7 @@ class Position:
 _BEGIN = Position()
 
 
-class Part(NamedTuple):
+class Section(NamedTuple):
     """Steps of one size within one pass over the data: where they begin, their number, and their division.
 
     ``first`` is the number of micro-batches, of all processes, before them in this training.
@@ -112,13 +111,13 @@ class BatchPlan:
                     "in global_batch_schedule. Lower it, or use more data."
                 )
         self.begin = at
-        self._parts = list(self._walk(at))
-        end = self._parts[-1].after(self._parts[-1].steps) if self._parts else at
+        self._sections = list(self._walk(at))
+        end = self._sections[-1].after(self._sections[-1].steps) if self._sections else at
         self.steps, self.samples, self.epochs = end.step, end.samples, end.epoch + 1
-        self._steps = [part.begin.step for part in self._parts]
-        self._micro_batches = [part.first for part in self._parts]
+        self._steps = [section.begin.step for section in self._sections]
+        self._micro_batches = [section.first for section in self._sections]
 
-    def _walk(self, at: Position) -> Iterator[Part]:
+    def _walk(self, at: Position) -> Iterator[Section]:
         first = 0
         while (left := self._max_steps - at.step if self._by_steps else self._whole - self._reached(at)) > 0:
             # ---- The stage, and the rest of it and of the pass ----
@@ -134,23 +133,23 @@ class BatchPlan:
             in_training = left if self._by_steps else -(-left // size)
             # ---- Its steps ----
             steps = min(number for number in (fit, in_stage, in_training) if number is not None)
-            yield (part := Part(at, size, steps, micro_batch, first))
-            first += steps * part.micro_batches
-            at = part.after(steps)
+            yield (section := Section(at, size, steps, micro_batch, first))
+            first += steps * section.micro_batches
+            at = section.after(steps)
 
     def _reached(self, at: Position) -> int:
         return at.samples if self._by_steps else at.epoch * (self._rows or 0) + at.rows
 
     # ---- By step ----
 
-    def _part(self, step: int) -> Part | None:
+    def _section(self, step: int) -> Section | None:
         found = bisect_right(self._steps, step) - 1
-        return self._parts[found] if found >= 0 else None
+        return self._sections[found] if found >= 0 else None
 
     def position(self, step: int) -> Position:
         """The position before a step; before the plan begins, of its first one."""
-        part = self._part(step)
-        return self.begin if part is None else part.after(min(step - part.begin.step, part.steps))
+        section = self._section(step)
+        return self.begin if section is None else section.after(min(step - section.begin.step, section.steps))
 
     def samples_before(self, step: int) -> int:
         """The pairs trained before a step. Before the plan begins, all steps are taken for equally large."""
@@ -159,8 +158,8 @@ class BatchPlan:
 
     def size(self, step: int) -> int:
         """The pairs of the global batch of a step; after the last step, of that one."""
-        part = self._part(step) or (self._parts[0] if self._parts else None)
-        return self._schedule.sizes[-1] if part is None else part.size
+        section = self._section(step) or (self._sections[0] if self._sections else None)
+        return self._schedule.sizes[-1] if section is None else section.size
 
     def micro_batches(self, step: int) -> int:
         """The micro-batches of each process in a step."""
@@ -168,27 +167,33 @@ class BatchPlan:
 
     def windows(self, epoch: int) -> int:
         """The global batches of a pass."""
-        ends = [part.begin.windows + part.steps for part in self._parts if part.begin.epoch == epoch]
+        ends = [section.begin.windows + section.steps for section in self._sections if section.begin.epoch == epoch]
         return max(ends, default=0)
 
     def micro_batches_of_epoch(self, epoch: int) -> int:
         """The micro-batches of one process in a pass."""
-        parts = [part for part in self._parts if part.begin.epoch == epoch]
-        return sum(part.steps * part.micro_batches for part in parts) // self._processes
+        sections = [section for section in self._sections if section.begin.epoch == epoch]
+        return sum(section.steps * section.micro_batches for section in sections) // self._processes
 
     def first(self) -> tuple[int, int]:
         """The completed passes, and the trained global batches of the next one, where the plan begins."""
-        at = self._parts[0].begin if self._parts else replace(self.begin, epoch=self.begin.epoch + 1, windows=0)
+        at = self._sections[0].begin if self._sections else replace(self.begin, epoch=self.begin.epoch + 1, windows=0)
         return at.epoch, at.windows
 
     def epochs_before(self, step: int) -> float:
         """The passes before a step, in which global batches count by their pairs; without passes, the share."""
-        before = self._part(step - 1)
+        before = self._section(step - 1)
         at = self.begin if before is None else before.after(step - before.begin.step)
         if self._rows is None:
             return at.samples / self.samples
-        whole = max((part.after(part.steps).rows for part in self._parts if part.begin.epoch == at.epoch), default=0)
-        return at.epoch + at.rows / max(1, whole)
+        whole = [one.after(one.steps).rows for one in self._sections if one.begin.epoch == at.epoch]
+        return at.epoch + at.rows / max([1, *whole])
+
+    def stages(self) -> Iterator[tuple[int, int, int, int]]:
+        """For each size: its pairs, those of a micro-batch, the micro-batches of each process, and its steps."""
+        for size, sections in itertools.groupby(self._sections, key=lambda section: section.size):
+            micro_batch, accumulation = divided_batch(size, self._micro_batch, self._processes)
+            yield size, micro_batch, accumulation, sum(section.steps for section in sections)
 
     # ---- By micro-batch ----
 
@@ -199,31 +204,30 @@ class BatchPlan:
 
     def place(self, number: int) -> MicroBatchPlace | None:
         """The place of a micro-batch of all processes, counted from where the plan begins; None after its end."""
-        part = self._parts[bisect_right(self._micro_batches, number) - 1] if self._parts else None
-        if part is None:
+        section = self._sections[bisect_right(self._micro_batches, number) - 1] if self._sections else None
+        if section is None:
             return None
-        window, own = divmod(number - part.first, part.micro_batches)
-        if window >= part.steps:
+        window, own = divmod(number - section.first, section.micro_batches)
+        if window >= section.steps:
             return None
-        at = part.after(window)
-        first = at.rows + own * part.micro_batch
-        return MicroBatchPlace(at, range(first, first + part.micro_batch))
+        at = section.after(window)
+        first = at.rows + own * section.micro_batch
+        return MicroBatchPlace(at, range(first, first + section.micro_batch))
 
 
-def plan_of(args: InfCLTrainingArguments, data: Any, record: RunRecord | None) -> BatchPlan | None:
+def plan_of(args: InfCLTrainingArguments, rows: int | None, record: RunRecord | None = None) -> BatchPlan | None:
     """The plan of a training with ``global_batch_schedule``; None without one.
 
     Args:
         args: its arguments.
-        data: its training set.
+        rows: the pairs of a pass over its data; None if it has no end.
         record: that of the checkpoint that it resumes from, if any.
 
     Raises:
-        ValueError: as `BatchPlan`; the data has no end, and ``max_steps`` none either.
+        ValueError: as `BatchPlan`; or neither the data nor the training (``max_steps``) has a length.
     """
-    if args.global_batch_schedule is None or data is None:
+    if args.global_batch_schedule is None:
         return None
-    rows = len(data) if has_length(data) else None
     if rows is None and args.max_steps < 1:
         raise ValueError("global_batch_schedule needs max_steps for data without a length, whose shares it divides.")
     at = _BEGIN

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
 from ..data.stream_batches import StepSides
@@ -142,9 +141,9 @@ class StreamLoader(DataLoader[Any]):
 
 def _micro_batches_of_epoch(dataset: Any, args: InfCLTrainingArguments, plan: BatchPlan | None) -> int | None:
     """Those of one process in an epoch, of the first one if they differ; None without an end."""
-    if not has_length(dataset):
+    samples = dataset.samples_per_epoch if hasattr(dataset, "samples_per_epoch") else len(dataset)
+    if samples is None:
         return None
-    samples = len(dataset)
     if plan is not None:
         return plan.micro_batches_of_epoch(plan.begin.epoch)
     windows = samples // args.global_batch_size

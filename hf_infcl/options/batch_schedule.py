@@ -73,7 +73,7 @@ def check_batch_schedule(args: Any) -> None:
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "
-            "which the micro-batches of each step follow. Leave it out."
+            "which the micro-batches of each step follow. Set it to 1, the default."
         )
     by_metric = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in SCHEDULES_BY_METRIC
     if by_metric and args.learning_rate_batch_size is not None:

@@ -45,19 +45,21 @@ def check_combinations(args: Any) -> None:
                 "'no', and leave save_only_model off."
             )
     _check_cache_folder(args)
-    if args.ddp_static_graph and args.gradient_accumulation_steps > 1:
+    several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
+    option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"
+    if args.ddp_static_graph and several:
         raise ValueError(
-            "ddp_static_graph=True does not work with gradient_accumulation_steps="
-            f"{args.gradient_accumulation_steps}: DDP fails in the second micro-batch of a step. Leave it off."
+            f"ddp_static_graph=True does not work with {option}={getattr(args, option)}: DDP fails in the second "
+            "micro-batch of a step. Leave it off."
         )
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
-    if replays and args.gradient_accumulation_steps > 1:
+    if replays and several:
         raise ValueError(
             f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
-            f"{args.gradient_accumulation_steps} micro-batches of a step. Choose 'default' or "
+            f"micro-batches of a step ({option}={getattr(args, option)}). Choose 'default' or "
             "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )
     _check_effects(args)

@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 
 from ..encoders.image_size import config_for_images
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import divided_batch
 from .counting import Counts, count
 from .prediction import GIB, USABLE, Choice, memory
 
@@ -69,11 +70,10 @@ def counts_of(config: PretrainedConfig, args: InfCLTrainingArguments, *, patch_d
 
 
 def choice_of(args: InfCLTrainingArguments) -> Choice:
-    """The composition of the global batch of a training."""
+    """The composition of the global batch of a training; of its last one, which is the largest."""
     return Choice(
         args.world_size,
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
+        *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
         retain=int(args.retain_graphs) if args.retain_graphs.isdecimal() else 1,
         offload=args.offload_inputs,
         compiled=args.torch_compile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from .prediction import GIB, GPU, USABLE, Choice, hiding_bandwidth, is_gathered,
 
 _FURTHER = (
     *("freeze", "freeze_layers", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
-    *("max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
+    *("global_batch_schedule", "max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
 )
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
 
@@ -239,6 +239,28 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
         f"An epoch of {pairs:,} pairs takes {number(per_epoch, 'step')} and {duration(per_epoch * seconds)}{training}.",
         f"  {verdict}",
     ]
+
+
+def stage_lines(stages: Sequence[tuple[int, int, int, int]], counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
+    """For each size of a global batch that grows its division, its time, and its share of the training.
+
+    Args:
+        stages: as `BatchPlan.stages`; 0 steps if the length of the training is not known.
+        counts, choice, gpu: of the last stage.
+    """
+    lines, times = ["The global batch grows; the memory above is that of the last one."], []
+    for size, micro_batch, accumulation, steps in stages:
+        divided = replace(choice, micro_batch=micro_batch, accumulation=accumulation)
+        step = sum(prediction.seconds(counts, divided, gpu).values())
+        times.append(steps * step)
+        length = f"; {number(steps, 'step')}, {duration(times[-1])}" if steps else ""
+        lines.append(
+            f"  {size:,} pairs, {accumulation} × {micro_batch} per GPU: {duration(step)}, {size / step:,.0f} per second"
+            f"{length}"
+        )
+    if all(times):
+        lines.append(f"  In all {number(sum(steps for *_, steps in stages), 'step')} and {duration(sum(times))}.")
+    return lines
 
 
 def number(count: int, word: str) -> str:

@@ -20,6 +20,7 @@ from .. import __version__
 from ..averaging import Averaged, Measured
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import divided_batch
 from ..shards.urls import Url, without_secrets
 from .settings import training_settings
 
@@ -254,6 +255,7 @@ def training_facts(
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
     best = holds_best(args, state)
+    micro_batch, accumulation = divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size)
     return TrainingFacts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
@@ -266,8 +268,8 @@ def training_facts(
         pairs=pairs,
         objective=trainer.setup.objective,
         strategy=args.strategy,
-        per_device_batch_size=args.per_device_train_batch_size,
-        accumulation_steps=args.gradient_accumulation_steps,
+        per_device_batch_size=micro_batch,
+        accumulation_steps=accumulation,
         processes=args.world_size,
         pair_id_column=pair_id_column,
         equal_ids=trainer.setup.equal_ids,

@@ -16,6 +16,7 @@ _OF_PARTS = {
     "image_learning_rate": "learning rate of the image tower",
     "text_learning_rate": "learning rate of the text tower",
     "layer_decay": "factor of the learning rate per layer",
+    "global_batch_schedule": "growth of the global batch, each size with its share of the samples",
     "image_size": "height and width that images were resized to, for which positions were interpolated",
     "image_size_schedule": "sizes of the images, each with its share of the steps",
     "patch_dropout": "share of the patches of an image that training left out",
@@ -83,7 +84,8 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
     for option, row in _OF_PARTS.items():
         if (value := getattr(args, option)) is not None:
-            rows[row] = " and ".join(value) if isinstance(value, list) else f"{value:g}"
+            between = " " if option.endswith("_schedule") else " and "
+            rows[row] = between.join(value) if isinstance(value, list) else f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"

@@ -17,7 +17,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import ProgressCallback, Trainer
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput, has_length
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
@@ -274,7 +274,8 @@ class InfCLTrainer(Trainer):
     @property
     def batch_plan(self) -> BatchPlan | None:
         """The global batches of ``global_batch_schedule``, from the checkpoint on that the training resumes from."""
-        return plan_of(self.args, self.train_dataset, self.resumption.record)
+        pairs: Any = self.train_dataset
+        return plan_of(self.args, len(pairs) if has_length(pairs) else None, self.resumption.record)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
