@@ -283,6 +283,14 @@ class InfCLTrainingArguments(TrainingArguments):
             "and the epoch after the rows that were already trained."
         },
     )
+    gradient_noise_steps: int | None = field(
+        default=None,
+        metadata={
+            "help": "Measure the gradient noise scale in one of so many steps, and log gradient_noise_scale: the pairs "
+            "of a global batch beyond which more of them add little to its direction (arXiv 1812.06162). Steps need "
+            "at least two micro-batches. By default it is not measured."
+        },
+    )
     skip_nonfinite: int = field(
         default=0,
         metadata={

@@ -19,6 +19,8 @@ from ..saving.peft_saving import beside_adapters
 from ..windows.start import Start
 from .muon import check_wrapper_of_muon
 
+_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
 logger = logging.get_logger(__name__)
 
 
@@ -36,8 +38,8 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         ValueError: the model is not a dual encoder, the wrapper is not supported, a tower has fewer layers than
             ``args.freeze_layers``, no patches to drop or no other image size, the objective is sigmoid for a model
             without logit_bias, ``args`` sets learning rates that an optimizer created by DeepSpeed does not support,
-            the wrapper leaves Muon no whole matrices or ema_device no plain tensors, or checkpoints would lack trained
-            parameters beside the adapters of peft.
+            the wrapper hides the gradients that gradient_noise_steps measures, or leaves Muon no whole matrices or
+            ema_device no plain tensors, or checkpoints would lack trained parameters beside the adapters of peft.
     """
     check_wrapper(accelerator)
     _check_learning_rates(args, accelerator)
@@ -47,6 +49,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         raise ValueError(
             "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
             "the average of each process already: leave it out."
+        )
+    if args.gradient_noise_steps is not None and accelerator.distributed_type in _SHARDED:
+        raise ValueError(
+            "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "
+            "Leave it out, or measure under DDP."
         )
     dual_encoder = DualEncoder(model)
     dual_encoder.freeze(args.freeze)

@@ -27,6 +27,7 @@ from ..passes.offload import Fetcher
 from ..passes.wrappers import is_compiled, wrapper_of
 from ..processes.collectives import Processes
 from ..processes.phases import Phases
+from .gradient_noise import GradientNoise
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .setup import Setup
@@ -54,6 +55,7 @@ class WindowStep:
         windows: the number that was trained.
         skipped: decides which windows are not trained, and counts them.
         checks: look at the loss and the gradient of each window.
+        noise: measures the gradient noise scale, if ``gradient_noise_steps`` asks for it.
         graph_budget: decides for how many micro-batches the graph is kept.
     """
 
@@ -104,6 +106,11 @@ class WindowStep:
         self._full_from = steps - math.ceil((args.full_tokens_last or 0.0) * steps)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
+        self.noise: GradientNoise | None = None
+        if args.gradient_noise_steps is not None:
+            temperature = [id(parameter) for parameter in encoder.temperature_parameters]
+            of_towers = [p for p in encoder.model.parameters() if id(p) not in temperature]
+            self.noise = GradientNoise(of_towers, args.gradient_noise_steps)
         self._start = setup.start if args.keep_features else None
         self._kept: Tensor | None = None  # this process's part of keep_features' term in the last window
         self._positive_cosines: Tensor | None = None  # of the last window
@@ -143,6 +150,8 @@ class WindowStep:
         if index == 0:
             self._set_tokens(step)
             self._set_batch(window)
+            if self.noise is not None:
+                self.noise.begin_window(window.sizes[0][0], len(window), self._args.world_size)
             self._wrapper.begin_window()
             self.checks.begin_window(model)
         with self._wrapper.gradient_sync(last):
@@ -159,6 +168,8 @@ class WindowStep:
                     surrogate = window.cached.surrogate(index)
                     if surrogate is not None:
                         self._accelerator.backward(surrogate, **self._wrapper.backward_options)
+                if self.noise is not None and self.noise.measures and index == 0:
+                    self.noise.after_first(self._gradient_scale)
                 self.checks.check_gradient(model, window.cached, window, step, last=last)
         # ---- Memory ----
         window.release(index)
@@ -177,9 +188,16 @@ class WindowStep:
         if self.windows == 0:
             self._wrapper.check_gradients()
         self.windows += 1
-        scaler = self._accelerator.scaler
-        self._tower_gradients.measure(1.0 if scaler is None else scaler.get_scale())
+        self._tower_gradients.measure(self._gradient_scale)
+        if self.noise is not None and self.noise.measures:
+            self.noise.after_last(self._gradient_scale)
         return loss
+
+    @property
+    def _gradient_scale(self) -> float:
+        """The scale of fp16's gradients."""
+        scaler = self._accelerator.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
 
     def _new_budget(self) -> GraphBudget:
         retain = self._args.retain_graphs
@@ -301,13 +319,16 @@ class WindowStep:
         These are logit_scale, the multiplier, and logit_bias, if any; positive_cosine, the mean cosine of the positives
         of the last global batch, and with replay also that of its new and of its old pairs; with ``replay_as="own"``
         the losses of both; keep_features_loss, the term of ``keep_features``, if any, which the loss does not
-        contain; grad_norm_image and grad_norm_text, the gradient norms of the towers in the last step
+        contain; gradient_noise_scale, see `GradientNoise`; grad_norm_image and grad_norm_text, the gradient norms of
+        the towers in the last step
         before clipping (not under DeepSpeed); and skipped_windows, the number since the run began, if any.
 
         Args:
             logs: Trainer's, with ``loss`` and ``grad_norm``.
         """
         found = self._tower_gradients.logs()
+        if self.noise is not None:
+            found |= self.noise.logs()
         if (cosines := self._positive_cosines) is not None:
             sums, counts = Processes().sum(cosines)
             names = ("positive_cosine", "new_positive_cosine", "replay_positive_cosine")

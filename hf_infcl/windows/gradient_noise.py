@@ -1,0 +1,82 @@
+"""The gradient noise scale of a training, from the parts that micro-batches have in one gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from ..processes.collectives import Processes
+
+KEPT = 0.95  # of the weight of a measurement, with each further one: a mean over about the last 20
+
+
+class GradientNoise:
+    """Estimates how many pairs a global batch needs before its gradient is more signal than noise.
+
+    With the gradient g_i of the loss by the rows of pair i, the gradient of a batch of B pairs is their mean, and its
+    squared norm has the expectation |g|² + tr(Σ)/B, where g and Σ are mean and covariance of the g_i. Two batch sizes,
+    the micro-batch and the global batch, give both unknowns; their quotient tr(Σ)/|g|² is the simple noise scale of
+    arXiv 1812.06162, appendix A.1. The g_i of a contrastive loss depend on the negatives too: the estimate is
+    conditional on them, each micro-batch being contrasted with the whole global batch. It leaves out what a larger
+    batch gains by more negatives.
+
+    Per window it takes the norm of the gradient twice, after the first micro-batch and after the last one, and does not
+    wait for the device.
+
+    Args:
+        parameters: those that the micro-batches train, without the temperature.
+        every: the number of windows of which one is measured.
+
+    Attributes:
+        measures: whether the window that has begun is measured.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], every: int) -> None:
+        self._parameters, self._every = [p for p in parameters if p.requires_grad], every
+        self._windows, self.measures = 0, False
+        self._pairs: tuple[int, int] = 0, 0  # of a micro-batch and of a global batch
+        self._small: Tensor | None = None
+        self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ)
+        self._weight = 0.0  # of the sums
+
+    def begin_window(self, micro_batch: int, micro_batches: int, processes: int) -> None:
+        """Begins a window of so many micro-batches, of so many pairs, on each of the processes."""
+        pairs = micro_batch, micro_batch * micro_batches * processes
+        if pairs != self._pairs:  # other negatives
+            self._pairs, self._sums, self._weight = pairs, None, 0.0
+        # The gradient of a single micro-batch is reduced as soon as it is there.
+        self.measures = micro_batches > 1 and self._windows % self._every == 0
+        self._share, self._small = 1 / micro_batches, None
+        self._windows += 1
+
+    def after_first(self, scale: float) -> None:
+        """Measures this process's gradient so far; ``scale`` is that of a gradient scaler."""
+        self._small = (self._norm() / (scale * self._share)) ** 2
+
+    def after_last(self, scale: float) -> None:
+        """Measures the gradient of the window, before clipping."""
+        assert self._small is not None
+        (b, whole), big = self._pairs, (self._norm() / scale) ** 2
+        found = torch.stack(((whole * big - b * self._small) / (whole - b), (self._small - big) / (1 / b - 1 / whole)))
+        self._sums = found if self._sums is None else KEPT * self._sums + found
+        self._weight = KEPT * self._weight + 1
+
+    def _norm(self) -> Tensor:
+        return get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+
+    def logs(self) -> dict[str, float]:
+        """``gradient_noise_scale`` in pairs; collective. Nothing if none was measured, or the error hides |g|²."""
+        if (found := self.estimates()) is None:
+            return {}
+        signal, noise = found
+        return {"gradient_noise_scale": round(noise / signal, 1)} if signal > 0 else {}
+
+    def estimates(self) -> tuple[float, float] | None:
+        """The means of |g|² and of tr(Σ) over the last measured windows; collective. None before the first."""
+        if self._sums is None:
+            return None
+        signal, noise = (Processes().sum(self._sums) / (self._weight * Processes().world_size)).tolist()
+        return signal, noise

@@ -1,0 +1,107 @@
+"""The gradient noise scale: its formula on known gradients, and its parts against explicit contributions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import models
+from helpers.parity import MODELS
+from helpers.trainers import arguments, parameters, trainer_for
+from torch import nn
+
+from hf_infcl import reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.windows.gradient_noise import GradientNoise
+
+
+def test_estimate_of_known_gradients():
+    torch.manual_seed(0)
+    mean, spread = torch.full((50,), 0.3), torch.linspace(0.5, 2.0, 50)
+    parameter = nn.Parameter(torch.zeros(50))
+    noise, every = GradientNoise([parameter], 1), []
+    for _ in range(300):
+        gradients = mean + spread * torch.randn(4, 8, 50)  # of 4 micro-batches of 8 pairs
+        noise.begin_window(8, 4, 1)
+        parameter.grad = gradients[0].mean(0) / 4
+        noise.after_first(1.0)
+        parameter.grad = gradients.mean((0, 1))
+        noise.after_last(1.0)
+        every.append(noise.logs().get("gradient_noise_scale"))
+    expected = (spread**2).sum() / (mean**2).sum()
+    seen = torch.tensor([one for one in every[20:] if one is not None])
+    assert seen.median() == pytest.approx(expected.item(), rel=0.15)
+
+
+def test_a_signal_below_its_error_has_no_scale():
+    parameter = nn.Parameter(torch.zeros(3))
+    noise = GradientNoise([parameter], 1)
+    assert noise.logs() == {}
+    noise.begin_window(8, 4, 1)
+    parameter.grad = torch.ones(3)
+    noise.after_first(1.0)
+    parameter.grad = torch.full((3,), 0.01)
+    noise.after_last(1.0)
+    assert noise.logs() == {}
+
+
+def rank_noise(rank: int, world_size: int, folder: str, objective: str) -> tuple[float, float]:
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
+    trainer = trainer_for(folder, MODELS[objective](), models.Pairs(48), **given, gradient_noise_steps=1)
+    trainer.train()
+    signal, noise = trainer.window_step.noise.estimates()
+    (logs,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if signal > 0 else None)
+    return signal, noise
+
+
+@pytest.mark.parametrize("objective", MODELS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_contributions_of_micro_batches_are_those_of_plain_autograd(ranks, tmp_path, world_size, objective):
+    found = ranks.run(rank_noise, world_size, str(tmp_path), objective)
+    model, data, batch = MODELS[objective](), models.Pairs(48), 12 * world_size
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    rows = torch.randperm(48, generator=torch.Generator().manual_seed(42))[:batch]
+    embeds = [encoder.embed(model, data.batch(part)) for part in rows.split(4)]
+    whole = [torch.cat(tower).detach().requires_grad_() for tower in zip(*embeds, strict=True)]
+    reference.contrastive_loss(*whole, *encoder.scale_and_bias(), objective=objective).backward()
+    temperature = [id(p) for p in encoder.temperature_parameters]
+    trained = [p for p in model.parameters() if id(p) not in temperature]
+    parts = []
+    for number, features in enumerate(embeds):
+        of_rows = [tower.grad[4 * number : 4 * number + 4] for tower in whole]
+        parts.append(torch.cat([g.flatten() for g in torch.autograd.grad(features, trained, of_rows)]))
+    big = sum(parts).square().sum()
+    # The first micro-batch of each process is measured.
+    small = torch.stack([len(parts) * parts[rank] for rank in range(world_size)]).square().sum(1).mean()
+    signal, noise = (batch * big - 4 * small) / (batch - 4), (small - big) / (1 / 4 - 1 / batch)
+    assert abs(signal) > 1e-3 * small, "the test says nothing"
+    for seen in found:
+        assert seen == pytest.approx((signal.item(), noise.item()), rel=1e-3)
+
+
+def test_measuring_changes_no_weight_and_follows_its_interval(tmp_path, monkeypatch):
+    measured = []
+    real = GradientNoise.after_last
+    monkeypatch.setattr(GradientNoise, "after_last", lambda self, scale: measured.append(1) or real(self, scale))
+    ends = []
+    for steps in (None, 2):
+        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(40), max_steps=5, gradient_noise_steps=steps)
+        trainer.train()
+        ends.append(parameters(trainer))
+    assert torch.equal(*ends)
+    assert len(measured) == 3
+
+
+def test_steps_of_one_micro_batch_have_no_scale(tmp_path):
+    options = {"gradient_accumulation_steps": 1, "global_batch_schedule": ["4:0.5", "8"], "max_steps": 6}
+    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(40), **options, gradient_noise_steps=1)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert not any("gradient_noise_scale" in entry for entry in logs if entry["global_batch_size"] == 4)
+    assert len(logs) == 6
+
+
+def test_wrong_intervals_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="gradient_noise_steps must be a whole number of at least 1, got 0"):
+        arguments(tmp_path, gradient_noise_steps=0)
