@@ -22,7 +22,9 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.averaging import interpolated, with_factors_of_end
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.loading.batch_plan import BatchPlan
 from hf_infcl.optimizers import MuonAdamW, parameter_groups
+from hf_infcl.options.batch_schedule import BatchSchedule
 from hf_infcl.training.optimization import switch_weights
 
 from .in_memory import LENGTH, SPECIAL, TEMPLATES, InMemory, normalised
@@ -46,7 +48,7 @@ class Run:
     Attributes:
         experiment: the name of the YAML file.
         method: a key of `TRAINERS`.
-        batch: the pairs of one optimizer step.
+        batch: the pairs of one optimizer step, with ``global_batch_schedule`` among the options of the last one.
         micro_batch: the pairs of one forward. `Trainer` computes a loss for each.
         samples: the pairs seen, in all.
         objective: "softmax" or "sigmoid".
@@ -82,6 +84,16 @@ class Run:
     options: str = ""
     sources: str = ""
     replay: str = ""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The global batches of the run."""
+        schedule = BatchSchedule((self.batch,), ())
+        if words := json.loads(self.options or "{}").get("global_batch_schedule"):
+            schedule = BatchSchedule.of(words)
+        steps = int(self.samples / schedule.mean_size() + 1e-6)
+        division = {"micro_batch": self.micro_batch, "processes": 1}
+        return BatchPlan(schedule, None, epochs=1, max_steps=steps, **division)
 
     @property
     def adamw_rate(self) -> float:
@@ -274,7 +286,7 @@ class Measure(TrainerCallback):
             row = {
                 **vars(self._run),
                 "steps": state.global_step,
-                "samples_seen": state.global_step * self._run.batch,
+                "samples_seen": self._run.plan.samples_before(state.global_step),
                 "finished": state.global_step == state.max_steps,
                 "seconds": round(self._seconds, 3),
                 "logit_scale": round(model.logit_scale.exp().item(), 4),
@@ -294,6 +306,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     if run.optimizer == "muon":
         ours |= {"optimizer": "muon", "muon_learning_rate": run.learning_rate}
     ours |= json.loads(run.options or "{}")
+    steps = run.plan.steps
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     usual = {
         "weight_decay": 0.1,
@@ -310,11 +323,11 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     return kind(
         output_dir=folder,
         per_device_train_batch_size=run.micro_batch,
-        gradient_accumulation_steps=run.batch // run.micro_batch,
-        max_steps=run.samples // run.batch,
+        gradient_accumulation_steps=1 if "global_batch_schedule" in ours else run.batch // run.micro_batch,
+        max_steps=steps,
         learning_rate=run.adamw_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=math.ceil(0.1 * run.samples / run.batch),
+        warmup_steps=math.ceil(0.1 * steps),
         bf16=on_gpu,
         use_cpu=not on_gpu,
         seed=run.seed,
