@@ -279,6 +279,17 @@ def test_a_constant_batch_can_grow_after_a_resume_and_the_other_way_round(tmp_pa
     assert constant.samples_seen == grown.samples_seen + 3 * 8
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 15}, {"max_steps": -1, "num_train_epochs": 1.5}])
+def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
+    options = {**GROWS, "save_strategy": "epoch", **length}
+    whole = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
+    whole.train()
+    again = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
+    again.train(resume_from_checkpoint=True)
+    assert (again.steps_trained, again.samples_seen) == (0, whole.samples_seen)
+    assert torch.equal(parameters(whole), parameters(again))
+
+
 # ---- What counts ----
 
 
@@ -323,6 +334,12 @@ def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
     epochs = [entry["epoch"] for entry in history if "loss" in entry]
     assert epochs[:3] == pytest.approx([4 / 48, 8 / 48, 12 / 48])
     assert trainer.state.total_flos == trainer.floating_point_ops(models.Pairs(4).batch()) * plan.samples / 4
+
+
+@pytest.mark.parametrize(("max_steps", "passes"), [(10, 52 / 60), (15, 1 + 24 / 56), (20, 1 + 48 / 56)])
+def test_the_last_pass_counts_by_its_rows(max_steps, passes):
+    plan = planned("4:0.5 8", 60, max_steps=max_steps)
+    assert plan.epochs_before(plan.steps) == pytest.approx(passes)
 
 
 def test_progress_bar_counts_pairs(tmp_path, capsys):

@@ -167,13 +167,14 @@ class BatchPlan:
 
     def windows(self, epoch: int) -> int:
         """The global batches of a pass."""
-        ends = [section.begin.windows + section.steps for section in self._sections if section.begin.epoch == epoch]
-        return max(ends, default=0)
+        return max((section.begin.windows + section.steps for section in self._of_epoch(epoch)), default=0)
 
     def micro_batches_of_epoch(self, epoch: int) -> int:
         """The micro-batches of one process in a pass."""
-        sections = [section for section in self._sections if section.begin.epoch == epoch]
-        return sum(section.steps * section.micro_batches for section in sections) // self._processes
+        return sum(section.steps * section.micro_batches for section in self._of_epoch(epoch)) // self._processes
+
+    def _of_epoch(self, epoch: int) -> list[Section]:
+        return [section for section in self._sections if section.begin.epoch == epoch]
 
     def first(self) -> tuple[int, int]:
         """The completed passes, and the trained global batches of the next one, where the plan begins."""
@@ -186,8 +187,13 @@ class BatchPlan:
         at = self.begin if before is None else before.after(step - before.begin.step)
         if self._rows is None:
             return at.samples / self.samples
-        whole = [one.after(one.steps).rows for one in self._sections if one.begin.epoch == at.epoch]
-        return at.epoch + at.rows / max([1, *whole])
+        if not (sections := self._of_epoch(at.epoch)):
+            return float(at.epoch)
+        last = sections[-1]
+        whole = last.after(last.steps).rows
+        if last is self._sections[-1]:  # a pass that the training does not end
+            whole += (self._rows - whole) // last.size * last.size
+        return at.epoch + at.rows / whole
 
     def stages(self) -> Iterator[tuple[int, int, int, int]]:
         """For each size: its pairs, those of a micro-batch, the micro-batches of each process, and its steps."""

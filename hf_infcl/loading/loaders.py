@@ -168,7 +168,7 @@ def initial_values(
     """
     epochs, windows, examples, _, batch, micro_batches, max_steps = values
     if plan is not None:
-        windows = plan.windows(plan.first()[0])
+        windows = max(1, plan.windows(plan.first()[0]))
         return plan.epochs, windows, examples, plan.samples, args.global_batch_size, windows, plan.steps
     if isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader):
         windows = max(1, len(loader) // args.gradient_accumulation_steps)

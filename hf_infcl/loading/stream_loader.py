@@ -145,7 +145,7 @@ def _micro_batches_of_epoch(dataset: Any, args: InfCLTrainingArguments, plan: Ba
     if samples is None:
         return None
     if plan is not None:
-        return plan.micro_batches_of_epoch(plan.begin.epoch)
+        return max(1, plan.micro_batches_of_epoch(plan.first()[0]))  # Trainer divides by it before it sees the end
     windows = samples // args.global_batch_size
     if windows == 0:
         raise ValueError(
