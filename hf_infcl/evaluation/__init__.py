@@ -2,7 +2,14 @@
 
 from .bootstrap import Difference, bounds, differences, differences_by_class, hits_of, interval, resampled
 from .captions import caption_ids, group_by_image, image_of_captions
-from .classification import class_ranks, label_scores, zero_shot_classifier, zero_shot_metrics
+from .classification import (
+    checked_ranks,
+    class_places,
+    class_ranks,
+    label_scores,
+    zero_shot_classifier,
+    zero_shot_metrics,
+)
 from .metrics import METRICS, Choices, ClassRanks, Found, LabelScores, PairRanks, measured
 from .retrieval import choice_metrics, choices, pair_ranks, recall_ceilings, retrieval_metrics
 
@@ -16,8 +23,10 @@ __all__ = [
     "PairRanks",
     "bounds",
     "caption_ids",
+    "checked_ranks",
     "choice_metrics",
     "choices",
+    "class_places",
     "class_ranks",
     "differences",
     "differences_by_class",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .metrics import ClassRanks, LabelScores, measured
-from .ranking import checked_embeds, checked_index, positive_places
+from .ranking import Places, checked_embeds, checked_finite, checked_index, positive_places
 
 
 @torch.no_grad()
@@ -83,6 +83,29 @@ def class_ranks(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Cla
     num_classes = len(classifier)
     labels = checked_index("labels", labels, len(image_embeds), num_classes, image_embeds.device)
 
-    classes = torch.arange(num_classes, device=labels.device)
-    places = positive_places(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
-    return ClassRanks(places.ranks, labels.cpu(), num_classes, places.answers, places.gaps)
+    ranks, answers, gaps = (part.cpu() for part in class_places(image_embeds, classifier, labels))
+    return ClassRanks(ranks, labels.cpu(), num_classes, answers, gaps)
+
+
+@torch.no_grad()
+def class_places(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> Places:
+    """`class_ranks` of one batch of many, unchecked and still on the device: a check would wait for the batch."""
+    classes = torch.arange(len(classifier), device=classifier.device)
+    return positive_places(F.normalize(image_embeds, dim=-1), classifier, labels, classes)
+
+
+def checked_ranks(places: Tensor, labels: Tensor, num_classes: int) -> ClassRanks:
+    """The ranks of a whole set from the `class_places` of its batches, with the checks that were left out there.
+
+    Args:
+        places: [N, 3] fp32 on the CPU: rank, answer and gap of each image.
+        labels: [N] integer on the CPU.
+        num_classes: C.
+
+    Raises:
+        ValueError: an embedding was not finite, or a label is out of range.
+    """
+    ranks, answers, gaps = places.T
+    checked_finite("image_embeds", ~gaps.isnan())
+    labels = checked_index("labels", labels, len(places), num_classes, labels.device)
+    return ClassRanks(ranks.int(), labels, num_classes, answers.long(), gaps)

@@ -26,10 +26,10 @@ class Places(NamedTuple):
     """Where Q queries find their positives among K candidates.
 
     Attributes:
-        ranks: [Q] int32 on the CPU, of the best-placed positive: 0 is the top, K means that there is none.
-        answers: [Q] int64 on the CPU, the candidate at the top.
-        gaps: [Q] float on the CPU, by how much the score of the answer exceeds that of the best-placed positive: 0 for
-            a hit, infinity without a positive.
+        ranks: [Q] int32, of the best-placed positive: 0 is the top, K means that there is none.
+        answers: [Q] int64, the candidate at the top.
+        gaps: [Q] float, by how much the score of the answer exceeds that of the best-placed positive: 0 for a hit,
+            infinity without a positive, NaN for a query that is not finite.
     """
 
     ranks: Tensor
@@ -40,7 +40,7 @@ class Places(NamedTuple):
 def positive_places(
     queries: Tensor, candidates: Tensor, query_ids: Tensor, candidate_ids: Tensor, copies: Tensor | None = None
 ) -> Places:
-    """Ranks the candidates of each query by their dot products.
+    """Ranks the candidates of each query by their dot products. The results are on the device, which may still work.
 
     Args:
         queries: [Q, D].
@@ -66,7 +66,7 @@ def positive_places(
         top, answer = scores.max(dim=1)
         answers.append(answer)
         gaps.append(top - best[:, 0])
-    return Places(*(torch.cat(parts).cpu() for parts in (ranks, answers, gaps)))
+    return Places(*map(torch.cat, (ranks, answers, gaps)))
 
 
 def fraction(hits: Tensor) -> float:
@@ -85,15 +85,19 @@ def checked_embeds(name: str, embeds: Tensor, like: Tensor | None = None) -> Ten
             f"{name} must agree with image_embeds in D and device, got D={embeds.shape[1]} on {embeds.device} "
             f"against D={like.shape[1]} on {like.device}."
         )
-    finite = embeds.isfinite().all(dim=1)
+    checked_finite(name, embeds.isfinite().all(dim=1))
+    if like is not None:
+        return embeds.to(like.dtype)
+    return embeds if embeds.dtype == torch.float64 else embeds.float()
+
+
+def checked_finite(name: str, finite: Tensor) -> None:
+    """A ValueError unless all rows are `finite`, a bool tensor [rows]."""
     if not finite.all():
         raise ValueError(
             f"{name} must be finite, but {int((~finite).sum())} of {len(finite)} rows hold NaN or infinity, "
             f"the first of them row {int((~finite).nonzero()[0])}."
         )
-    if like is not None:
-        return embeds.to(like.dtype)
-    return embeds if embeds.dtype == torch.float64 else embeds.float()
 
 
 def checked_index(name: str, index: Tensor, length: int, upper: int, device: torch.device) -> Tensor:

@@ -80,7 +80,8 @@ def pair_ranks(
     image_index = torch.arange(len(images), device=device)
     by_captions = positive_places(queries, images, text_image, image_index)
     by_images = positive_places(images, texts, image_index, text_image, copies)
-    return PairRanks(by_captions.ranks, by_images.ranks, text_image.cpu(), by_images.answers, by_images.gaps)
+    found = by_captions.ranks, by_images.ranks, text_image, by_images.answers, by_images.gaps
+    return PairRanks(*(part.cpu() for part in found))
 
 
 @torch.no_grad()

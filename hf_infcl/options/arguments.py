@@ -369,6 +369,9 @@ class InfCLTrainingArguments(TrainingArguments):
                 "evaluations, where they wait for each other. Leave it at True: rows that only pad a batch are not "
                 "counted."
             )
+        accelerator: Any = self.accelerator_config
+        if self.dataloader_pin_memory:
+            accelerator.non_blocking = True  # the host prepares the next batch while the last one is computed
         if self.ddp_find_unused_parameters is None:
             # Every window uses every trained parameter; searching for unused ones costs time and copies.
             self.ddp_find_unused_parameters = False

@@ -55,11 +55,12 @@ def check_combinations(args: Any) -> None:
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
+    number = "" if args.global_batch_schedule is not None else f"{args.gradient_accumulation_steps} "
     if replays and several:
         raise ValueError(
             f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
-            f"micro-batches of a step ({option}={getattr(args, option)}). Choose 'default' or "
+            f"{number}micro-batches of a step. Choose 'default' or "
             "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
         )
     _check_effects(args)

@@ -21,13 +21,13 @@ from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
-    ClassRanks,
     Found,
     LabelScores,
     bounds,
     caption_ids,
+    checked_ranks,
     choices,
-    class_ranks,
+    class_places,
     group_by_image,
     hits_of,
     image_of_captions,
@@ -217,8 +217,8 @@ class Evaluator:
             return images.new_zeros(0, len(classifier) if several else 3)
         if several:
             return label_scores(images, classifier, labels).scores
-        found = class_ranks(images, classifier, labels)
-        return torch.stack([found.classes, found.answers, found.gaps], dim=1).to(images)
+        # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
+        return torch.stack([part.to(images) for part in class_places(images, classifier, labels)], dim=1)
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: Any, prefix: str) -> EvalLoopOutput:
         """Runs Trainer's loop over embeddings, then adds the same exact metrics of the whole set on every process.
@@ -268,8 +268,7 @@ class Evaluator:
         if labels.ndim == 2:
             self.found = LabelScores(found, labels.bool())
         else:
-            ranks, answers, gaps = found.T
-            self.found = ClassRanks(ranks.int(), labels.long(), len(self._classifier), answers.long(), gaps)
+            self.found = checked_ranks(found, labels, len(self._classifier))
         return measured(self.found)
 
     def _intervals(self, prefix: str) -> dict[str, float]:
