@@ -1046,6 +1046,7 @@ def test_a_package_that_is_not_installed_is_one_line_whichever_library_asks_for_
         line = mistake(capsys, *words, "--deepspeed", "config.json")
     assert "An option needs a package that is not installed: " in line
     assert "deepspeed" in line
+    transformers.integrations.unset_hf_deepspeed_config()  # in a process that goes on, until garbage is collected
     with monkeypatch.context() as patch:
         patch.setattr(transformers.integrations.integration_utils, "is_clearml_available", lambda: False)
         assert "pip install clearml" in mistake(capsys, *words, "--report_to", "clearml")

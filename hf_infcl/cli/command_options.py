@@ -141,7 +141,7 @@ class DataOptions:
     check_samples: int | None = field(
         default=None,
         metadata={
-            "help": "Number of pairs that are read before the training to tell what is wrong with them, 0 for none. "
+            "help": "Pairs to read before the training, to tell what is wrong with them; 0 for none. "
             "Defaults to 256, and to 10,000 of each set in `infcl check`."
         },
     )
@@ -229,7 +229,7 @@ class EvaluationOptions:
     )
     benchmark_folder: str | None = field(
         default=None,
-        metadata={"help": "Folder with local copies of the benchmarks, each in one such as wds_imagenet1k."},
+        metadata={"help": "Folder with local copies of the benchmarks. Each is in a folder such as wds_imagenet1k."},
     )
     label_column: str = field(default="label", metadata={"help": "Column of class numbers in --zero_shot_dataset."})
     class_names: list[str] | None = field(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from .. import planning
 from ..conversion.models import load_config
 from ..encoders.dual_encoder import TOWERS
 from ..encoders.image_size import config_for_images
-from ..loading.batch_plan import BatchPlan
 from ..loading.replay import DEFAULT_SHARE
-from ..options.batch_schedule import BatchSchedule, divided_batch
-from ..options.combinations import CHECKPOINTING, check_dropped_patches
+from ..options.batch_schedule import BatchSchedule
+from ..options.combinations import check_dropped_patches
 from ..options.ranges import check_number
 from ..planning import GPUS, Choice, Counts
+from ..planning.asked import global_batch_of, kept_choices, last_batch_of, stages_of_plan
 from ..planning.picture import draw
 from ..planning.report import (
     better_batch,
@@ -39,7 +39,6 @@ from .launched import mistakes_in_one_line
 from .parser import Parser
 
 WORKER_RATE = 540  # images per second of one worker of the data loader, from scripts/benchmarks/results/data.csv
-FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 SMALL = 32  # below this micro-batch gradient checkpointing is considered
 
 
@@ -171,82 +170,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--retain_graphs must be 'auto' or an integer of at least 0, got {options.retain_graphs!r}.")
     if options.measure and not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU. Omit it to predict from the config alone.")
-
-
-def kept_choices(options: argparse.Namespace, given: Collection[str]) -> dict[str, Any]:
-    """The attributes of `Choice` that the given options of the training decide."""
-    kept = {
-        "per_device_train_batch_size": ("micro_batch", options.per_device_train_batch_size),
-        "gradient_accumulation_steps": ("accumulation", options.gradient_accumulation_steps),
-        "offload_inputs": ("offload", options.offload_inputs),
-        **{name: ("checkpointing", bool(getattr(options, name))) for name in CHECKPOINTING if name in options},
-    }
-    found = {attribute: value for name, (attribute, value) in kept.items() if name in given}
-    if "retain_graphs" in given and options.retain_graphs != "auto":
-        found["retain"] = max(1, int(options.retain_graphs))
-    if options.optimizer == "muon":
-        found["muon"] = True
-    found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
-    if options.ema_decay is not None and options.ema_device is None:
-        found["ema"] = True
-    return found
-
-
-def global_batch_of(options: argparse.Namespace, kept: Mapping[str, Any]) -> int:
-    """The global batch that is given, or the product of its factors.
-
-    Raises:
-        ValueError: neither is given, or they contradict each other.
-    """
-    factors = kept.get("micro_batch"), kept.get("accumulation")
-    least = options.gpus * (factors[0] or 1) * (factors[1] or 1)
-    words = " × ".join(
-        [f"--gpus {options.gpus}"]
-        + [f"--{name} {getattr(options, name)}" for name, value in zip(FACTORS, factors, strict=True) if value]
-    )
-    if options.global_batch is None:
-        if None in factors:
-            raise ValueError(f"Give --global_batch, or both --{' and --'.join(FACTORS)}, whose product it is.")
-        return int(least)
-    if None not in factors and options.global_batch != least:
-        raise ValueError(f"{words} is {least:,}, but --global_batch is {options.global_batch:,}. Omit one of them.")
-    if any(factors) and options.global_batch % least:
-        near = max(least, round(options.global_batch / least) * least)
-        raise ValueError(
-            f"--global_batch {options.global_batch:,} is no multiple of {words}, which is {least:,}. Choose {near:,}."
-        )
-    return int(options.global_batch)
-
-
-def last_batch_of(schedule: BatchSchedule, options: argparse.Namespace, kept: dict[str, Any]) -> int:
-    """The last global batch, which needs the most memory.
-
-    Raises:
-        ValueError: another global batch is given, or micro-batches that would follow from the schedule.
-    """
-    if options.global_batch not in (None, schedule.sizes[-1]):
-        raise ValueError(
-            f"--global_batch is {options.global_batch:,}, but --global_batch_schedule ends with "
-            f"{schedule.sizes[-1]:,}. Omit one of them."
-        )
-    if kept.get("accumulation", 1) > 1:
-        raise ValueError("--gradient_accumulation_steps follows from --global_batch_schedule. Omit it.")
-    kept.pop("accumulation", None)
-    if "micro_batch" in kept:
-        kept["micro_batch"] = min(kept["micro_batch"], schedule.sizes[-1] // options.gpus)
-    return schedule.sizes[-1]
-
-
-def stages_of_plan(
-    schedule: BatchSchedule, options: argparse.Namespace, choice: Choice, epochs: float
-) -> list[tuple[int, int, int, int]]:
-    """The stages, as `BatchPlan.stages`, without steps if the length of the training is not given."""
-    division = [(size, *divided_batch(size, choice.micro_batch, choice.gpus)) for size in schedule.sizes]
-    if options.dataset_size is None and options.max_steps < 1:
-        return [(*divided, 0) for divided in division]
-    length = {"epochs": epochs, "max_steps": options.max_steps}
-    plan = BatchPlan(schedule, options.dataset_size, micro_batch=choice.micro_batch, processes=choice.gpus, **length)
-    return list(plan.stages())
 
 
 def old_pairs(options: argparse.Namespace, choice: Choice) -> int:

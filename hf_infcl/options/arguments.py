@@ -16,7 +16,7 @@ from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
 from .batch_schedule import BatchSchedule, check_batch_schedule
-from .combinations import SCHEDULES_BY_METRIC, check_combinations, check_support
+from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support
 from .image_sizes import ImageSizes, check_image_sizes
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
@@ -96,8 +96,8 @@ class InfCLTrainingArguments(TrainingArguments):
     global_batch_schedule: list[str] | None = field(
         default=None,
         metadata={
-            "help": "A batch that grows, for example '256:0.25 512:0.25 1024': pairs of a global batch with their "
-            "shares of the samples, then the last one, which gets the rest. It replaces gradient_accumulation_steps; "
+            "help": "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
+            "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
             "micro-batches keep per_device_train_batch_size, or are all pairs of a process where these are fewer. "
             "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch."
         },
@@ -286,9 +286,8 @@ class InfCLTrainingArguments(TrainingArguments):
     gradient_noise_steps: int | None = field(
         default=None,
         metadata={
-            "help": "Measure the gradient noise scale in one of so many steps, and log gradient_noise_scale: the pairs "
-            "of a global batch beyond which more of them add little to its direction (arXiv 1812.06162). Steps need "
-            "at least two micro-batches. By default it is not measured."
+            "help": "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond "
+            "which more of them add little to its direction (arXiv 1812.06162). Such a step needs two micro-batches."
         },
     )
     skip_nonfinite: int = field(
@@ -358,17 +357,7 @@ class InfCLTrainingArguments(TrainingArguments):
             # Otherwise they would take a metric that rises, such as an accuracy, for one that gets worse.
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
-        if getattr(self.accelerator_config, "split_batches", False):
-            raise ValueError(
-                "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "
-                "processes. Leave it off."
-            )
-        if not getattr(self.accelerator_config, "even_batches", True):
-            raise ValueError(
-                "accelerator_config's even_batches=False would give the processes unequal numbers of batches in "
-                "evaluations, where they wait for each other. Leave it at True: rows that only pad a batch are not "
-                "counted."
-            )
+        check_accelerator(self)
         accelerator: Any = self.accelerator_config
         if self.dataloader_pin_memory:
             accelerator.non_blocking = True  # the host prepares the next batch while the last one is computed

@@ -205,3 +205,18 @@ def check_support(args: Any) -> None:
             "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor; the result "
             "stays the same."
         )
+
+
+def check_accelerator(args: Any) -> None:
+    """Raises a ValueError for an ``accelerator_config`` that would change the batches."""
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ValueError(
+            "accelerator_config's split_batches=True would divide per_device_train_batch_size by the number of "
+            "processes. Leave it off."
+        )
+    if not getattr(args.accelerator_config, "even_batches", True):
+        raise ValueError(
+            "accelerator_config's even_batches=False would give the processes unequal numbers of batches in "
+            "evaluations, where they wait for each other. Leave it at True: rows that only pad a batch are not "
+            "counted."
+        )
