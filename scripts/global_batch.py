@@ -13,11 +13,13 @@ warm-up over a tenth of the steps and cosine decay to 0. For each method, three 
 one on the validation set is kept (recall@1 of the first seed). Results are those on the test set, with three seeds.
 
 The script writes global_batch.csv (each run after every second epoch) and global_batch.png, and prints a table. There
-are 15 runs of one to three minutes, as many at a time as there are cores. No GPU is used.
+are 25 runs of one to three minutes, as many at a time as there are cores. No GPU is used. --methods adds those whose
+names hold one of the given words to the CSV of an earlier run.
 """
 
 import argparse
 import csv
+import json
 import multiprocessing
 import os
 import statistics
@@ -49,10 +51,15 @@ SIZES = {"train": 16 * MICRO_BATCH * WINDOW, "validation": 800, "test": 1000}
 ACCUMULATED = f"Trainer: {MICRO_BATCH} pairs per loss, {WINDOW} losses per step"
 EVERY_BATCH = f"Trainer: {MICRO_BATCH} pairs per loss, 1 loss per step"
 GLOBAL = f"InfCLTrainer: {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
-METHODS = {  # accumulation steps, learning rates tried (the best is the middle one, so the range is wide enough)
-    ACCUMULATED: (WINDOW, (1e-3, 2e-3, 4e-3)),
-    EVERY_BATCH: (1, (1.25e-4, 2.5e-4, 5e-4)),
-    GLOBAL: (WINDOW, (2e-3, 4e-3, 8e-3)),
+SMALL = f"InfCLTrainer: {4 * MICRO_BATCH} pairs per loss, 1 loss per step"
+GROWING = f"InfCLTrainer: {4 * MICRO_BATCH} to {MICRO_BATCH * WINDOW} pairs per loss, 1 loss per step"
+STAGES = [*(f"{factor * MICRO_BATCH}:0.25" for factor in (4, 8, 16)), str(MICRO_BATCH * WINDOW)]
+METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, and the learning rates that are tried
+    ACCUMULATED: ({"gradient_accumulation_steps": WINDOW}, (1e-3, 2e-3, 4e-3)),
+    EVERY_BATCH: ({}, (1.25e-4, 2.5e-4, 5e-4)),
+    GLOBAL: ({"gradient_accumulation_steps": WINDOW}, (2e-3, 4e-3, 8e-3)),
+    SMALL: ({"gradient_accumulation_steps": 4}, (1e-3, 2e-3, 4e-3)),
+    GROWING: ({"global_batch_schedule": STAGES}, (1e-3, 2e-3, 4e-3)),
 }
 Row = dict[str, Any]
 
@@ -60,15 +67,19 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/global_batch"))
-    folder = parser.parse_args().output_dir
+    parser.add_argument("--methods", nargs="+", default=[""], metavar="WORDS", help="of their names; default: all")
+    args = parser.parse_args()
+    folder = args.output_dir
     folder.mkdir(parents=True, exist_ok=True)
+    methods = [method for method in METHODS if any(words in method for words in args.methods)]
+    earlier = [row for row in rows_of(folder / "global_batch.csv") if row["method"] not in methods]
 
     # One single-threaded process per core, since the model is too small to benefit from more threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context, torch.set_num_threads, (1,)) as pool:
-        sweep = [(method, rate, SEEDS[0]) for method, (_, rates) in METHODS.items() for rate in rates]
+        sweep = [(method, rate, SEEDS[0]) for method in methods for rate in METHODS[method][1]]
         rows = run_all(pool, sweep)
-        best = {method: best_rate(rows, method) for method in METHODS}
+        best = {method: best_rate(rows, method) for method in methods}
         rows += run_all(pool, [(method, rate, seed) for method, rate in best.items() for seed in SEEDS[1:]])
 
     origin = {
@@ -80,11 +91,22 @@ def main() -> None:
     with open(folder / "global_batch.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], *origin])
         writer.writeheader()
-        writer.writerows({**row, **origin} for row in rows)
+        writer.writerows([*earlier, *({**row, **origin} for row in rows)])
+    rows = [*earlier, *rows]
+    best = {method: best_rate(rows, method) for method in METHODS if any(row["method"] == method for row in rows)}
     chosen = [row for row in rows if row["learning_rate"] == best[row["method"]]]
     plot(chosen, folder / "global_batch.png")
     print(table(chosen, best))
     print(f"Written to {folder}: global_batch.csv, global_batch.png")
+
+
+def rows_of(table: Path) -> list[Row]:
+    """The rows of an earlier run, if there are any."""
+    if not table.exists():
+        return []
+    with table.open(newline="", encoding="utf-8") as file:
+        words = {"method", "date", "commit", "torch", "transformers"}
+        return [{k: v if k in words else json.loads(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def run_all(pool: ProcessPoolExecutor, runs: list[tuple[str, float, int]]) -> list[Row]:
@@ -98,7 +120,7 @@ def run_all(pool: ProcessPoolExecutor, runs: list[tuple[str, float, int]]) -> li
 
 def train(method: str, learning_rate: float, seed: int) -> list[Row]:
     """Trains once; returns the measurements after every second epoch."""
-    accumulation, _ = METHODS[method]
+    of_method, _ = METHODS[method]
     model, processor = small_clip(data()["train"][1], image_size=16, patch_size=8, seed=seed)
     splits = {name: items(*split, processor) for name, split in data().items()}
     measure = Measure(splits, {"method": method, "learning_rate": learning_rate, "seed": seed})
@@ -106,7 +128,6 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
         options = {
             "output_dir": scratch,
             "per_device_train_batch_size": MICRO_BATCH,
-            "gradient_accumulation_steps": accumulation,
             "num_train_epochs": EPOCHS,
             "learning_rate": learning_rate,
             "lr_scheduler_type": "cosine",
@@ -118,9 +139,10 @@ def train(method: str, learning_rate: float, seed: int) -> list[Row]:
             "save_strategy": "no",
             "logging_strategy": "no",
             "disable_tqdm": True,
+            **of_method,
         }
         trainer: Trainer
-        if method == GLOBAL:
+        if method.startswith("InfCLTrainer"):
             trainer = InfCLTrainer(
                 model,
                 InfCLTrainingArguments(**options),
@@ -195,7 +217,7 @@ def items(images: torch.Tensor, captions: list[str], processor: Any) -> list[dic
 
 
 def best_rate(rows: list[Row], method: str) -> float:
-    last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS]
+    last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS and row["seed"] == SEEDS[0]]
     return max(last, key=lambda row: row["validation_recall@1"])["learning_rate"]
 
 
@@ -204,7 +226,7 @@ def table(rows: list[Row], best: dict[str, float]) -> str:
     lines = ["| method | learning rate | steps | test loss | recall@1 | recall@5 |", "|---" * 6 + "|"]
     for method, rate in best.items():
         last = [row for row in rows if row["method"] == method and row["epoch"] == EPOCHS]
-        cells = [method, f"{rate:g}", f"{last[0]['optimizer_steps']:,}"]
+        cells = [method, f"{rate:g}", f"{last[0]['optimizer_steps']:,.0f}"]
         for column in ("test_loss", "test_recall@1", "test_recall@5"):
             values = [row[column] for row in last]
             cells.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
@@ -217,12 +239,15 @@ def plot(rows: list[Row], path: Path) -> None:
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     panels = {"test_loss": "global contrastive loss (nats)", "test_recall@1": "retrieval recall@1"}
     for axis, (column, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for method, colour, marker in zip(METHODS, (COLOURS[1], COLOURS[4], COLOURS[0]), "s^o", strict=True):
+        shown = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[3])
+        for method, colour, marker in zip(METHODS, shown, "s^oDv", strict=True):
             points: dict[int, list[float]] = {}
             for row in rows:
                 if row["method"] == method:
                     points.setdefault(row["pairs_seen"], []).append(row[column])
             seen = np.array(list(points)) / 1000
+            if not points:
+                continue
             values = np.array(list(points.values()))  # [points, seeds]
             axis.plot(seen, values.mean(1), color=colour, marker=marker, markersize=4, label=method)
             axis.fill_between(seen, values.min(1), values.max(1), color=colour, alpha=0.2, linewidth=0)
