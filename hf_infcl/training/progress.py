@@ -50,6 +50,11 @@ class Progress:
         return logs
 
 
+def samples_of_equal_steps(first: int, samples: int, global_batch_size: int, step: int) -> int:
+    """The pairs trained before a step, if ``samples`` were trained before the ``first`` one."""
+    return samples + (step - first) * global_batch_size
+
+
 class BarOfSamples(ProgressCallback):
     """Trainer's progress bar, in pairs: where the global batch grows, the later steps take longer.
 

@@ -59,7 +59,7 @@ from .optimization import (
     switch_weights,
 )
 from .preparation import prepare_model
-from .progress import BarOfSamples, Progress
+from .progress import BarOfSamples, Progress, samples_of_equal_steps
 from .resuming import Resumption, check_same_on_all_ranks, resumption_of, run_of
 
 logger = logging.get_logger(__name__)
@@ -207,7 +207,7 @@ class InfCLTrainer(Trainer):
         if self.optimizer is not None:
             average_weights(self.optimizer, args, lambda: self.dual_encoder.model)
         step, samples = self.state.global_step, 0 if record is None else record.samples_seen
-        constant = lambda later: samples + (later - step) * args.global_batch_size  # noqa: E731
+        constant = partial(samples_of_equal_steps, step, samples, args.global_batch_size)
         self.progress = Progress(step, constant if plan is None else plan.samples_before, self.state.log_history)
         self.window_step = WindowStep(
             self.setup,
