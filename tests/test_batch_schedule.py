@@ -34,6 +34,11 @@ def planned(words: str, rows: int | None, **options: Any) -> BatchPlan:
 # ---- The plan ----
 
 
+@pytest.mark.parametrize("words", [["4:0.5", "8:.25", "16"], ["4:0.5 8:.25 16"], "4:0.5 8:.25 16"])
+def test_a_schedule_may_be_one_value_or_several(words):
+    assert BatchSchedule.of(words) == BatchSchedule((4, 8, 16), (0.5, 0.75))
+
+
 def test_stages_get_their_shares_of_the_samples():
     plan = planned("256:0.25 512:0.25 1024:0.25 2048", None, max_steps=1080, micro_batch=256)
     sizes = [plan.size(step) for step in range(plan.steps)]
@@ -409,11 +414,11 @@ def test_wrong_options_are_refused(tmp_path, options, message):
 )
 def test_batches_that_the_data_cannot_fill_are_refused(tmp_path, data, options, message):
     with pytest.raises(ValueError, match=message):
-        trainer_for(tmp_path, models.clip(), data, **{**GROWS, **options}).train()
+        trainer_for(tmp_path, models.clip(), data, **{**GROWS, **options})
 
 
 def test_smaller_micro_batches_of_a_stream_are_refused(tmp_path):
     write_tars(tmp_path / "shards", [40] * 4)
     options = {**GROWS, "per_device_train_batch_size": 8, "data_collator": collate}
     with pytest.raises(ValueError, match=r"batch of 4 pairs.*micro-batches of a stream.*at most 4"):
-        trainer_for(tmp_path / "out", models.clip(), stream_of(tmp_path / "shards"), **options).train()
+        trainer_for(tmp_path / "out", models.clip(), stream_of(tmp_path / "shards"), **options)

@@ -23,7 +23,7 @@ from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .batch_plan import BatchPlan
+from .batch_plan import BatchPlan, plan_of
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
@@ -140,19 +140,29 @@ def stream_loader(
     states: Sequence[Mapping[str, Any]],
     plan: BatchPlan | None,
 ) -> StreamLoader:
-    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`.
+    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`."""
+    device = None if args.offload_inputs else args.device
+    collate = CheckingCollator(collator, vocabulary)
+    return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
 
-    Raises:
-        ValueError: in addition, there is a plan for data whose global batches cannot grow.
-    """
-    if plan is not None and isinstance(dataset, IterableDataset) and not isinstance(dataset, ImageTextStream):
+
+def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if the global batches of a training on this dataset cannot grow as ``args`` ask for."""
+    plan = plan_of(args, len(dataset) if has_length(dataset) else None)
+    if plan is None or not isinstance(dataset, IterableDataset):
+        return
+    if not isinstance(dataset, ImageTextStream):
         kind = "new and old pairs" if isinstance(dataset, Replayed) else f"a {type(dataset).__name__}"
         raise ValueError(
             f"global_batch_schedule needs a dataset with a length or an ImageTextStream, got {kind}. Leave it out."
         )
-    device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(collator, vocabulary)
-    return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
+    micro_batch, own = args.per_device_train_batch_size, plan.size(0) // args.world_size
+    if own < micro_batch:
+        raise ValueError(
+            f"global_batch_schedule has a batch of {plan.size(0):,} pairs, of which each of {args.world_size} "
+            f"processes gets {own}. The micro-batches of a stream must all have per_device_train_batch_size="
+            f"{micro_batch} pairs, or its order would depend on the number of processes. Lower that to at most {own}."
+        )
 
 
 def initial_values(

@@ -34,8 +34,7 @@ class StreamLoader(DataLoader[Any]):
         plan: of global batches that grow.
 
     Raises:
-        ValueError: as `hf_infcl.data.stream_batches.StreamBatches`; an epoch is shorter than a global batch; or the
-            plan divides a global batch of a stream into smaller micro-batches.
+        ValueError: as `hf_infcl.data.stream_batches.StreamBatches`; or an epoch is shorter than a global batch.
     """
 
     def __init__(
@@ -170,13 +169,6 @@ def _batches(
     if not isinstance(dataset, ImageTextStream):
         shuffle = args.train_sampling_strategy == "random"
         return PlannedRows(dataset, plan, collate, shuffle=shuffle, seed=args.seed_of_data, **where)
-    if (first := plan.size(0)) < size * args.world_size:
-        raise ValueError(
-            f"global_batch_schedule has a batch of {first:,} pairs, of which each of {args.world_size} processes gets "
-            f"{first // args.world_size}. The micro-batches of a stream must all have per_device_train_batch_size="
-            f"{size} pairs, or its order would depend on the number of processes. Lower that to at most "
-            f"{first // args.world_size}."
-        )
     accumulation = plan.micro_batches(plan.begin.step)
     planned = {"accumulation_steps": accumulation, "steps_after": plan.steps_after}
     return dataset.batches(size, collate, states=states, **planned, **where)

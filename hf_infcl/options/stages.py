@@ -19,11 +19,12 @@ def stages_of(name: str, words: Sequence[str], of: str, example: str) -> tuple[t
     Raises:
         ValueError: the words are no such stages.
     """
-    *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", str(word)) for word in words] or [None]
+    words = " ".join([words] if isinstance(words, str) else map(str, words)).split()  # one value may hold several
+    *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", word) for word in words] or [None]
     shares = [float(found[2] or 0) if found else 0.0 for found in earlier]
     if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1 or int(last[1]) == 0:
         raise ValueError(
             f"{name} must be {of} and then the last one, which gets the rest, such as {example}, got "
-            f"{' '.join(map(str, words)) or 'nothing'}."
+            f"{' '.join(words) or 'nothing'}."
         )
     return tuple(int(found[1]) for found in (*earlier, last) if found), tuple(itertools.accumulate(shares))

@@ -13,7 +13,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import check_data_seed
+from ..loading.loaders import check_data_seed, check_planned
 from ..loading.replay import Replayed
 from ..options.arguments import RATES, InfCLTrainingArguments
 from ..saving.formats import check_formats
@@ -34,7 +34,8 @@ def check_construction(model: nn.Module | None, args: Any, data_collator: Any, o
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
             launcher; ``args.world_size`` is not the number of processes; ``compute_loss_func`` is given; a dataset of
             images has neither a processor nor a collator; ``equal_ids="exclude"`` is set for a training set that draws
-            several captions per image; ``output_dir`` is not writable.
+            several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
+            ``output_dir`` is not writable.
     """
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
@@ -88,6 +89,8 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
             "is 'exclude'. Pass equal_ids='positive' or omit it, or draw one caption per image."
         )
     check_data_seed(pairs, args.data_seed)
+    if pairs is not None:
+        check_planned(pairs, args)
     for dataset in sets:
         check_has_end(dataset)
 
