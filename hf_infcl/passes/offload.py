@@ -16,7 +16,9 @@ class Fetcher:
     """Copies each micro-batch to a device while the previous one is being computed.
 
     On a GPU the copies run on a separate stream; from pinned memory (the data loader's ``pin_memory``) they overlap
-    with the computation. At most two micro-batches are on the device at a time.
+    with the computation. At most two micro-batches are on the device at a time, however far the host is ahead of it:
+    their memory comes from the current stream, which uses it again for a later micro-batch, and a copy waits for what
+    was queued there before.
 
     Args:
         device: the destination.
@@ -30,27 +32,30 @@ class Fetcher:
         """Yields each batch on the device, ready for the current stream, after starting to copy the next one."""
         # A reference here to a yielded batch would keep it on the device together with the next two.
         arriving: deque[dict[str, Any]] = deque()
-        for following in chain(batches, [None]):
-            if arriving:
-                self._wait_for(arriving[0])  # before the next copy is queued behind it
-            if following is not None:
-                arriving.append(self.send(following))
-            if len(arriving) == (1 if following is None else 2):
-                yield arriving.popleft()
+        try:
+            for following in chain(batches, [None]):
+                if arriving:
+                    self._wait()  # before the next copy is queued behind it
+                if following is not None:
+                    arriving.append(self.send(following))
+                if len(arriving) == (1 if following is None else 2):
+                    yield arriving.popleft()
+        finally:
+            self._wait()  # the memory of a batch that nobody takes is used again, too
 
     def send(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Begins to copy a batch to the device."""
+        tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+        # From the current stream. Memory of the other one could not be used again before the device has got there.
+        sent = {name: torch.empty_like(value, device=self._device) for name, value in tensors.items()}
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            return {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
-                for name, value in batch.items()
-            }
+            for name, value in tensors.items():
+                sent[name].copy_(value, non_blocking=True)
+        return {**batch, **sent}
 
-    def _wait_for(self, batch: dict[str, Any]) -> None:
-        if self._stream is None:
-            return
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        for value in batch.values():
-            if isinstance(value, Tensor):
-                value.record_stream(current)  # it was allocated on the other stream
+    def _wait(self) -> None:
+        """Lets the current stream wait for the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
