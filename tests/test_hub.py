@@ -184,7 +184,7 @@ def test_checkpoints_whose_push_fails_or_never_starts_are_pushed_again(tmp_path,
         job.set_exception(OSError("503"))
     two.rmdir()
     for _ in range(2):
-        of_run.push_missing("me/mine")
+        of_run.push_missing("me/mine", finish=lambda: None)
         assert [name for name, _ in again[2:]] == ["checkpoint-3"]
     assert f"{two} was removed because of save_total_limit before it could be pushed." in caplog.text
 

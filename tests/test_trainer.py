@@ -173,6 +173,15 @@ def test_learning_rates_of_an_optimizer_that_was_passed_are_its_own(tmp_path):
         InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8), optimizers=(optimizer, None))
 
 
+def test_the_temperature_of_a_model_of_model_init_trains_at_its_own_rate(tmp_path):
+    options = {"model_init": lambda: models.clip(), "max_steps": 1, "lr_scheduler_type": "constant"}
+    trainer = trainer_for(tmp_path, **options, logit_scale_learning_rate=1e-2)
+    for _ in range(2):  # each call trains another model
+        trainer.train()
+        assert trainer.optimizer.param_groups[-1]["params"][0] is trainer.model.logit_scale
+        assert abs(trainer.model.logit_scale.item() - models.clip().logit_scale.item()) == pytest.approx(1e-2, rel=0.01)
+
+
 def test_model_init_starts_sigmoid_where_it_should(tmp_path):
     trainer = trainer_for(tmp_path, model_init=lambda: models.siglip(), max_steps=1)
     trainer.train()

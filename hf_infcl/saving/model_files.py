@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -93,8 +94,12 @@ def save_checkpoint(
     state: Any,
     args: InfCLTrainingArguments,
     save: Callable[[], None],
-) -> Checkpoint | None:
-    """Writes Trainer's checkpoint completely or not at all; collective. See `Checkpoints.save`.
+    push: Callable[[str], None],
+    uploading: Callable[[], Sequence[Path]],
+) -> None:
+    """Writes Trainer's checkpoint completely or not at all, pushes it and removes old ones; collective.
+
+    See `Checkpoints.save`.
 
     Args:
         checkpoints: those of the training.
@@ -103,6 +108,8 @@ def save_checkpoint(
         state: Trainer's, which names the best checkpoint.
         args: the arguments of the training.
         save: Trainer's own method.
+        push: pushes a complete checkpoint.
+        uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
     """
 
     def write(checkpoint: Checkpoint) -> None:
@@ -113,7 +120,11 @@ def save_checkpoint(
     saved = checkpoints.save(output_dir, state.global_step, record, write)
     if saved is None:
         state.best_model_checkpoint = best_before
-    return saved
+        return
+    if args.push_to_hub:
+        push(str(saved.folder))
+    best = state.best_model_checkpoint
+    checkpoints.rotate(saved, [*uploading(), *([] if best is None else [Path(best)])])
 
 
 def _restore_end_of_text(encoder: DualEncoder) -> None:

@@ -19,6 +19,7 @@ from ..shards.urls import without_secrets
 from .formats import copy_other_formats
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
+NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
 
 logger = logging.get_logger(__name__)
 
@@ -44,20 +45,29 @@ class Pushes:
         self,
         checkpoint: Path,
         step: int,
-        repository: str,
+        repository: str | None,
         push: Callable[[], None],
         in_progress: Callable[[], Any],
+        save: Callable[[], None] | None = None,
     ) -> None:
         """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints.
 
         Args:
             checkpoint: its folder.
             step: its step.
-            repository: the id of the repository.
+            repository: the id of the repository; None on other processes than the main one.
             push: Trainer's own push, which starts up to two uploads.
             in_progress: returns Trainer's ``push_in_progress``, in which the uploads of earlier checkpoints are noted
                 that are started as well.
+            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
         """
+        if self._args.hub_strategy == HubStrategy.END:
+            return
+        if save is not None:
+            save()
+        if self._args.process_index > 0:
+            return
+        assert repository is not None
 
         def jobs() -> list[Future[Any]]:
             return [] if (current := in_progress()) is None else list(current.jobs)
@@ -111,14 +121,56 @@ class Pushes:
             "revision": self._args.hub_revision,
         }
 
-    def push_missing(self, repository: str) -> None:
-        """Pushes the checkpoints that the Hub lacks; call it once no push is under way."""
+    def push_missing(self, repository: str | None, finish: Callable[[], None]) -> None:
+        """Pushes the checkpoints that the Hub lacks.
+
+        Args:
+            repository: as above.
+            finish: waits for the pushes under way.
+        """
+        finish()
         for name, folder in self._not_on_hub().items():
+            assert repository is not None
             if folder.is_dir():
                 HfApi().upload_folder(**self._upload(repository, name, folder))
             else:
                 logger.warning(f"{folder} was removed because of save_total_limit before it could be pushed.")
             del self._pushed[name]
+
+    def push_output_dir(
+        self,
+        repository: Callable[[], str | None],
+        create: Callable[[], None],
+        finish: Callable[[], None],
+        message: str,
+        delete: tuple[str, ...],
+    ) -> None:
+        """Pushes the current ``output_dir`` without its checkpoints in one commit, after what the Hub lacks.
+
+        Args:
+            repository: returns the id of the repository; None before it is created, without ``push_to_hub``.
+            create: creates it.
+            finish: as above.
+            message, delete: as for `InfCLTrainer.push_folder`.
+
+        Raises:
+            OSError: on the main process, if the push has failed.
+        """
+        if self._args.process_index > 0:
+            return
+        with _errors_of_push(self._args, repository):
+            if repository() is None:
+                create()
+            self.push_missing(repository(), finish)
+            HfApi().upload_folder(
+                repo_id=str(repository()),
+                folder_path=str(self._args.output_dir),
+                commit_message=message,
+                token=self._args.hub_token,
+                revision=self._args.hub_revision,
+                ignore_patterns=list(NOT_PUSHED),
+                delete_patterns=list(delete) or None,
+            )
 
 
 def _report_failure(job: Future[Any], step: int, repository: str) -> None:
@@ -149,15 +201,16 @@ def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
         ) from error
 
 
-def create_branch(args: InfCLTrainingArguments, repository: str, token: str | None) -> None:
-    """Creates the branch ``hub_revision`` if it is given, unless it exists."""
+def create_branch(args: InfCLTrainingArguments, repository: str | None, token: str | None) -> None:
+    """Creates the branch ``hub_revision`` if it is given, unless it exists; on the main process."""
     branch = args.hub_revision
-    if branch is not None and not branch.startswith("refs/"):
+    if branch is not None and not branch.startswith("refs/") and args.process_index == 0:
+        assert repository is not None
         HfApi().create_branch(repository, branch=branch, token=token or args.hub_token, exist_ok=True)
 
 
 @contextmanager
-def errors_of_push(args: InfCLTrainingArguments, repository: Callable[[], str]) -> Iterator[None]:
+def _errors_of_push(args: InfCLTrainingArguments, repository: Callable[[], str | None]) -> Iterator[None]:
     """Within the context, an error while ``output_dir`` is pushed becomes an OSError that says how to push it later."""
     try:
         yield
@@ -165,27 +218,11 @@ def errors_of_push(args: InfCLTrainingArguments, repository: Callable[[], str]) 
         options = [f"--exclude '{pattern}'" for pattern in NOT_PUSHED]
         if args.hub_revision is not None:
             options.append(f"--revision {args.hub_revision}")
-        folder, name = str(args.output_dir), repository()
+        folder, name = str(args.output_dir), str(repository())
         raise OSError(
             f"{folder} could not be pushed to {name}: {cause(error)}. It is complete on this machine; push it with "
             f"`hf upload {name} {folder} . {' '.join(options)}`."
         ) from error
-
-
-NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")
-
-
-def push_output_dir(args: InfCLTrainingArguments, repository: str, message: str, delete: tuple[str, ...]) -> None:
-    """Pushes the current ``output_dir`` without its checkpoints in one commit."""
-    HfApi().upload_folder(
-        repo_id=repository,
-        folder_path=str(args.output_dir),
-        commit_message=message,
-        token=args.hub_token,
-        revision=args.hub_revision,
-        ignore_patterns=list(NOT_PUSHED),
-        delete_patterns=list(delete) or None,
-    )
 
 
 def has_own_card(output_dir: str) -> bool:

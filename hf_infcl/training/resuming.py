@@ -19,10 +19,12 @@ from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
 from ..loading.batch_plan import BatchPlan
 from ..loading.replay import Replayed
+from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..windows.setup import Setup
+from ..windows.step import WindowStep
 
 # Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
 # the processes exchange something.
@@ -62,6 +64,37 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
             **options_of_model(model),
             **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
         },
+    )
+
+
+def record_of(
+    run: Run,
+    data: TrainingData,
+    window_step: WindowStep,
+    args: InfCLTrainingArguments,
+    options: OptimizerOptions,
+    samples_seen: int,
+    step: int,
+) -> RunRecord:
+    """What a checkpoint says of the run and of how far it has come; collective.
+
+    Args:
+        run: the run.
+        data, window_step: the parts of its training.
+        args: its arguments.
+        options: of its optimizer and schedule.
+        samples_seen: the pairs that were trained.
+        step: the optimizer steps that were trained.
+    """
+    return RunRecord(
+        run,
+        **data.position(),
+        **window_step.skipped.record(),
+        processes=args.world_size,
+        only_model=args.save_only_model,
+        optimizer=options.record,
+        samples_seen=samples_seen,
+        step=step,
     )
 
 

@@ -17,10 +17,9 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import ProgressCallback, Trainer
-from transformers.trainer_utils import EvalLoopOutput, HubStrategy, TrainOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import logging
 
-from ..checkpoints.record import RunRecord
 from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions, parts_of
@@ -60,7 +59,7 @@ from .optimization import (
 )
 from .preparation import prepare_model
 from .progress import BarOfSamples, Progress, samples_of_equal_steps
-from .resuming import Resumption, check_same_on_all_ranks, resumption_of, run_of
+from .resuming import Resumption, check_same_on_all_ranks, record_of, resumption_of, run_of
 
 logger = logging.get_logger(__name__)
 
@@ -192,7 +191,6 @@ class InfCLTrainer(Trainer):
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
         args, record = self.args, self.resumption.record
-        vars(self).pop("dual_encoder", None)  # `model_init` may have created another model
         loader: Any = self.callback_handler.train_dataloader
         padding = getattr(loaders.of_training(self.data_collator, args), "text_padding", None)
         plan = self.batch_plan if loader is not None else None
@@ -279,6 +277,7 @@ class InfCLTrainer(Trainer):
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
+        vars(self).pop("dual_encoder", None)  # of the model before
         self._start = prepare_model(model, self.args, self.accelerator)
         return model
 
@@ -520,27 +519,17 @@ class InfCLTrainer(Trainer):
     # ---- Checkpoints ----
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes Trainer's checkpoint completely or not at all; see `save_checkpoint`."""
+        """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
-        record = RunRecord(
-            run_of(self.setup, self.train_dataset, self.data_collator),
-            **self.training_data.position(),
-            **self.window_step.skipped.record(),
-            processes=self.args.world_size,
-            only_model=self.args.save_only_model,
-            optimizer=self._optimizer_options.record,
-            samples_seen=self.samples_seen,
-            step=self.state.global_step,
+        run = run_of(self.setup, self.train_dataset, self.data_collator)
+        options, step = self._optimizer_options, self.state.global_step
+        record = record_of(run, self.training_data, self.window_step, self.args, options, self.samples_seen, step)
+        save_checkpoint(
+            *(self.checkpoints, super()._get_output_dir(trial), record, self.state, self.args),
+            save=partial(super()._save_checkpoint, model, trial),
+            push=self._push_from_checkpoint,
+            uploading=self._pushes.uploading,
         )
-        write, output_dir = partial(super()._save_checkpoint, model, trial), super()._get_output_dir(trial)
-        saved = save_checkpoint(self.checkpoints, output_dir, record, self.state, self.args, write)
-        if saved is None:
-            return
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(saved.folder))
-        best = self.state.best_model_checkpoint
-        # A checkpoint that is being uploaded stays until it has arrived.
-        self.checkpoints.rotate(saved, [*self._pushes.uploading(), *([] if best is None else [Path(best)])])
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.checkpoints.partial_dir or super()._get_output_dir(trial)
@@ -584,29 +573,22 @@ class InfCLTrainer(Trainer):
         """
         with pushes.errors_of_repository(self.args):
             super().init_hf_repo(token, *args, **kwargs)
-            if self.is_world_process_zero():
-                pushes.create_branch(self.args, str(self.hub_model_id), token)
+            pushes.create_branch(self.args, self.hub_model_id, token)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
-        if self.checkpoints.partial_dir is not None or self.args.hub_strategy == HubStrategy.END:
+        if self.checkpoints.partial_dir is not None:
             return  # it is pushed once it is complete
-        if saves_shards(self.accelerator):
-            self.save_model(_internal_call=True)  # the checkpoint has no whole model that could be pushed
-        if self.is_world_process_zero():
-            push, step = partial(super()._push_from_checkpoint, checkpoint_folder), self.state.global_step
-            in_progress = partial(getattr, self, "push_in_progress", None)
-            self._pushes.push_checkpoint(Path(checkpoint_folder), step, str(self.hub_model_id), push, in_progress)
-
-    def _push_what_is_missing(self) -> None:
-        """Waits for the pushes under way, and then pushes the checkpoints that the Hub lacks."""
-        if self.is_world_process_zero():
-            self._finish_current_push()
-            self._pushes.push_missing(str(self.hub_model_id))
+        self._pushes.push_checkpoint(
+            *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id),
+            push=partial(super()._push_from_checkpoint, checkpoint_folder),
+            in_progress=partial(getattr, self, "push_in_progress", None),
+            save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
+        )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
         """Pushes the model like Trainer, after the checkpoints whose push has failed."""
-        self._push_what_is_missing()
+        self._pushes.push_missing(self.hub_model_id, self._finish_current_push)
         return super().push_to_hub(*args, **kwargs)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
@@ -619,13 +601,8 @@ class InfCLTrainer(Trainer):
         Raises:
             OSError: on the main process, if the push has failed; the message contains the reason.
         """
-        if not self.is_world_process_zero():
-            return
-        with pushes.errors_of_push(self.args, lambda: str(self.hub_model_id)):
-            if self.hub_model_id is None:  # without args.push_to_hub
-                self.init_hf_repo()
-            self._push_what_is_missing()
-            pushes.push_output_dir(self.args, str(self.hub_model_id), message, delete)
+        create, finish = self.init_hf_repo, self._finish_current_push
+        self._pushes.push_output_dir(lambda: self.hub_model_id, create, finish, message, delete)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""
