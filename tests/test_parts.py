@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from hf_infcl import reference
 from hf_infcl.checkpoints.record import Run, RunRecord
 from hf_infcl.data import ImageTextStream
+from hf_infcl.data.notices import CaptionNotices
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.evaluating import Evaluator
@@ -26,7 +27,8 @@ from hf_infcl.windows.setup import Setup
 
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
     encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
-    return Evaluator(Setup(encoder, Accelerator(cpu=True), args, equal_ids), None, None, lambda batch: batch), encoder
+    setup = Setup(encoder, Accelerator(cpu=True), args, equal_ids)
+    return Evaluator(setup, None, None, lambda batch: batch, CaptionNotices()), encoder
 
 
 def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:

@@ -137,7 +137,7 @@ def test_muon_s_matrices_follow(tmp_path):
     assert found["vision_model.encoder.layers.0.mlp.fc1.weight"] == pytest.approx(4 * RATE / 2 * DECAY**3)
     assert found["vision_model.encoder.layers.0.mlp.fc1.bias"] == pytest.approx(RATE / 2 * DECAY**3)
     assert found["text_projection.weight"] == pytest.approx(4 * RATE)
-    lines = [line.split("  ")[0] for line in trainer.table_of_groups.splitlines()]
+    lines = [line.split("  ")[0] for line in trainer.optimization.table_of_groups.splitlines()]
     assert "image layers, matrices of layers" in lines
     assert len(lines) == len(set(lines)) == 13, "one line for all layers of a tower"
 
@@ -146,7 +146,7 @@ def test_the_table_adds_up_and_the_log_shows_the_full_rate(tmp_path):
     trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, layer_decay=DECAY, weight_decay=0.1, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == RATE
-    rows = [re.split(r"  +", line) for line in trainer.table_of_groups.splitlines()[1:]]
+    rows = [re.split(r"  +", line) for line in trainer.optimization.table_of_groups.splitlines()[1:]]
     assert sum(int(row[3].replace(",", "")) for row in rows) == sum(p.numel() for p in trainer.model.parameters())
     layers = [row for row in rows if row[0] == "image layers"]
     assert [(row[1], row[4], row[5]) for row in layers] == [

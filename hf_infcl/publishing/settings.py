@@ -60,7 +60,7 @@ def _optimizer(trainer: Any) -> Iterator[str]:
     while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
         optimizer = optimizer.optimizer
     muon = "Muon and " if trainer.args.optimizer == "muon" else ""
-    yield muon + _value(trainer.args.optim) if trainer.creates_optimizer else type(optimizer).__name__
+    yield muon + _value(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
     groups = optimizer.param_groups
     if betas := _first(groups, "betas"):
         yield f"β = ({', '.join(map(str, betas))})"
@@ -76,7 +76,7 @@ def _first(groups: Sequence[Mapping[str, Any]], name: str) -> Any:
 
 def _learning_rates(trainer: Any) -> dict[str, str]:
     args = trainer.args
-    if trainer.creates_optimizer:
+    if trainer.optimization.creates_optimizer:
         rate = f"{args.learning_rate * args.learning_rate_factor:g}"
     else:
         groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
@@ -93,7 +93,7 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
 
 
 def _schedule(trainer: Any) -> Iterator[str]:
-    if not trainer.creates_scheduler:
+    if not trainer.optimization.creates_scheduler:
         scheduler = trainer.lr_scheduler
         while hasattr(scheduler, "scheduler"):
             scheduler = scheduler.scheduler

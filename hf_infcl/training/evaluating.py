@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..averaging import score_if_measured
 from ..data import CaptionChoiceDataset, ContrastiveCollator, ZeroShotDataset
+from ..data.notices import CaptionNotices
 from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
@@ -127,6 +128,7 @@ class Evaluator:
         collator: the data collator, which tokenizes prompts if it has a method ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         prepare_inputs: moves a batch to the device.
+        notices: looks at the captions of a set, on the main process.
         scores_before: for each set, by the prefix of its metrics, the number of its images and the resampled values of
             its score before the training.
         at_start: whether the training has not begun. Then `run` fills ``scores_before``; later it compares with it.
@@ -141,12 +143,14 @@ class Evaluator:
         collator: Any,
         processing_class: Any,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
+        notices: CaptionNotices,
         scores_before: dict[str, Any] | None = None,
         at_start: bool = False,
     ) -> None:
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
         self._collator, self._processing_class, self._prepare_inputs = collator, processing_class, prepare_inputs
+        self._notices = notices
         self._scores_before, self._at_start = {} if scores_before is None else scores_before, at_start
         self._classifier: Tensor | None = None
         self._type_of_set = "dataset"
@@ -236,6 +240,8 @@ class Evaluator:
             dataloader: the loader.
             prefix: of the names of the metrics.
         """
+        if self._args.process_index == 0:
+            self._notices.look(f"evaluation set of {prefix}_*", parts_of(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches = dataloader if isinstance(dataloader, DataLoaderDispatcher) else AnnouncingDataLoader(dataloader)

@@ -9,18 +9,106 @@ from dataclasses import fields
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..loading.batch_plan import BatchPlan
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
 from ..options.arguments import InfCLTrainingArguments
-from ..options.run_options import restart_rates
+from ..options.run_options import OptimizerOptions, restart_rates
 from ..saving.pushes import cause
+from ..windows.setup import Setup
+from .muon import create_muon
 
 ADAM_OPTIONS = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+class Optimization:
+    """The optimizer of a training and its schedule: creates them, and knows where they come from.
+
+    Args:
+        args: the arguments of the training.
+
+    Attributes:
+        creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
+            passed, or come from DeepSpeed's config.
+        table_of_groups: the parameter groups of the optimizer that was created, with their rates; see `table_of_groups`
+            of `hf_infcl.optimizers`.
+        options: of both, for the record of a checkpoint.
+    """
+
+    def __init__(self, args: InfCLTrainingArguments) -> None:
+        self._args = args
+        self.creates_optimizer = self.creates_scheduler = False
+        self.table_of_groups = ""
+        self.options = OptimizerOptions(None)
+
+    def optimizer(
+        self,
+        setup: Setup,
+        given: torch.optim.Optimizer | None,
+        create: Callable[[], torch.optim.Optimizer],
+        *,
+        decaying: Callable[[nn.Module], list[str]],
+        settings_for: Callable[[InfCLTrainingArguments], Any] | None,
+    ) -> torch.optim.Optimizer:
+        """The given optimizer, or Trainer's or Muon with the rates of the options of this package.
+
+        Args:
+            setup: of the training.
+            given: the optimizer that was passed or created before, if any.
+            create: Trainer's own method.
+            decaying: returns the names of the parameters that decay.
+            settings_for: as for `check_optimizer_options`; None if the class of the optimizer was passed.
+
+        Raises:
+            ValueError: no parameter would be trained, or the optimizer does not take its options.
+        """
+        encoder, args, accelerator = setup.encoder, self._args, setup.accelerator
+        model = encoder.model
+        check_trains(model)
+        own = given is None and args.optimizer == "muon"
+        if own:
+            optimizer: torch.optim.Optimizer = create_muon(model, args, decaying(model), accelerator)
+        else:
+            with errors_of_options(args, "optim", "optim_args", "optimizer"):
+                optimizer = create()
+        if given is None:
+            self.creates_optimizer = settings_for is not None
+            if settings_for is not None and not own:
+                check_optimizer_options(args, settings_for)
+            self.table_of_groups = set_learning_rates(optimizer, encoder, args)
+            if setup.start is not None and args.keep_weights:
+                setup.start.pull(optimizer, lambda: model, set(decaying(model)), args.keep_weights)
+        if accelerator.distributed_type != DistributedType.DEEPSPEED:  # which gives it other parameters, or replaces it
+            average_weights(optimizer, args, model)
+        return optimizer
+
+    def scheduler(
+        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], plan: BatchPlan | None
+    ) -> LRScheduler:
+        """The given schedule of the learning rate, or Trainer's; notes its options and those of the optimizer.
+
+        Args:
+            optimizer: the optimizer.
+            given: the schedule that was passed or created before, if any.
+            create: Trainer's own method.
+            plan: of global batches that grow.
+
+        Raises:
+            ValueError: the schedule does not take its options.
+        """
+        args = self._args
+        self.creates_scheduler = self.creates_scheduler or given is None
+        with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
+            schedule = create()
+        if self.creates_scheduler and plan is not None:
+            over_samples(schedule, plan, by_batch=args.learning_rate_batch_size is not None)
+        self.options = OptimizerOptions(optimizer, schedule, self.options)
+        return schedule
 
 
 @contextmanager
@@ -105,20 +193,20 @@ def switch_weights(optimizer: Any, mode: Literal["train", "eval"]) -> None:
         switch()
 
 
-def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: Callable[[], nn.Module]) -> None:
+def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Module) -> None:
     """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
 
     Args:
         optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in.
         args: the arguments.
-        model: returns the model that is trained, unwrapped.
+        model: the model that is trained, unwrapped.
     """
     inner = unwrapped(optimizer)
     if args.ema_decay is not None and not hasattr(inner, "update_average"):
         of_zero = getattr(optimizer, "optimizer", None)
         copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
         in_host = args.ema_device == "cpu"
-        MovingAverage(inner, args.ema_decay, lambda: reshard(model()), copy_to_model, in_host=in_host)
+        MovingAverage(inner, args.ema_decay, lambda: reshard(model), copy_to_model, in_host=in_host)
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:

@@ -18,5 +18,5 @@ class GroupsTold(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.is_world_process_zero and (table := self._trainer.table_of_groups):
+        if state.is_world_process_zero and (table := self._trainer.optimization.table_of_groups):
             print(table)

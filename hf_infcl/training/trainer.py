@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
-from ..data.wrapped import most_captions, parts_of
+from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -32,7 +32,6 @@ from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
-from ..options.run_options import OptimizerOptions
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted, describe_end
@@ -46,17 +45,7 @@ from .construction import check_construction, check_overrides, collator_of, with
 from .early_stopping import EarlyStopping, why_complete
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, LoopEvents
-from .muon import create_muon
-from .optimization import (
-    average_weights,
-    check_optimizer_options,
-    check_trains,
-    decaying,
-    errors_of_options,
-    over_samples,
-    set_learning_rates,
-    switch_weights,
-)
+from .optimization import Optimization, average_weights, decaying, switch_weights
 from .preparation import prepare_model
 from .progress import BarOfSamples, Progress, samples_of_equal_steps
 from .resuming import Resumption, check_same_on_all_ranks, record_of, resumption_of, run_of
@@ -94,10 +83,7 @@ class InfCLTrainer(Trainer):
         found: what the last evaluation of each set has found (`hf_infcl.evaluation.Found`), by the prefix of its
             metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
-        creates_optimizer, creates_scheduler: whether Trainer created them from the arguments. Otherwise they were
-            passed, or come from DeepSpeed's config.
-        table_of_groups: the parameter groups of the optimizer that was created, with their rates; see `table_of_groups`
-            of `hf_infcl.optimizers`.
+        optimization: what is known of the optimizer and its schedule.
 
     Raises:
         ValueError: see `check_construction` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
@@ -105,8 +91,6 @@ class InfCLTrainer(Trainer):
     """
 
     args: InfCLTrainingArguments
-    creates_optimizer = creates_scheduler = False
-    table_of_groups = ""
     _start: Start | None = None
 
     def __init__(
@@ -127,7 +111,7 @@ class InfCLTrainer(Trainer):
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
         self._pushes = pushes.Pushes(args)
-        self._optimizer_options = OptimizerOptions(None)
+        self.optimization = Optimization(args)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
@@ -203,7 +187,7 @@ class InfCLTrainer(Trainer):
             data = loader.dataset if source.stream is None else self.train_dataset
             self.callback_handler.train_dataloader = self._training_loader(data)
         if self.optimizer is not None:
-            average_weights(self.optimizer, args, lambda: self.dual_encoder.model)
+            average_weights(self.optimizer, args, self.dual_encoder.model)
         step, samples = self.state.global_step, 0 if record is None else record.samples_seen
         constant = partial(samples_of_equal_steps, step, samples, args.global_batch_size)
         self.progress = Progress(step, constant if plan is None else plan.samples_before, self.state.log_history)
@@ -291,42 +275,24 @@ class InfCLTrainer(Trainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Trainer's optimizer or Muon, with the rates of the options of this package."""
-        encoder, given = self.dual_encoder, self.optimizer is not None
-        check_trains(encoder.model)
-        own = self.args.optimizer == "muon" and not given
-        if own:
-            decaying = self.get_decay_parameter_names(encoder.model)
-            self.optimizer = create_muon(encoder.model, self.args, decaying, self.accelerator)
-        with errors_of_options(self.args, "optim", "optim_args", "optimizer"):
-            optimizer = super().create_optimizer(*args, **kwargs)
-        if not given:
-            self.creates_optimizer = self.optimizer_cls_and_kwargs is None
-            if self.creates_optimizer and not own:
-                check_optimizer_options(self.args, self.get_optimizer_cls_and_kwargs)
-            self.table_of_groups = set_learning_rates(optimizer, encoder, self.args)
-            if self._start is not None and self.args.keep_weights:
-                names = set(self.get_decay_parameter_names(encoder.model))
-                self._start.pull(optimizer, lambda: self.dual_encoder.model, names, self.args.keep_weights)
-        if not self.is_deepspeed_enabled:  # which gives the optimizer other parameters, or replaces it
-            average_weights(optimizer, self.args, lambda: self.dual_encoder.model)
-        return optimizer
+        self.optimizer = self.optimization.optimizer(
+            *(self.setup, self.optimizer, partial(super().create_optimizer, *args, **kwargs)),
+            decaying=self.get_decay_parameter_names,
+            settings_for=self.get_optimizer_cls_and_kwargs if self.optimizer_cls_and_kwargs is None else None,
+        )
+        return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
-        """Trainer's schedule of the learning rate; also notes its options and those of the optimizer."""
-        self.creates_scheduler = self.creates_scheduler or self.lr_scheduler is None
-        with errors_of_options(self.args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
-            scheduler = super().create_scheduler(*args, **kwargs)
-        if self.creates_scheduler and (plan := self.batch_plan) is not None:
-            over_samples(scheduler, plan, by_batch=self.args.learning_rate_batch_size is not None)
-        self._optimizer_options = OptimizerOptions(self.optimizer, scheduler, self._optimizer_options)
-        return scheduler
+        """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
+        create = partial(super().create_scheduler, *args, **kwargs)
+        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, self.batch_plan)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
         if checkpoint is not None:
             source = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
             run = run_of(self.setup, self.train_dataset, self.data_collator)
-            with source.optimizer_loaded(run, self._optimizer_options, self.optimizer, self.lr_scheduler):
+            with source.optimizer_loaded(run, self.optimization.options, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -469,7 +435,7 @@ class InfCLTrainer(Trainer):
         # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
         kept: Any = self.state.stateful_callbacks
         return Evaluator(
-            *(self.setup, self.data_collator, self.processing_class, self._prepare_inputs),
+            *(self.setup, self.data_collator, self.processing_class, self._prepare_inputs, self.caption_notices),
             scores_before=kept.setdefault("scores_before", {}),
             at_start=self.state.global_step == 0,
         )
@@ -491,19 +457,12 @@ class InfCLTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
-        self.gather_function = gather_rows
-        if self.is_world_process_zero():
-            name = f"evaluation set of {metric_key_prefix}_*"
-            self.caption_notices.look(name, parts_of(dataloader.dataset), self.data_collator)
+        self.gather_function, self._evaluating = gather_rows, self._evaluator
         compute, loop = self.compute_metrics, super().evaluation_loop
         self.compute_metrics = None if compute is None else failures_announced()(compute)
-        self._evaluating = self._evaluator
+        more: Any = description, False, ignore_keys, metric_key_prefix
         try:
-            output = self._evaluating.run(
-                lambda batches: loop(batches, description, False, ignore_keys, metric_key_prefix),
-                dataloader,
-                metric_key_prefix,
-            )
+            output = self._evaluating.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
             self.found[metric_key_prefix] = self._evaluating.found
             return output
         finally:
@@ -522,7 +481,7 @@ class InfCLTrainer(Trainer):
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
         run = run_of(self.setup, self.train_dataset, self.data_collator)
-        options, step = self._optimizer_options, self.state.global_step
+        options, step = self.optimization.options, self.state.global_step
         record = record_of(run, self.training_data, self.window_step, self.args, options, self.samples_seen, step)
         save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record, self.state, self.args),
