@@ -60,7 +60,7 @@ METHODS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {  # options, and
     EVERY_BATCH: ({}, (1.25e-4, 2.5e-4, 5e-4)),
     GLOBAL: ({"gradient_accumulation_steps": WINDOW}, (2e-3, 4e-3, 8e-3)),
     SMALL: ({"gradient_accumulation_steps": 4}, (5e-4, 1e-3, 2e-3)),
-    MEDIUM: ({"gradient_accumulation_steps": 8}, (1e-3, 2e-3, 4e-3)),
+    MEDIUM: ({"gradient_accumulation_steps": 8}, (2e-3, 4e-3, 8e-3)),
     GROWING: ({"global_batch_schedule": STAGES}, (1e-3, 2e-3, 4e-3)),
 }
 Row = dict[str, Any]
