@@ -238,7 +238,7 @@ def table(rows: list[Row], best: dict[str, float]) -> str:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Plots loss and recall@1 on the test set over the pairs seen: mean, minimum and maximum of the seeds."""
-    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
+    figure = Figure(figsize=(10, 4.6), layout="constrained", dpi=150)
     panels = {"test_loss": "global contrastive loss (nats)", "test_recall@1": "retrieval recall@1"}
     for axis, (column, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         shown = (COLOURS[1], COLOURS[4], COLOURS[0], COLOURS[2], COLOURS[5], COLOURS[3])
@@ -257,7 +257,8 @@ def plot(rows: list[Row], path: Path) -> None:
         axis.set(xlim=(0, None), ylim=(0, None))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].legend(frameon=False)
+    lines, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(path)
 
 
