@@ -281,10 +281,9 @@ class Counting(Interruptions):
 
 def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
     return data.fetch(
-        lambda source: list(itertools.islice(source, 2)),
-        batches,
+        lambda source, number: list(itertools.islice(source, number)),
+        *(batches, 2, step),
         equal_ids="exclude",
-        step=step,
         interruptions=Counting(agreed),
     )
 

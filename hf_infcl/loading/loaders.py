@@ -139,8 +139,10 @@ def stream_loader(
     args: InfCLTrainingArguments,
     states: Sequence[Mapping[str, Any]],
     plan: BatchPlan | None,
-) -> StreamLoader:
-    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`."""
+) -> StreamLoader | None:
+    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`. None for other data."""
+    if plan is None and not isinstance(dataset, (ImageTextStream, Replayed)):
+        return None
     device = None if args.offload_inputs else args.device
     collate = CheckingCollator(collator, vocabulary)
     return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
@@ -336,8 +338,8 @@ def with_cached_features(
     collator: Any,
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
     interruptions: Interruptions,
-) -> CachedImages | CachedStart | Replayed:
-    """The training set with what ``args.cache_features`` has, and computes what it lacks; collective.
+) -> Any:
+    """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
     These are the outputs of a frozen image tower instead of the images, and with ``keep_features`` the embeddings of
     the start.
@@ -345,6 +347,8 @@ def with_cached_features(
     Raises:
         ValueError: the features of the images are not the same at every step, or cannot be used.
     """
+    if pairs is None or setup.args.cache_features is None:
+        return pairs
     if isinstance(pairs, Replayed):
         more = setup, collator, prepare_inputs, interruptions
         return pairs.with_datasets([with_cached_features(part, *more) for part in pairs.datasets])

@@ -10,7 +10,6 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
-from ..data.stream_batches import StepSides
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes, announce_failure
@@ -19,7 +18,7 @@ from ..windows.window import Window
 from .batch_checks import check_window
 from .batch_plan import BatchPlan
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
-from .loaders import LoaderParts
+from .loaders import LoaderParts, of_training
 
 logger = logging.get_logger(__name__)
 
@@ -41,8 +40,8 @@ class TrainingData:
         loader: the training loader; None before there is one.
         args: the arguments of the training.
         resumed: the record of the checkpoint that the training resumes from, if any.
-        text_padding: as for `Window`.
-        sides: of the images in the steps, if they change.
+        collator: the data collator, which knows how captions are padded.
+        steps: the optimizer steps of the whole training, in which ``image_size_schedule`` changes the images.
         plan: of global batches that grow.
 
     Attributes:
@@ -56,19 +55,20 @@ class TrainingData:
         loader: Any,
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
-        text_padding: Mapping[str, int] | None = None,
-        sides: StepSides | None = None,
+        collator: Any = None,
+        steps: int = 0,
         plan: BatchPlan | None = None,
     ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
         self._plan, self._images = plan, args.global_batch_size // args.world_size  # of a window
-        self._args, self._processes, self._text_padding = args, Processes(), text_padding
+        self._args, self._processes = args, Processes()
+        self._text_padding: Mapping[str, int] | None = getattr(of_training(collator, args), "text_padding", None)
         # None until the data reports it. On the main process a resumed run continues the earlier count.
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
         self._has_warned_of_wait = False
-        self._sides = sides
+        self._sides = args.image_sizes(steps)
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
@@ -80,11 +80,12 @@ class TrainingData:
 
     def fetch(
         self,
-        read: Callable[[Any], list[Any]],
+        read: Callable[[Any, int], list[Any]],
         epoch_iterator: Any,
+        num_batches: int,
+        step: int,
         *,
         equal_ids: str,
-        step: int,
         interruptions: Interruptions,
     ) -> Window:
         """Fetches the next window, or an empty one if the remaining rows of a stream do not fill it; collective.
@@ -92,10 +93,11 @@ class TrainingData:
         All processes agree here that they have a window, so an error in the data of one process stops all of them.
 
         Args:
-            read: takes the batches of a window from an iterator.
+            read: takes a number of batches from an iterator.
             epoch_iterator: that of Trainer's loop. A stream's loader has one that lasts for the whole training.
-            equal_ids: ``"exclude"`` or ``"positive"``.
+            num_batches: those that Trainer's loop asks for.
             step: the number of trained optimizer steps.
+            equal_ids: ``"exclude"`` or ``"positive"``.
             interruptions: of the training.
 
         Raises:
@@ -112,7 +114,8 @@ class TrainingData:
             return self.window
         try:
             with self.wait.waiting():
-                batches = read(epoch_iterator if source.stream_loader is None else source.stream_loader.lasting())
+                iterator = epoch_iterator if source.stream_loader is None else source.stream_loader.lasting()
+                batches = read(iterator, num_batches if self._plan is None else self.micro_batches(step))
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
@@ -148,6 +151,13 @@ class TrainingData:
     def micro_batches(self, step: int) -> int:
         """The micro-batches of each process in the window of a step."""
         return self._args.gradient_accumulation_steps if self._plan is None else self._plan.micro_batches(step)
+
+    def batches_of_loop(self) -> list[Any]:
+        """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
+        if self._plan is None:
+            return self.window.batches
+        # The loop would keep the images of what it gets during the step.
+        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in self.window.batches[:1]]
 
     def _too_short(self, seen: list[int]) -> ValueError:
         pairs = self._images * self._processes.world_size

@@ -48,23 +48,26 @@ class Preempted(SystemExit):
     """
 
 
-def describe_end(number: int, step: int, *, trained: bool, saved: bool) -> str:
-    """A message about the end of a training.
+def end_early(number: int, step: int, *, trained: bool, saved: bool, tells: bool) -> Preempted:
+    """The end of a training by a signal.
 
     Args:
         number: the signal's.
         step: the number of trained optimizer steps.
         trained: whether this training has trained any of them.
         saved: whether there is a checkpoint of the last one.
+        tells: whether this process logs how to resume.
     """
     if trained:
         what = f"checkpoint-{step} is saved" if saved else "No checkpoint of it could be saved"
     else:
         what = "Nothing was trained before that"
-    return (
-        f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "
-        "Resume with --resume_from_checkpoint auto (in Python, trainer.train(resume_from_checkpoint='auto'))."
-    )
+    if tells:
+        logger.warning(
+            f"{signal.Signals(number).name} has ended the training after step {step}. {what}. "
+            "Resume with --resume_from_checkpoint auto (in Python, trainer.train(resume_from_checkpoint='auto'))."
+        )
+    return Preempted(128 + number)
 
 
 class _Handler:

@@ -166,3 +166,20 @@ def saves_shards(accelerator: Any) -> bool:
     """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+
+
+def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]) -> None:
+    """Saves the whole model if FSDP2 writes its checkpoints in shards; collective.
+
+    With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
+
+    Args:
+        model: the model.
+        accelerator: of the training.
+        args: its arguments.
+        save: as for `save_weights`, of the ``state_dict`` alone.
+    """
+    if saves_shards(accelerator):
+        state = accelerator.get_state_dict(model)
+        if args.should_save:
+            save(state_dict=state)

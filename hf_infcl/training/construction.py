@@ -21,14 +21,18 @@ from ..saving.formats import check_formats
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
 
-def check_construction(model: nn.Module | None, args: Any, data_collator: Any, others: Mapping[str, Any]) -> None:
+def checked_arguments(model: nn.Module | None, args: Any, data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:
     """Refuses what an `InfCLTrainer` cannot train, before Trainer's constructor fails with a less clear error.
 
     Args:
         model: the model; None if ``model_init`` creates it.
         args: the arguments.
         data_collator: the data collator, or None.
-        others: the other arguments of Trainer's constructor.
+        others: the other arguments of Trainer's constructor, and ``replay_dataset``.
+
+    Returns:
+        The other arguments of Trainer's constructor, with the collator's processor, so that it is saved beside the
+        model, and with new and old pairs as one training set.
 
     Raises:
         ValueError: the model is not a dual encoder; ``args`` has another class; several GPUs are visible without a
@@ -37,6 +41,7 @@ def check_construction(model: nn.Module | None, args: Any, data_collator: Any, o
             several captions per image; the batches of ``global_batch_schedule`` do not fit the data or the processes;
             ``output_dir`` is not writable.
     """
+    others = _with_replay(args, _with_processor(data_collator, others))
     if not isinstance(args, InfCLTrainingArguments):
         raise ValueError(f"InfCLTrainer needs InfCLTrainingArguments, got {type(args).__name__}.")
     _check_processes(args)
@@ -57,6 +62,7 @@ def check_construction(model: nn.Module | None, args: Any, data_collator: Any, o
     check_formats(model, args, others.get("processing_class"))
     if args.should_save:
         check_writable(str(args.output_dir))
+    return others
 
 
 def _check_processes(args: InfCLTrainingArguments) -> None:
@@ -105,9 +111,9 @@ def check_overrides(kind: type, base: type) -> None:
         )
 
 
-def collator_of(model: nn.Module | None, processor: Any, given: Any, image_size: int | None) -> Any:
-    """The given data collator, or one over the processor; None without either. It and the processor get the size."""
-    found = given
+def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, image_size: int | None) -> Any:
+    """The given data collator, or one over the processor; else the default. It and the processor get the size."""
+    found = default if given is None else given
     if given is None and processor is not None:
         found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
     if image_size is not None and isinstance(found, ContrastiveCollator):
@@ -117,14 +123,14 @@ def collator_of(model: nn.Module | None, processor: Any, given: Any, image_size:
     return found
 
 
-def with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:
+def _with_processor(data_collator: Any, others: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Trainer's constructor with the collator's processor, so that it is saved beside the model."""
     if others.get("processing_class") is None and isinstance(data_collator, ContrastiveCollator):
         return {**others, "processing_class": data_collator.processor}
     return others
 
 
-def with_replay(args: Any, others: dict[str, Any]) -> dict[str, Any]:
+def _with_replay(args: Any, others: dict[str, Any]) -> dict[str, Any]:
     """The arguments of Trainer's constructor with new and old pairs as one training set.
 
     Raises:

@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl
+from transformers import ProgressCallback, TrainerCallback, TrainerControl
+from transformers.trainer_callback import CallbackHandler
 
+from ..loading.batch_plan import BatchPlan
 from ..loading.training_data import TrainingData
 from ..optimizers import update_average
+from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
+from .early_stopping import EarlyStopping
+from .progress import BarOfSamples
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -52,6 +57,29 @@ class LoopEvents(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._data.end_window()
         state.epoch = self._data.epochs(state.global_step, state.epoch)
+
+
+def add_own_callbacks(
+    handler: CallbackHandler,
+    args: InfCLTrainingArguments,
+    begin_training: Callable[[], tuple[WindowStep, TrainingData]],
+    end_training: Callable[[], None],
+    plan: Callable[[], BatchPlan | None],
+) -> None:
+    """Adds the callbacks of this package to those of a trainer.
+
+    Args:
+        handler: of Trainer.
+        args: the arguments of the training.
+        begin_training, end_training: as for `LoopEvents`.
+        plan: as for `BarOfSamples`.
+    """
+    # This callback comes first, so that the user's callbacks see the clamped logit_scale.
+    handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training, end_training))
+    if args.global_batch_schedule is not None and handler.pop_callback(ProgressCallback) is not None:
+        handler.add_callback(BarOfSamples(plan))
+    if args.early_stopping_patience is not None:
+        handler.add_callback(EarlyStopping(args.early_stopping_patience))
 
 
 class CompleteWindows(TrainerCallback):

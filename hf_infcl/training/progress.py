@@ -10,6 +10,7 @@ import torch
 from transformers import ProgressCallback
 from transformers.utils.logging import tqdm
 
+from ..checkpoints.record import RunRecord
 from ..loading.batch_plan import BatchPlan
 
 
@@ -50,9 +51,21 @@ class Progress:
         return logs
 
 
-def samples_of_equal_steps(first: int, samples: int, global_batch_size: int, step: int) -> int:
-    """The pairs trained before a step, if ``samples`` were trained before the ``first`` one."""
-    return samples + (step - first) * global_batch_size
+def progress_of(state: Any, record: RunRecord | None, global_batch_size: int, plan: BatchPlan | None) -> Progress:
+    """The progress of a training that begins.
+
+    Args:
+        state: Trainer's.
+        record: of the checkpoint that the training resumes from, if any.
+        global_batch_size: the pairs of each step, without a plan.
+        plan: of global batches that grow.
+    """
+    first, earlier = state.global_step, 0 if record is None else record.samples_seen
+
+    def samples_of_equal_steps(step: int) -> int:
+        return earlier + (step - first) * global_batch_size
+
+    return Progress(first, samples_of_equal_steps if plan is None else plan.samples_before, state.log_history)
 
 
 class BarOfSamples(ProgressCallback):

@@ -23,6 +23,7 @@ from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
+from ..saving.pushes import checkpoint_of_hub_if_named
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 
@@ -137,7 +138,9 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
             )
 
 
-def resumption_of(run: Run, args: InfCLTrainingArguments, data: Any, resumes: str | bool | None) -> Resumption:
+def resumption_of(
+    run: Run, args: InfCLTrainingArguments, data: Any, resumes: str | bool | None, repository: str | None
+) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     Args:
@@ -145,10 +148,14 @@ def resumption_of(run: Run, args: InfCLTrainingArguments, data: Any, resumes: st
         args: its arguments.
         data: its training set.
         resumes: as for `InfCLTrainer.train`.
+        repository: the one of the Hub that the run pushes to, if it is known.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or `Resumption.check` refuses it.
+        ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
+            `Resumption.check` refuses it.
     """
+    resumes = checkpoint_of_hub_if_named(resumes, args, repository)
+    check_same_on_all_ranks(args, run, resumes)
     checkpoint = choose(str(args.output_dir), resumes, looks=args.should_save)
     resumption = Resumption(checkpoint, allows_changes=args.resume_with_changes)
     resumption.check(run, data, args.world_size)

@@ -16,41 +16,36 @@ import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from transformers import ProgressCallback, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
-from transformers.utils import logging
 
-from ..data import ImageTextStream
 from ..data.notices import CaptionNotices
 from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan, plan_of
-from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
-from ..processes.preemption import AskedToEndError, Preempted, describe_end
+from ..processes.preemption import AskedToEndError, Preempted, end_early
 from ..saving import pushes
-from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, saves_shards
+from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, save_whole, saves_shards
 from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
-from .construction import check_construction, check_overrides, collator_of, with_processor, with_replay
-from .early_stopping import EarlyStopping, why_complete
+from .construction import check_overrides, checked_arguments, collator_of
+from .early_stopping import why_complete
 from .evaluating import Evaluator, gather_rows
-from .loop_events import Decisions, LoopEvents
+from .loop_events import Decisions, add_own_callbacks
 from .optimization import Optimization, average_weights, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import BarOfSamples, Progress, samples_of_equal_steps
-from .resuming import Resumption, check_same_on_all_ranks, record_of, resumption_of, run_of
-
-logger = logging.get_logger(__name__)
+from .progress import progress_of
+from .resuming import Resumption, record_of, resumption_of, run_of
 
 
 class InfCLTrainer(Trainer):
@@ -77,16 +72,15 @@ class InfCLTrainer(Trainer):
             predictions and labels of the whole set that `Evaluator.embed` describes for a batch.
 
     Attributes:
-        setup, window_step, training_data, progress: the parts of the last training; see their classes.
+        setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
         checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
         interruptions: signals and lost processes.
         found: what the last evaluation of each set has found (`hf_infcl.evaluation.Found`), by the prefix of its
             metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
-        optimization: what is known of the optimizer and its schedule.
 
     Raises:
-        ValueError: see `check_construction` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
+        ValueError: see `checked_arguments` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
             DeepSpeed's ZeRO with a stage other than 1 and 2 is used, or a subclass overrides ``compute_loss``.
     """
 
@@ -101,8 +95,7 @@ class InfCLTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         args = InfCLTrainingArguments() if args is None else args
-        kwargs = with_replay(args, with_processor(data_collator, kwargs))
-        check_construction(model, args, data_collator, kwargs)
+        kwargs = checked_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
         # ---- Parts that Trainer's constructor needs ----
         self.resumption = Resumption()
@@ -117,16 +110,11 @@ class InfCLTrainer(Trainer):
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
-        collator = collator_of(self.model, self.processing_class, data_collator, args.image_size)
-        self.data_collator = collator or self.data_collator
-        callbacks = self.callback_handler.callbacks
-        # This callback comes first, so that the user's callbacks see the clamped logit_scale.
-        callbacks.insert(0, LoopEvents(callbacks, self._begin_training, self._end_training))
+        others = self.data_collator, args.image_size
+        self.data_collator = collator_of(self.model, self.processing_class, data_collator, *others)
+        begin, end = self._begin_training, self._end_training
+        add_own_callbacks(self.callback_handler, args, begin, end, lambda: self.batch_plan)
         self.checkpoints = checkpoints_of(args, self.accelerator)
-        if args.global_batch_schedule is not None and self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(BarOfSamples(lambda: self.batch_plan))
-        if args.early_stopping_patience is not None:
-            self.add_callback(EarlyStopping(args.early_stopping_patience))
         self._begin_training()
 
     # ---- The life of a training ----
@@ -157,11 +145,9 @@ class InfCLTrainer(Trainer):
             check_metric_of_training(self.args, self.eval_dataset)
         with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
             # ---- The checkpoint to resume from ----
-            resumes = pushes.checkpoint_of_hub_if_named(resume_from_checkpoint, self.args, self.hub_model_id)
-            run = run_of(self.setup, self.train_dataset, self.data_collator)
-            check_same_on_all_ranks(self.args, run, resumes)
+            run, resumes = run_of(self.setup, self.train_dataset, self.data_collator), resume_from_checkpoint
+            self.resumption = resumption_of(run, self.args, self.train_dataset, resumes, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.resumption = resumption_of(run, self.args, self.train_dataset, resumes)
             self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             # ---- Trainer's loop ----
             with self.interruptions.phases.errors_of_lost():
@@ -174,12 +160,10 @@ class InfCLTrainer(Trainer):
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
-        args, record = self.args, self.resumption.record
+        args, record, steps = self.args, self.resumption.record, self.state.max_steps
         loader: Any = self.callback_handler.train_dataloader
-        padding = getattr(loaders.of_training(self.data_collator, args), "text_padding", None)
         plan = self.batch_plan if loader is not None else None
-        sizes = args.image_sizes(self.state.max_steps)
-        self.training_data = TrainingData(loader, args, record, padding, sizes, plan)
+        self.training_data = TrainingData(loader, args, record, self.data_collator, steps, plan)
         source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if loader is not None and own and source.stream_loader is None:
@@ -188,18 +172,14 @@ class InfCLTrainer(Trainer):
             self.callback_handler.train_dataloader = self._training_loader(data)
         if self.optimizer is not None:
             average_weights(self.optimizer, args, self.dual_encoder.model)
-        step, samples = self.state.global_step, 0 if record is None else record.samples_seen
-        constant = partial(samples_of_equal_steps, step, samples, args.global_batch_size)
-        self.progress = Progress(step, constant if plan is None else plan.samples_before, self.state.log_history)
+        self.progress = progress_of(self.state, record, args.global_batch_size, plan)
         self.window_step = WindowStep(
-            self.setup,
-            self.model_wrapped,
-            record,
+            *(self.setup, self.model_wrapped, record),
             prepare_inputs=lambda batch: self._prepare_inputs(batch),
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
-            steps=self.state.max_steps,
+            steps=steps,
         )
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
@@ -226,9 +206,8 @@ class InfCLTrainer(Trainer):
         if trained and self.checkpoints.saved_step != step:
             self._save_checkpoint(self.model_wrapped, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        if self.is_world_process_zero():
-            logger.warning(describe_end(number, step, trained=trained, saved=self.checkpoints.saved_step == step))
-        return Preempted(128 + number)
+        saved, tells = self.checkpoints.saved_step == step, self.is_world_process_zero()
+        return end_early(number, step, trained=trained, saved=saved, tells=tells)
 
     @property
     def steps_trained(self) -> int:
@@ -304,16 +283,12 @@ class InfCLTrainer(Trainer):
         rows anew, but leaves the epoch of the dataset as it is. A loader of an `ImageTextStream` begins where the
         training began.
         """
-        pairs: Any = self.train_dataset
-        if pairs is not None and self.args.cache_features is not None:
-            collator = loaders.of_training(self.data_collator, self.args)
-            pairs = loaders.with_cached_features(pairs, self.setup, collator, self._prepare_inputs, self.interruptions)
-        plan = self.batch_plan
-        if isinstance(pairs, (ImageTextStream, Replayed)) or plan is not None:
-            states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
-            collator = loaders.of_training(self.data_collator, self.args)
-            return loaders.stream_loader(pairs, collator, vocabulary, self.args, states, plan)
-        return self._training_loader(pairs)
+        collator = loaders.of_training(self.data_collator, self.args)
+        more = self.setup, collator, self._prepare_inputs, self.interruptions
+        pairs = loaders.with_cached_features(self.train_dataset, *more)
+        states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
+        loader: Any = loaders.stream_loader(pairs, collator, vocabulary, self.args, states, self.batch_plan)
+        return self._training_loader(pairs) if loader is None else loader
 
     def _training_loader(self, pairs: Any) -> DataLoader:
         """Trainer's loader of a training set that is no `ImageTextStream`."""
@@ -368,21 +343,14 @@ class InfCLTrainer(Trainer):
 
         No forward may run here, because on resume Trainer restores the random state after this call.
         """
-        read, step = super().get_batch_samples, self.state.global_step
-        micro_batches = (
-            num_batches if self.args.global_batch_schedule is None else self.training_data.micro_batches(step)
-        )
-        window = self.training_data.fetch(
-            lambda batches: read(batches, micro_batches, device)[0],
-            epoch_iterator,
+        read = super().get_batch_samples
+        self.training_data.fetch(
+            lambda batches, number: read(batches, number, device)[0],
+            *(epoch_iterator, num_batches, self.state.global_step),
             equal_ids=self.setup.equal_ids,
-            step=step,
             interruptions=self.interruptions,
         )
-        if self.args.global_batch_schedule is None:
-            return window.batches, None
-        # Trainer's loop takes the window for one batch. It would keep the images of what it gets during the step.
-        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in window.batches[:1]], None
+        return self.training_data.batches_of_loop(), None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
@@ -403,14 +371,8 @@ class InfCLTrainer(Trainer):
         window, step = self.training_data.window, self.state.global_step
         if self.args.global_batch_schedule is None:
             return self.window_step.run(model, window, step)
-        # ---- What Trainer's loop does around each micro-batch ----
-        for _ in range(len(window) - 1):
-            with self.accelerator.no_sync(model=model):
-                self.accelerator.gradient_state._set_sync_gradients(False)
-                self.window_step.run(model, window, step)
-            self.current_flos += self.floating_point_ops(inputs)
-        self.accelerator.gradient_state._set_sync_gradients(True)
-        return self.window_step.run(model, window, step)
+        self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)  # Trainer adds those of one
+        return self.window_step.run_whole(model, window, step)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Among callbacks of others, the exchange has to wait for the reduction of the gradients.
@@ -418,10 +380,7 @@ class InfCLTrainer(Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics of contrastive training to the training logs; collective.
-
-        They are described at `WindowStep.logs`, `Progress.logs` and `TrainingData.logs`.
-        """
+        """Adds `WindowStep.logs`, `Progress.logs` and `TrainingData.logs` to the logs of the training; collective."""
         if "loss" in logs:
             logs |= self.window_step.logs(logs)
             logs |= self.progress.logs(self.state.global_step, self.args.device)
@@ -505,15 +464,10 @@ class InfCLTrainer(Trainer):
         self._load_scaler(checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards.
-
-        With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
-        """
+        """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `save_whole`."""
         switch_weights(self.optimizer, "eval")
-        if self.checkpoints.partial_dir is None and saves_shards(self.accelerator):
-            state = self.accelerator.get_state_dict(self.model)
-            if self.args.should_save:
-                self._save(output_dir, state_dict=state)
+        if self.checkpoints.partial_dir is None:
+            save_whole(self.model, self.accelerator, self.args, partial(self._save, output_dir))
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

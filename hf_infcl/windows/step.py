@@ -193,6 +193,16 @@ class WindowStep:
             self.noise.after_last(self._gradient_scale)
         return loss
 
+    def run_whole(self, model: nn.Module, window: Window, step: int) -> Tensor:
+        """`run` for each micro-batch of a window that Trainer's loop takes for one batch; returns the global loss."""
+        # What Trainer's loop does around each micro-batch.
+        for _ in range(len(window) - 1):
+            with self._accelerator.no_sync(model=model):
+                self._accelerator.gradient_state._set_sync_gradients(False)
+                self.run(model, window, step)
+        self._accelerator.gradient_state._set_sync_gradients(True)
+        return self.run(model, window, step)
+
     @property
     def _gradient_scale(self) -> float:
         """The scale of fp16's gradients."""
