@@ -109,14 +109,15 @@ def test_the_tokenizer_is_the_same_every_time(demo, script):
 
 def test_global_batch_compares_like_with_like(script, monkeypatch, tmp_path):
     comparison = script("global_batch")
-    monkeypatch.setattr(comparison, "SIZES", {"train": 512, "validation": 40, "test": 60})
+    monkeypatch.setattr(comparison, "SIZES", {"train": 1024, "validation": 40, "test": 60})
     monkeypatch.setattr(comparison, "EPOCHS", 2)
     comparison.data.cache_clear()
     runs = [comparison.train(method, 1e-3, seed)[-1] for method in comparison.METHODS for seed in (0, 1)]
     comparison.data.cache_clear()
-    assert {row["pairs_seen"] for row in runs} == {1024}
-    assert [row["optimizer_steps"] for row in runs] == [2, 2, 64, 64, 2, 2]
-    assert len({row["test_loss"] for row in runs}) == 6
+    assert {row["pairs_seen"] for row in runs} == {2048}
+    steps = [4, 128, 4, 32, 16, 8 + 4 + 2 + 1]
+    assert [row["optimizer_steps"] for row in runs] == [number for number in steps for _ in range(2)]
+    assert len({row["test_loss"] for row in runs}) == 2 * len(steps)
 
     comparison.plot(runs, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
