@@ -177,8 +177,14 @@ def test_auto_keeps_the_graphs_that_fit(ranks, tmp_path, world_size):
     ranks.run(rank_auto, world_size, str(tmp_path), backend="nccl", always_ring=True)
 
 
-def peak_gib(folder: str, micro_batches: int, **options: Any) -> float:
-    """The peak memory of three steps of a model with large activations, its weights and optimizer included."""
+class PeakOfLastStep(transformers.TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == state.max_steps - 1:
+            torch.cuda.reset_peak_memory_stats()
+
+
+def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **options: Any) -> float:
+    """The peak memory of all steps, or of the last one, of a model with large activations, weights included."""
     torch.manual_seed(0)
     layers = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = transformers.CLIPConfig(
@@ -186,8 +192,9 @@ def peak_gib(folder: str, micro_batches: int, **options: Any) -> float:
     )
     data = models.Pairs(256 * 4 * 3)
     data.images = torch.nn.functional.interpolate(data.images, 64)
-    options |= {"per_device_train_batch_size": 256, "gradient_accumulation_steps": micro_batches, "max_steps": 3}
-    trainer = trainer_for(folder, transformers.CLIPModel(config), data, use_cpu=False, bf16=True, **options)
+    options = {"gradient_accumulation_steps": micro_batches, "max_steps": 3, **options, "use_cpu": False, "bf16": True}
+    options |= {"per_device_train_batch_size": 256, "callbacks": [PeakOfLastStep()] if only_last else []}
+    trainer = trainer_for(folder, transformers.CLIPModel(config), data, **options)
     torch.compiler.reset()
     gc.collect()  # earlier trainers
     torch.cuda.empty_cache()
@@ -210,3 +217,15 @@ def test_a_window_takes_the_memory_of_one_micro_batch(ranks, tmp_path, compiled,
     options = {"torch_compile": compiled, "offload_inputs": offload}
     # In a launched process, because a process that sees several GPUs is refused.
     ranks.run(rank_memory, 1, str(tmp_path), options, backend="nccl", timeout=300)
+
+
+def rank_growing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+    constant = peak_gib(folder, 4, only_last=True, **options)
+    grows = {**options, "global_batch_schedule": ["256:0.25", "1024"], "max_steps": 7}  # four steps, then three
+    grown = peak_gib(folder, 1, only_last=True, **grows)
+    assert grown <= 1.02 * constant, f"{grown:.3f} GiB after the batch has grown, {constant:.3f} without smaller ones"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_memory_of_smaller_batches_is_kept(ranks, tmp_path, compiled):
+    ranks.run(rank_growing, 1, str(tmp_path), {"torch_compile": compiled}, backend="nccl", timeout=300)

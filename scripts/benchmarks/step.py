@@ -75,6 +75,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl offload": {"retain_graphs": "1", "offload_inputs": True},
     "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_inputs": True},
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
+    "hf_infcl noise scale": {"retain_graphs": "1", "gradient_noise_steps": 1},  # measured in each step
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
