@@ -51,7 +51,7 @@ def from_open_clip(tensors: dict[str, Any], config: dict[str, Any]) -> tuple[Any
             raise refusal("it has towers of CLIP with a logit_bias, which transformers' CLIPModel does not have")
         rows = clip_rows("text." if "text.positional_embedding" in weights else "", *layers)  # with custom_text
     if dropped := fields["vision_cfg"].get("patch_dropout"):
-        notes.append(f"patch_dropout={dropped} is not kept: a training sees all patches.")
+        notes.append(f"patch_dropout={dropped} is not kept: give the training its own (--patch_dropout).")
     return _filled(_CLASSES[model_config.model_type], model_config, to_transformers(rows, weights)), notes
 
 
