@@ -27,9 +27,8 @@ exists before that step. A batch that does not fit by computation (the peak of t
 window, the logits) gets a row with a note. With --compile everything is compiled. A single step then includes the
 compilation, whose results the window before it has cached on disk.
 
-With --texts, the text tower alone encodes the texts of a window of --accumulation-steps micro-batches in so many
-passes and in fewer, larger ones, with graphs that are kept or with a second pass. ``ratio`` is the rate relative to the
-micro-batches of the images with a second pass: what a step would gain is the difference of the times.
+With --texts, both towers alone encode a window: texts in as many micro-batches as images, also with all their graphs
+kept, and all texts at once. ``ratio`` is the rate relative to the first of these.
 
 With --profile FOLDER, the benchmark instead measures the time of each phase of InfCLTrainer's step (data, first pass,
 loss, second pass, clipping, optimizer), with the device synchronised between phases. It prints a table, and writes it
@@ -48,7 +47,7 @@ import argparse
 import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,8 @@ from typing import Any
 import torch
 
 from hf_infcl import contrastive_loss
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.patch_dropout import PatchDropout
 
 from . import common, peers, training
 from .common import RESULTS, SCALE, Row
@@ -204,54 +205,64 @@ def implementations(
 
 
 def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Rows of the text tower alone, which encodes the texts of a window in fewer and larger micro-batches.
+    """Rows of both towers over a window, whose texts are encoded in as many micro-batches as its images, or at once.
 
-    Without kept graphs, all micro-batches but one are encoded twice, as in InfCLTrainer's window.
+    As in InfCLTrainer's window, the first micro-batch keeps its graph and the others are encoded twice, here with the
+    sum of all features for a loss; texts may keep all their graphs.
     """
     model = training.build(args.model).to(device).train()
-    total = args.micro_batch_size * args.accumulation_steps
+    total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
     config, g = model.config.text_config, torch.Generator().manual_seed(0)
     tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
     tokens[:, -1] = config.eos_token_id
+    side = model.config.vision_config.image_size
+    images = torch.randn(total, 3, side, side, device=device).split(args.micro_batch_size)
     tokens = tokens.to(device)
-    same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts"}
+    share = args.patch_dropout[0]
+    if share:
+        PatchDropout(DualEncoder(model), share)
+    same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts", "patch_dropout": share}
+    same |= {"image_size": side, "micro_batch_size": args.micro_batch_size, "accumulation_steps": steps}
+
+    def encode(part: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            if part.is_floating_point():
+                return model.get_image_features(pixel_values=part).pooler_output
+            return model.get_text_features(input_ids=part).pooler_output
+
+    def step(parts: Sequence[torch.Tensor], keep: int) -> None:
+        micro_batches = [*images, *parts]
+        kept = {0, *range(len(images), len(images) + keep)}
+        graphs = {}
+        for number, micro_batch in enumerate(micro_batches):
+            with torch.set_grad_enabled(number in kept):
+                features = encode(micro_batch)
+            if number in kept:
+                graphs[number] = features
+        for number, micro_batch in enumerate(micro_batches):
+            (graphs.pop(number) if number in graphs else encode(micro_batch)).sum().backward()
+        model.zero_grad()
 
     for compiled in (False, True) if args.compile else (False,):
-        tower = torch.compile(model.get_text_features) if compiled else model.get_text_features
-
-        def features(part: torch.Tensor, tower: Any = tower) -> torch.Tensor:
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                return tower(input_ids=part).pooler_output
-
-        def step(parts: list[torch.Tensor], keep: bool, features: Any = features) -> None:
-            kept = [features(part) for part in (parts if keep else parts[:1])]
-            with torch.no_grad():
-                for part in parts[len(kept) :]:
-                    features(part)
-            for index, part in enumerate(parts):
-                (kept[index] if index < len(kept) else features(part)).sum().backward()
-                if index < len(kept):
-                    kept[index] = torch.empty(0)
-            model.zero_grad()
-
+        if compiled:
+            for tower in (model.vision_model, model.text_model):
+                for layer in tower.encoder.layers:
+                    layer.compile(dynamic=False)
         plain = None
-        for passes in (n for n in range(args.accumulation_steps, 0, -1) if args.accumulation_steps % n == 0):
-            parts = list(tokens.split(total // passes))
-            for keep in (False, True) if passes > 1 else (True,):
-                run = partial(step, parts, keep)
-                run()
-                row = same | {"micro_batch_size": total // passes, "accumulation_steps": passes}
-                row["implementation"] = "text tower" + ", graphs kept" * keep + ", compiled" * compiled
-                times = common.slowest_seconds(run, device, budget=2.0)
-                row |= {"steps": len(times), **common.quantiles(times)}
-                plain = plain or row["ms"]
-                peak = common.peak_bytes(run, device)
-                yield row | {
-                    "images_per_s": round(1000 * total / row["ms"], 1),
-                    "ratio": round(plain / row["ms"], 3),
-                    "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
-                    "note": f"texts of {args.text_tokens} tokens, without images",
-                }
+        for passes, keep in ((steps, 1), (steps, steps), (1, 1)):
+            run = partial(step, tokens.split(total // passes), keep)
+            run()
+            times = common.slowest_seconds(run, device, budget=3.0)
+            name = f"texts in {passes} micro-batches, {keep} graphs kept" + ", compiled" * compiled
+            row = same | {"implementation": name, "steps": len(times), **common.quantiles(times)}
+            plain = plain or row["ms"]
+            peak = common.peak_bytes(run, device)
+            yield row | {
+                "images_per_s": round(1000 * total / row["ms"], 1),
+                "ratio": round(plain / row["ms"], 3),
+                "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
+                "note": f"both towers, texts of {args.text_tokens} tokens",
+            }
 
 
 def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> None:
@@ -405,7 +416,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pool", type=int, default=8, help="different micro-batches of inputs")
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
-    parser.add_argument("--texts", action="store_true", help="measure the text tower alone, in larger micro-batches")
+    parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
     parser.add_argument("--text-tokens", type=int, default=24, help="of a text, for --texts")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
