@@ -470,14 +470,16 @@ def test_a_full_disk_costs_one_checkpoint_only(tmp_path, limit, caplog):
 
 
 def test_a_training_goes_back_to_a_checkpoint_once(tmp_path):
-    saves = saver(last="resumed from")
-    assert saves.to_go_back_to("It diverged.") == "resumed from"
+    saves, loaded = saver(last="resumed from"), []
+    saves.go_back([loaded.append, loaded.append], "It diverged.")
+    assert loaded == ["resumed from", "resumed from"]
     with pytest.raises(ValueError, match=r"^It diverged\. There is no checkpoint to go back to"):
-        saves.to_go_back_to("It diverged.")
+        saves.go_back([loaded.append], "It diverged.")
     saves.save(str(tmp_path), 2, RECORD, write_files)
-    assert saves.to_go_back_to("It diverged.") == str(tmp_path / "checkpoint-2")
+    saves.go_back([loaded.append], "It diverged.")
+    assert loaded[2:] == [str(tmp_path / "checkpoint-2")]
     with pytest.raises(ValueError, match="has already gone back to it"):
-        saves.to_go_back_to("It diverged.")
+        saves.go_back([loaded.append], "It diverged.")
 
 
 class Starve(TrainerCallback):

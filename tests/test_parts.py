@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from helpers import models
 from helpers.trainers import arguments
 from torch.utils.data import DataLoader
+from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 
 from hf_infcl import reference
@@ -28,7 +29,7 @@ from hf_infcl.windows.setup import Setup
 def evaluator_of(folder: Any, equal_ids: str = "exclude", **options: Any) -> tuple[Evaluator, DualEncoder]:
     encoder, args = DualEncoder(models.clip()), arguments(folder, **options)
     setup = Setup(encoder, Accelerator(cpu=True), args, equal_ids)
-    return Evaluator(setup, None, None, lambda batch: batch, CaptionNotices()), encoder
+    return Evaluator(setup, None, lambda batch: batch, CaptionNotices(), TrainerState()), encoder
 
 
 def evaluated(evaluator: Evaluator, data: Any) -> EvalLoopOutput:

@@ -281,7 +281,7 @@ class Counting(Interruptions):
 
 def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
     return data.fetch(
-        lambda source, number: list(itertools.islice(source, number)),
+        lambda source, number, device: (list(itertools.islice(source, number)), None),
         *(batches, 2, step),
         equal_ids="exclude",
         interruptions=Counting(agreed),

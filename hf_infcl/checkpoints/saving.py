@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -106,10 +107,11 @@ class Checkpoints:
         if self._completes:
             rotate(newest.folder.parent, self._limit, [newest.folder, *keep])
 
-    def to_go_back_to(self, reason: str) -> str:
-        """The last checkpoint, written or resumed from.
+    def go_back(self, loads: Sequence[Callable[[str], Any]], reason: str) -> None:
+        """Restores the last checkpoint, written or resumed from, but none twice.
 
         Args:
+            loads: restore parts of the training from the folder of a checkpoint.
             reason: a sentence that says why the training goes back.
 
         Raises:
@@ -122,7 +124,8 @@ class Checkpoints:
                 "the learning rate, or look at the data."
             )
         logger.warning(f"{reason} The training goes back to {last} and continues with the data that follows.")
-        return last
+        for load in loads:
+            load(last)
 
 
 def _free_space(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,11 @@ _OF_COLLATOR = (
 )
 
 
-def used_columns(collator: Any) -> tuple[str, ...]:
-    """The columns that ``remove_unused_columns`` has to keep beside the arguments of the model."""
-    return _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
+def add_used_columns(columns: list[str] | None, collator: Any) -> None:
+    """Adds the columns that ``remove_unused_columns`` has to keep beside the arguments of the model."""
+    used = _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
+    assert columns is not None
+    columns += [name for name in used if name not in columns]
 
 
 def of_training(collator: Any, args: InfCLTrainingArguments) -> Any:
@@ -83,7 +86,7 @@ class LoaderParts:
     """
 
     def __init__(self, loader: Any = None) -> None:
-        dataset = getattr(loader, "dataset", None)
+        self._loader, dataset = loader, getattr(loader, "dataset", None)
         batches = getattr(loader, "batch_sampler", None)
         sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # accelerate's is around torch's
         self.rows = dataset if isinstance(dataset, RowsOfEpoch) else None
@@ -93,6 +96,15 @@ class LoaderParts:
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
         self.worker_seeds = generator if isinstance(generator, WorkerSeeds) else None
+
+    def data_of_another(self, data: Any) -> Any:
+        """The data of another loader like this one, which reads this training set; None if only this one can read it.
+
+        These are the rows that this loader has, for which features may have been cached, or else the stream itself.
+        """
+        if self._loader is None or self.stream_loader is not None:
+            return None
+        return self._loader.dataset if self.stream is None else data
 
     def begin_epoch(self, epoch: int, seed: int) -> None:
         """Begins a pass over the data, in a training with this seed."""
@@ -133,18 +145,14 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
 
 
 def stream_loader(
-    dataset: Any,
-    collator: Callable[[list[Any]], Any],
-    vocabulary: int | None,
-    args: InfCLTrainingArguments,
-    states: Sequence[Mapping[str, Any]],
-    plan: BatchPlan | None,
+    dataset: Any, setup: Setup, states: Sequence[Mapping[str, Any]], plan: BatchPlan | None
 ) -> StreamLoader | None:
     """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`. None for other data."""
     if plan is None and not isinstance(dataset, (ImageTextStream, Replayed)):
         return None
+    args = setup.args
     device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(collator, vocabulary)
+    collate = CheckingCollator(of_training(setup.collator, args), setup.encoder.vocabulary)
     return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
 
 
@@ -259,13 +267,8 @@ def loader_of_stream(
     return loader if is_training else stream_for_evaluation(loader, args.device)
 
 
-def adapt_training_loader(dataloader: Any, vocabulary: int | None, *, offload_inputs: bool) -> None:
-    """Gives Trainer's training loader seeds of its own and checks of its tokens.
-
-    Args:
-        dataloader: accelerate's, around torch's.
-        vocabulary: as for `check_tokens`.
-        offload_inputs: whether its batches stay in host memory.
+def adapt_training_loader(dataloader: Any, setup: Setup) -> None:
+    """Gives Trainer's training loader, accelerate's around torch's, seeds of its own and checks of its tokens.
 
     Raises:
         ValueError: the main process would read the rows of all processes, and that does not work for this data.
@@ -278,7 +281,7 @@ def adapt_training_loader(dataloader: Any, vocabulary: int | None, *, offload_in
                 "all rows, and a resumed run would not find its position. Omit it, so that every process reads its own "
                 "rows."
             )
-        if offload_inputs:
+        if setup.args.offload_inputs:
             raise ValueError(
                 "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
                 'batches through the devices. Pass accelerator_config={"dispatch_batches": False}.'
@@ -286,8 +289,8 @@ def adapt_training_loader(dataloader: Any, vocabulary: int | None, *, offload_in
         source.dispatcher.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
-    loader.collate_fn = CheckingCollator(loader.collate_fn, vocabulary)
-    if offload_inputs:
+    loader.collate_fn = CheckingCollator(loader.collate_fn, setup.encoder.vocabulary)
+    if setup.args.offload_inputs:
         dataloader.device = None
 
 
@@ -333,11 +336,7 @@ def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
 
 
 def with_cached_features(
-    pairs: Any,
-    setup: Setup,
-    collator: Any,
-    prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
-    interruptions: Interruptions,
+    setup: Setup, prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]], interruptions: Interruptions
 ) -> Any:
     """The training set with what ``args.cache_features`` has, if it is set, and computes what it lacks; collective.
 
@@ -347,11 +346,13 @@ def with_cached_features(
     Raises:
         ValueError: the features of the images are not the same at every step, or cannot be used.
     """
+    pairs = setup.data
     if pairs is None or setup.args.cache_features is None:
         return pairs
     if isinstance(pairs, Replayed):
-        more = setup, collator, prepare_inputs, interruptions
-        return pairs.with_datasets([with_cached_features(part, *more) for part in pairs.datasets])
+        parts = [replace(setup, data=part) for part in pairs.datasets]
+        return pairs.with_datasets([with_cached_features(part, prepare_inputs, interruptions) for part in parts])
+    collator = of_training(setup.collator, setup.args)
     encoder, accelerator, args = setup.encoder, setup.accelerator, setup.args
     interruptions.phases.enter("computing features")
     tower: Any = encoder.frozen_towers().get("image")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
@@ -78,9 +79,25 @@ class TrainingData:
         self.source.set_sides(self._sides, step, windows)
         self.source.begin_epoch(epoch, self._args.seed)
 
+    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
+        """Begins the pass over the data that Trainer's loop begins.
+
+        Args:
+            epoch, step: the passes and the optimizer steps before it.
+            counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
+
+        Returns:
+            Those of them that are others where the global batch grows, and with it the steps of a pass differ.
+        """
+        trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
+        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
+        if self._plan is None:
+            return {}
+        return dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), self._plan.windows(epoch))
+
     def fetch(
         self,
-        read: Callable[[Any, int], list[Any]],
+        read: Callable[[Any, int, torch.device], tuple[list[Any], Any]],
         epoch_iterator: Any,
         num_batches: int,
         step: int,
@@ -93,7 +110,7 @@ class TrainingData:
         All processes agree here that they have a window, so an error in the data of one process stops all of them.
 
         Args:
-            read: takes a number of batches from an iterator.
+            read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
             epoch_iterator: that of Trainer's loop. A stream's loader has one that lasts for the whole training.
             num_batches: those that Trainer's loop asks for.
             step: the number of trained optimizer steps.
@@ -109,13 +126,15 @@ class TrainingData:
         if self._plan is not None:
             self._images = self._plan.size(step) // self._processes.world_size
         self.window = Window([])  # the batches of the last one take memory
-        source, batches, rows = self.source, [], 0
+        source, rows = self.source, 0
+        batches: list[Any] = []
         if self._epoch.exhausted:
             return self.window
         try:
             with self.wait.waiting():
                 iterator = epoch_iterator if source.stream_loader is None else source.stream_loader.lasting()
-                batches = read(iterator, num_batches if self._plan is None else self.micro_batches(step))
+                number = num_batches if self._plan is None else self.micro_batches(step)
+                batches, _ = read(iterator, number, self._args.device)
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:

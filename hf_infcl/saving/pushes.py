@@ -151,10 +151,11 @@ class Pushes:
             repository: returns the id of the repository; None before it is created, without ``push_to_hub``.
             create: creates it.
             finish: as above.
-            message, delete: as for `InfCLTrainer.push_folder`.
+            message: the summary of the commit.
+            delete: patterns of files that the commit removes from the repository.
 
         Raises:
-            OSError: on the main process, if the push has failed.
+            OSError: on the main process, if the push has failed; the message contains the reason.
         """
         if self._args.process_index > 0:
             return
@@ -185,7 +186,11 @@ def _report_failure(job: Future[Any], step: int, repository: str) -> None:
 
 @contextmanager
 def errors_of_repository(args: InfCLTrainingArguments) -> Iterator[None]:
-    """Within the context, an error while a repository is created becomes an OSError that says what to do."""
+    """Within the context, an error while a repository is created becomes an OSError that says what to do.
+
+    The Hub may be unreachable, or reject the token or the name. Trainer's constructor creates the repository, so this
+    is reported before the first step.
+    """
     try:
         yield
     except Exception as error:  # of the Hub's client or of its HTTP library

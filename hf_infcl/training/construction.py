@@ -1,4 +1,4 @@
-"""What an `InfCLTrainer` can be constructed from."""
+"""What an `InfCLTrainer` can be constructed from, and what it makes of that."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
 
 from ..checkpoints.lock import check_writable
@@ -17,6 +18,8 @@ from ..loading.loaders import check_data_seed, check_planned
 from ..loading.replay import Replayed
 from ..options.arguments import RATES, InfCLTrainingArguments
 from ..saving.formats import check_formats
+from ..windows.setup import Setup
+from ..windows.start import Start
 
 _OF_OPTIMIZER = (*RATES, "no_decay_parameters", "keep_weights", "optimizer")
 
@@ -111,9 +114,17 @@ def check_overrides(kind: type, base: type) -> None:
         )
 
 
-def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, image_size: int | None) -> Any:
+def setup_of(
+    encoder: DualEncoder, accelerator: Accelerator, args: Any, start: Start | None, data: Any, collator: Any
+) -> Setup:
+    """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
+    equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
+    return Setup(encoder, accelerator, args, equal_ids, start, data, collator)
+
+
+def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:
     """The given data collator, or one over the processor; else the default. It and the processor get the size."""
-    found = default if given is None else given
+    found, image_size = default if given is None else given, args.image_size
     if given is None and processor is not None:
         found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
     if image_size is not None and isinstance(found, ContrastiveCollator):

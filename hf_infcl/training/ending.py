@@ -1,17 +1,21 @@
-"""The end of a training: its last metrics, and a disk that is full when its results are written."""
+"""The end of a training: by a signal, its last metrics, and a disk that is full when its results are written."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+
+from ..checkpoints.saving import Checkpoints
+from ..processes.preemption import Preempted, end_early
 
 
 @contextmanager
@@ -34,6 +38,25 @@ def full_disk_told(folder: Path) -> Iterator[None]:
             f"free there): {error}. Free some space, and run the same command with --resume_from_checkpoint auto, "
             "which continues from the last checkpoint and writes the results."
         ) from error
+
+
+def saved_early(
+    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], Any]]
+) -> Preempted:
+    """The end of a training by a signal, for which it saves a checkpoint; collective.
+
+    Args:
+        number: the signal's.
+        state: Trainer's.
+        checkpoints: those of the training.
+        trained: whether it has trained any step.
+        saves: save a checkpoint of the last step, and tell the callbacks of it.
+    """
+    step = state.global_step
+    for save in saves if trained and checkpoints.saved_step != step else ():
+        save()
+    saved = checkpoints.saved_step == step
+    return end_early(number, step, trained=trained, saved=saved, tells=state.is_world_process_zero)
 
 
 def measured_last(state: TrainerState, datasets: Iterable[str]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor
+from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
@@ -124,14 +125,13 @@ class Evaluator:
     """Embeds the batches of an evaluation, and computes the metrics of the whole set from all embeddings.
 
     Args:
-        setup: the model, its arguments and its loss.
-        collator: the data collator, which tokenizes prompts if it has a method ``tokenize``.
+        setup: the model, its arguments and its loss, and the data collator, which tokenizes prompts if it has a method
+            ``tokenize``.
         processing_class: the processor, which tokenizes them otherwise.
         prepare_inputs: moves a batch to the device.
         notices: looks at the captions of a set, on the main process.
-        scores_before: for each set, by the prefix of its metrics, the number of its images and the resampled values of
-            its score before the training.
-        at_start: whether the training has not begun. Then `run` fills ``scores_before``; later it compares with it.
+        state: Trainer's. Before the first step, `run` notes in it, for each set by the prefix of its metrics, the
+            number of its images and the resampled values of its score; later it compares with them.
 
     Attributes:
         found: what was found on the set that `run` has evaluated.
@@ -140,18 +140,19 @@ class Evaluator:
     def __init__(
         self,
         setup: Setup,
-        collator: Any,
         processing_class: Any,
         prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
         notices: CaptionNotices,
-        scores_before: dict[str, Any] | None = None,
-        at_start: bool = False,
+        state: TrainerState,
     ) -> None:
         self._encoder, self._accelerator, self._args = setup.encoder, setup.accelerator, setup.args
         self._objective, self._equal_ids = setup.objective, setup.equal_ids
-        self._collator, self._processing_class, self._prepare_inputs = collator, processing_class, prepare_inputs
-        self._notices = notices
-        self._scores_before, self._at_start = {} if scores_before is None else scores_before, at_start
+        self._collator, self._processing_class = setup.collator, processing_class
+        self._prepare_inputs, self._notices = prepare_inputs, notices
+        self._at_start = state.global_step == 0
+        # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
+        kept: Any = state.stateful_callbacks
+        self._scores_before = kept.setdefault("scores_before", {})
         self._classifier: Tensor | None = None
         self._type_of_set = "dataset"
         self.found: Found | None = None

@@ -1,4 +1,4 @@
-"""Points of Trainer's loop where Trainer has no method to override, and what callbacks ask for."""
+"""Points of Trainer's loop where it has no method to override, what callbacks ask for, and values that it reads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .early_stopping import EarlyStopping
+from .optimization import switch_weights
 from .progress import BarOfSamples
 
 # The flags of Trainer's control that callbacks can set.
@@ -28,24 +29,21 @@ class LoopEvents(TrainerCallback):
     Args:
         callbacks: those of the trainer. While it trains, a `CompleteWindows` is the last of them.
         begin_training: called at the begin of a training; returns its parts.
-        end_training: called at its end.
     """
 
     def __init__(
-        self,
-        callbacks: list[TrainerCallback],
-        begin_training: Callable[[], tuple[WindowStep, TrainingData]],
-        end_training: Callable[[], None],
+        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData]]
     ) -> None:
-        self._callbacks, self._begin_training, self._end_training = callbacks, begin_training, end_training
+        self._callbacks, self._begin_training = callbacks, begin_training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
         self._step, self._data = self._begin_training()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end_training()
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        switch_weights(optimizer, "eval")
+        self._data.close()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self._step.before_optimizer_step(optimizer, state.global_step)
@@ -63,7 +61,6 @@ def add_own_callbacks(
     handler: CallbackHandler,
     args: InfCLTrainingArguments,
     begin_training: Callable[[], tuple[WindowStep, TrainingData]],
-    end_training: Callable[[], None],
     plan: Callable[[], BatchPlan | None],
 ) -> None:
     """Adds the callbacks of this package to those of a trainer.
@@ -71,11 +68,11 @@ def add_own_callbacks(
     Args:
         handler: of Trainer.
         args: the arguments of the training.
-        begin_training, end_training: as for `LoopEvents`.
+        begin_training: as for `LoopEvents`.
         plan: as for `BarOfSamples`.
     """
     # This callback comes first, so that the user's callbacks see the clamped logit_scale.
-    handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training, end_training))
+    handler.callbacks.insert(0, LoopEvents(handler.callbacks, begin_training))
     if args.global_batch_schedule is not None and handler.pop_callback(ProgressCallback) is not None:
         handler.add_callback(BarOfSamples(plan))
     if args.early_stopping_patience is not None:
@@ -130,6 +127,19 @@ class Decisions:
         yield
         if asked:  # a callback may ask for the end after an evaluation
             _share(control)
+
+
+@contextmanager
+def replaced(trainer: Any, **values: Any) -> Iterator[None]:
+    """The context in which Trainer's methods find these values in attributes of a trainer."""
+    before = {name: getattr(trainer, name) for name in values}
+    for name, value in values.items():
+        setattr(trainer, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(trainer, name, value)
 
 
 def _share(control: TrainerControl) -> bool:

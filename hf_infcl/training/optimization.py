@@ -197,12 +197,14 @@ def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Modu
     """Gives an optimizer the moving average of ``ema_decay``, unless it has one; see `MovingAverage`.
 
     Args:
-        optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in.
+        optimizer: the optimizer, or what accelerate and DeepSpeed have wrapped it in; None before there is one.
         args: the arguments.
         model: the model that is trained, unwrapped.
     """
+    if args.ema_decay is None or optimizer is None:
+        return
     inner = unwrapped(optimizer)
-    if args.ema_decay is not None and not hasattr(inner, "update_average"):
+    if not hasattr(inner, "update_average"):
         of_zero = getattr(optimizer, "optimizer", None)
         copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
         in_host = args.ema_device == "cpu"

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import IterableDataset
+from transformers import TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -26,6 +27,7 @@ from ..processes.collectives import Processes
 from ..saving.pushes import checkpoint_of_hub_if_named
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
+from .early_stopping import why_complete
 
 # Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
 # the processes exchange something.
@@ -38,15 +40,9 @@ _OF_ONE_MACHINE = (
 logger = logging.get_logger(__name__)
 
 
-def run_of(setup: Setup, data: Any, collator: Any) -> Run:
-    """The properties of a training that a checkpoint must share to be resumed.
-
-    Args:
-        setup: its model, arguments and loss.
-        data: the training set.
-        collator: the data collator.
-    """
-    args, model = setup.args, setup.encoder.model
+def run_of(setup: Setup) -> Run:
+    """The properties of a training that a checkpoint must share to be resumed."""
+    args, model, data = setup.args, setup.encoder.model, setup.data
     kind = type(model).__name__.removeprefix("FSDP")  # the name of the wrapped class
     optimizer = str(getattr(args.optim, "value", args.optim)).removesuffix("_fused")  # of the same state
     optimizer = optimizer if args.optimizer is None else f"{args.optimizer} and {optimizer}"
@@ -61,7 +57,7 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
         optimizer=f"{optimizer} of {trained:,} parameters",
         options={
             **options_of_arguments(args, setup.accelerator.mixed_precision),
-            **options_of_data(list(parts_of(data)), collator),
+            **options_of_data(list(parts_of(data)), setup.collator),
             **options_of_model(model),
             **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
         },
@@ -69,10 +65,9 @@ def run_of(setup: Setup, data: Any, collator: Any) -> Run:
 
 
 def record_of(
-    run: Run,
+    setup: Setup,
     data: TrainingData,
     window_step: WindowStep,
-    args: InfCLTrainingArguments,
     options: OptimizerOptions,
     samples_seen: int,
     step: int,
@@ -80,19 +75,18 @@ def record_of(
     """What a checkpoint says of the run and of how far it has come; collective.
 
     Args:
-        run: the run.
+        setup: of the run.
         data, window_step: the parts of its training.
-        args: its arguments.
         options: of its optimizer and schedule.
         samples_seen: the pairs that were trained.
         step: the optimizer steps that were trained.
     """
     return RunRecord(
-        run,
+        run_of(setup),
         **data.position(),
         **window_step.skipped.record(),
-        processes=args.world_size,
-        only_model=args.save_only_model,
+        processes=setup.args.world_size,
+        only_model=setup.args.save_only_model,
         optimizer=options.record,
         samples_seen=samples_seen,
         step=step,
@@ -138,15 +132,11 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
             )
 
 
-def resumption_of(
-    run: Run, args: InfCLTrainingArguments, data: Any, resumes: str | bool | None, repository: str | None
-) -> Resumption:
+def resumption_of(setup: Setup, resumes: str | bool | None, repository: str | None) -> Resumption:
     """The checkpoint that a run resumes from, if any, after it was compared with the run; collective.
 
     Args:
-        run: the run.
-        args: its arguments.
-        data: its training set.
+        setup: of the run.
         resumes: as for `InfCLTrainer.train`.
         repository: the one of the Hub that the run pushes to, if it is known.
 
@@ -154,11 +144,12 @@ def resumption_of(
         ValueError: the ranks would train different runs; there is no such checkpoint, it is damaged, or
             `Resumption.check` refuses it.
     """
+    args, run = setup.args, run_of(setup)
     resumes = checkpoint_of_hub_if_named(resumes, args, repository)
     check_same_on_all_ranks(args, run, resumes)
     checkpoint = choose(str(args.output_dir), resumes, looks=args.should_save)
     resumption = Resumption(checkpoint, allows_changes=args.resume_with_changes)
-    resumption.check(run, data, args.world_size)
+    resumption.check(run, setup.data, args.world_size)
     return resumption
 
 
@@ -241,12 +232,14 @@ class Resumption:
         return bool(changes)
 
     @contextmanager
-    def optimizer_loaded(self, run: Run, options: OptimizerOptions, optimizer: Any, schedule: Any) -> Iterator[None]:
+    def optimizer_loaded(
+        self, setup: Setup, options: OptimizerOptions, optimizer: Any, schedule: Any
+    ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
         Args:
-            run: this run.
-            options: of this run.
+            setup: of this run.
+            options: of its optimizer and schedule.
             optimizer, schedule: those that are loaded.
 
         Raises:
@@ -261,7 +254,7 @@ class Resumption:
                 "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
                 "them, or start a new run from its model."
             ) from error
-        if self.record is not None and (changed or any(True for _ in differences(self.record.run, run))):
+        if self.record is not None and (changed or any(True for _ in differences(self.record.run, run_of(setup)))):
             options.apply(self.record.optimizer, optimizer, schedule)
 
     @property
@@ -269,9 +262,30 @@ class Resumption:
         """The position of each process in an `ImageTextStream`; empty for a new run."""
         return (self.record and self.record.stream) or []
 
-    def warn_of_nothing_left(self, step: int, reason: str) -> None:
-        """Says that the run was complete when it was resumed."""
-        logger.warning(f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and {reason}.")
+    def first_position(
+        self,
+        state: TrainerState,
+        args: InfCLTrainingArguments,
+        lengths: tuple[int, int, int],
+        plan: BatchPlan | None,
+        counted: tuple[int, int],
+    ) -> tuple[int, int]:
+        """`position`, or the end of the training if the run is complete, of which it warns.
+
+        Trainer looks at the number of steps, and callbacks end a training, only after it has trained a step.
+
+        Args:
+            state: Trainer's.
+            lengths: the steps of the training, those of a pass over the data, and the passes, which are what
+                ``Trainer._init_training_state`` is given first.
+            args, plan, counted: as for `position`.
+        """
+        steps, steps_per_epoch, epochs = lengths
+        if reason := why_complete(state, steps, args.early_stopping_patience):
+            step = state.global_step
+            logger.warning(f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and {reason}.")
+            return epochs, 0
+        return self.position(args, steps_per_epoch, plan, counted)
 
     def position(
         self, args: InfCLTrainingArguments, steps_per_epoch: int, plan: BatchPlan | None, counted: tuple[int, int]

@@ -20,7 +20,6 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 
 from ..data.notices import CaptionNotices
-from ..data.wrapped import most_captions
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -31,21 +30,21 @@ from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
-from ..processes.preemption import AskedToEndError, Preempted, end_early
+from ..processes.preemption import AskedToEndError, Preempted
 from ..saving import pushes
 from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, save_whole, saves_shards
 from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
-from .construction import check_overrides, checked_arguments, collator_of
-from .early_stopping import why_complete
+from .construction import check_overrides, checked_arguments, collator_of, setup_of
+from .ending import saved_early
 from .evaluating import Evaluator, gather_rows
-from .loop_events import Decisions, add_own_callbacks
+from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, average_weights, decaying, switch_weights
 from .preparation import prepare_model
 from .progress import progress_of
-from .resuming import Resumption, record_of, resumption_of, run_of
+from .resuming import Resumption, record_of, resumption_of
 
 
 class InfCLTrainer(Trainer):
@@ -75,13 +74,11 @@ class InfCLTrainer(Trainer):
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
         checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
         interruptions: signals and lost processes.
-        found: what the last evaluation of each set has found (`hf_infcl.evaluation.Found`), by the prefix of its
-            metrics, such as ``eval_pairs``.
+        found: what the last evaluation of each set has found, by the prefix of its metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
 
     Raises:
-        ValueError: see `checked_arguments` and `prepare_model`; several GPUs are visible without a launcher, FSDP1 or
-            DeepSpeed's ZeRO with a stage other than 1 and 2 is used, or a subclass overrides ``compute_loss``.
+        ValueError: see `checked_arguments`, `prepare_model` and `check_overrides`.
     """
 
     args: InfCLTrainingArguments
@@ -110,10 +107,8 @@ class InfCLTrainer(Trainer):
         check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
-        others = self.data_collator, args.image_size
-        self.data_collator = collator_of(self.model, self.processing_class, data_collator, *others)
-        begin, end = self._begin_training, self._end_training
-        add_own_callbacks(self.callback_handler, args, begin, end, lambda: self.batch_plan)
+        self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
+        add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
         self.checkpoints = checkpoints_of(args, self.accelerator)
         self._begin_training()
 
@@ -134,9 +129,8 @@ class InfCLTrainer(Trainer):
             trial, ignore_keys_for_eval: as in Trainer.
 
         Raises:
-            ValueError: in addition to Trainer's reasons, the checkpoint is damaged, or comes from a run with other
-                options while ``resume_with_changes`` is off; the ranks would train different runs; another run is
-                training in ``output_dir``, or it is not writable; the Hub has no ``last-checkpoint``.
+            ValueError: in addition to Trainer's reasons, there is no such checkpoint, or `resumption_of` refuses it or
+                the processes; another run is training in ``output_dir``, or it is not writable.
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
@@ -145,8 +139,7 @@ class InfCLTrainer(Trainer):
             check_metric_of_training(self.args, self.eval_dataset)
         with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
             # ---- The checkpoint to resume from ----
-            run, resumes = run_of(self.setup, self.train_dataset, self.data_collator), resume_from_checkpoint
-            self.resumption = resumption_of(run, self.args, self.train_dataset, resumes, self.hub_model_id)
+            self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             # ---- Trainer's loop ----
@@ -164,18 +157,15 @@ class InfCLTrainer(Trainer):
         loader: Any = self.callback_handler.train_dataloader
         plan = self.batch_plan if loader is not None else None
         self.training_data = TrainingData(loader, args, record, self.data_collator, steps, plan)
-        source = self.training_data.source
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
-        if loader is not None and own and source.stream_loader is None:
+        if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
-            data = loader.dataset if source.stream is None else self.train_dataset
             self.callback_handler.train_dataloader = self._training_loader(data)
-        if self.optimizer is not None:
-            average_weights(self.optimizer, args, self.dual_encoder.model)
+        average_weights(self.optimizer, args, self.dual_encoder.model)
         self.progress = progress_of(self.state, record, args.global_batch_size, plan)
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
-            prepare_inputs=lambda batch: self._prepare_inputs(batch),
+            prepare_inputs=self._prepare_inputs,
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
@@ -186,28 +176,15 @@ class InfCLTrainer(Trainer):
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
         return self.window_step, self.training_data
 
-    def _end_training(self) -> None:
-        switch_weights(self.optimizer, "eval")
-        self.training_data.close()
-
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        resumed = epoch == kwargs["epochs_trained"]
-        trained = kwargs["steps_trained_in_current_epoch"] if resumed else 0
-        windows, step = trained // self.args.gradient_accumulation_steps, self.state.global_step
-        self.training_data.begin_epoch(epoch, windows, step)
-        if (plan := self.batch_plan) is not None:  # whose epochs differ in their steps
-            kwargs |= dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), plan.windows(epoch))
+        kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
         super()._run_epoch(model, epoch, *args, **kwargs)
         self.interruptions.agree()  # a signal may have come in the last step
 
     def _saved_early(self, number: int, trial: Any) -> Preempted:
-        """The end of a training by this signal, for which a checkpoint is saved."""
-        step, trained = self.state.global_step, self.steps_trained > 0
-        if trained and self.checkpoints.saved_step != step:
-            self._save_checkpoint(self.model_wrapped, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        saved, tells = self.checkpoints.saved_step == step, self.is_world_process_zero()
-        return end_early(number, step, trained=trained, saved=saved, tells=tells)
+        save = partial(self._save_checkpoint, self.model_wrapped, trial)
+        tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
+        return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
 
     @property
     def steps_trained(self) -> int:
@@ -228,9 +205,9 @@ class InfCLTrainer(Trainer):
 
     @property
     def setup(self) -> Setup:
-        """What the parts have in common. ``equal_ids`` is the argument, or else what the training set needs."""
-        equal_ids = self.args.equal_ids or ("positive" if most_captions(self.train_dataset) > 1 else "exclude")
-        return Setup(self.dual_encoder, self.accelerator, self.args, equal_ids, self._start)
+        """What the parts have in common."""
+        of_model, of_data = (self.dual_encoder, self.accelerator), (self.train_dataset, self.data_collator)
+        return setup_of(*of_model, self.args, self._start, *of_data)
 
     @property
     def batch_plan(self) -> BatchPlan | None:
@@ -270,8 +247,7 @@ class InfCLTrainer(Trainer):
         """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
         if checkpoint is not None:
             source = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
-            run = run_of(self.setup, self.train_dataset, self.data_collator)
-            with source.optimizer_loaded(run, self.optimization.options, self.optimizer, self.lr_scheduler):
+            with source.optimizer_loaded(self.setup, self.optimization.options, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -283,22 +259,15 @@ class InfCLTrainer(Trainer):
         rows anew, but leaves the epoch of the dataset as it is. A loader of an `ImageTextStream` begins where the
         training began.
         """
-        collator = loaders.of_training(self.data_collator, self.args)
-        more = self.setup, collator, self._prepare_inputs, self.interruptions
-        pairs = loaders.with_cached_features(self.train_dataset, *more)
-        states, vocabulary = self.resumption.stream_positions, self.dual_encoder.vocabulary
-        loader: Any = loaders.stream_loader(pairs, collator, vocabulary, self.args, states, self.batch_plan)
+        pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
+        loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
         return self._training_loader(pairs) if loader is None else loader
 
     def _training_loader(self, pairs: Any) -> DataLoader:
         """Trainer's loader of a training set that is no `ImageTextStream`."""
-        of_all, self.train_dataset = (self.train_dataset, self.data_collator), pairs
-        self.data_collator = loaders.of_training(self.data_collator, self.args)
-        try:
-            dataloader: Any = super().get_train_dataloader()
-        finally:
-            self.train_dataset, self.data_collator = of_all
-        loaders.adapt_training_loader(dataloader, self.dual_encoder.vocabulary, offload_inputs=self.args.offload_inputs)
+        with replaced(self, train_dataset=pairs, data_collator=loaders.of_training(self.data_collator, self.args)):
+            dataloader = super().get_train_dataloader()
+        loaders.adapt_training_loader(dataloader, self.setup)
         return dataloader
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
@@ -307,8 +276,7 @@ class InfCLTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         """Trainer's columns that ``remove_unused_columns`` keeps, and those that the collator and the loss use."""
         super()._set_signature_columns_if_needed()
-        columns: Any = self._signature_columns
-        columns += [name for name in loaders.used_columns(self.data_collator) if name not in columns]
+        loaders.add_used_columns(self._signature_columns, self.data_collator)
 
     def _get_dataloader(
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
@@ -325,36 +293,20 @@ class InfCLTrainer(Trainer):
         values = super().set_initial_training_values(args, dataloader)
         return loaders.initial_values(args, dataloader, self.batch_plan, values)
 
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
-    ) -> tuple[int, int]:
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
-        counted = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
-        # Trainer looks at the number of steps, and callbacks end a training, only after it has trained a step.
-        if reason := why_complete(self.state, max_steps, self.args.early_stopping_patience):
-            self.resumption.warn_of_nothing_left(self.state.global_step, reason)
-            return num_train_epochs, 0
-        return self.resumption.position(self.args, num_update_steps_per_epoch, self.batch_plan, counted)
+        counted = super()._init_training_state(*args)
+        return self.resumption.first_position(self.state, self.args, args[:3], self.batch_plan, counted)
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, Tensor | int | None]:
-        """Fetches a window; see `TrainingData.fetch`.
-
-        No forward may run here, because on resume Trainer restores the random state after this call.
-        """
-        read = super().get_batch_samples
-        self.training_data.fetch(
-            lambda batches, number: read(batches, number, device)[0],
-            *(epoch_iterator, num_batches, self.state.global_step),
-            equal_ids=self.setup.equal_ids,
-            interruptions=self.interruptions,
-        )
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """Fetches a window; see `TrainingData.fetch`."""
+        # No forward may run here, because on resume Trainer restores the random state after this call.
+        asked: Any = super().get_batch_samples, epoch_iterator, num_batches, self.state.global_step
+        self.training_data.fetch(*asked, equal_ids=self.setup.equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Moves a batch to the device and normalises uint8 images there."""
-        # Trainer's preparation runs once more, because under DeepSpeed it casts to the dtype of the model.
         return loaders.normalised(super()._prepare_inputs(inputs), self.data_collator, self._prepare_input)
 
     # ---- The step ----
@@ -391,13 +343,7 @@ class InfCLTrainer(Trainer):
 
     @property
     def _evaluator(self) -> Evaluator:
-        # Trainer keeps this part of its state in checkpoints, so a resumed training has the values as well.
-        kept: Any = self.state.stateful_callbacks
-        return Evaluator(
-            *(self.setup, self.data_collator, self.processing_class, self._prepare_inputs, self.caption_notices),
-            scores_before=kept.setdefault("scores_before", {}),
-            at_start=self.state.global_step == 0,
-        )
+        return Evaluator(self.setup, self.processing_class, self._prepare_inputs, self.caption_notices, self.state)
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -416,16 +362,13 @@ class InfCLTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Computes the same exact metrics of the whole set on every process; see `Evaluator.run`."""
-        self.gather_function, self._evaluating = gather_rows, self._evaluator
-        compute, loop = self.compute_metrics, super().evaluation_loop
-        self.compute_metrics = None if compute is None else failures_announced()(compute)
+        self.gather_function, evaluator, loop = gather_rows, self._evaluator, super().evaluation_loop
+        compute = None if self.compute_metrics is None else failures_announced()(self.compute_metrics)
         more: Any = description, False, ignore_keys, metric_key_prefix
-        try:
-            output = self._evaluating.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
-            self.found[metric_key_prefix] = self._evaluating.found
-            return output
-        finally:
-            self.compute_metrics, self._evaluating = compute, None
+        with replaced(self, compute_metrics=compute, _evaluating=evaluator):
+            output = evaluator.run(lambda batches: loop(batches, *more), dataloader, metric_key_prefix)
+        self.found[metric_key_prefix] = evaluator.found
+        return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)
@@ -439,9 +382,8 @@ class InfCLTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
-        run = run_of(self.setup, self.train_dataset, self.data_collator)
-        options, step = self.optimization.options, self.state.global_step
-        record = record_of(run, self.training_data, self.window_step, self.args, options, self.samples_seen, step)
+        parts = self.training_data, self.window_step, self.optimization.options
+        record = record_of(self.setup, *parts, self.samples_seen, self.state.global_step)
         save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record, self.state, self.args),
             save=partial(super()._save_checkpoint, model, trial),
@@ -457,11 +399,9 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _roll_back(self, reason: str) -> None:
-        """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.to_go_back_to`."""
-        checkpoint = self.checkpoints.to_go_back_to(reason)
-        self._load_from_checkpoint(checkpoint)
-        self._load_optimizer_and_scheduler(checkpoint)
-        self._load_scaler(checkpoint)
+        """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
+        loads = self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler
+        self.checkpoints.go_back(loads, reason)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `save_whole`."""
@@ -477,13 +417,7 @@ class InfCLTrainer(Trainer):
     # ---- The Hub ----
 
     def init_hf_repo(self, token: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Creates the repository, and the branch ``hub_revision`` if it is given, unless they exist.
-
-        Trainer calls this in its constructor, so a failure is reported before the first step.
-
-        Raises:
-            OSError: on the main process, if the Hub is unreachable or rejects the token or the name.
-        """
+        """Creates the repository and the branch ``hub_revision``; see `pushes.errors_of_repository`."""
         with pushes.errors_of_repository(self.args):
             super().init_hf_repo(token, *args, **kwargs)
             pushes.create_branch(self.args, self.hub_model_id, token)
@@ -505,15 +439,7 @@ class InfCLTrainer(Trainer):
         return super().push_to_hub(*args, **kwargs)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
-        """Pushes the current ``output_dir`` without its checkpoints, after the checkpoints whose push has failed.
-
-        Args:
-            message: the summary of the commit.
-            delete: patterns of files that the commit removes from the repository.
-
-        Raises:
-            OSError: on the main process, if the push has failed; the message contains the reason.
-        """
+        """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
         create, finish = self.init_hf_repo, self._finish_current_push
         self._pushes.push_output_dir(lambda: self.hub_model_id, create, finish, message, delete)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -13,7 +14,7 @@ from .start import Start
 
 @dataclass(frozen=True)
 class Setup:
-    """The model of a training or of an evaluation, its arguments, where it computes, and its loss.
+    """The model of a training or of an evaluation, its arguments, where it computes, its loss and its data.
 
     Args:
         encoder: the model, unwrapped.
@@ -21,6 +22,8 @@ class Setup:
         args: the arguments.
         equal_ids: ``"exclude"`` or ``"positive"``; see `InfCLTrainingArguments`.
         start: the weights that the model had before the training, if it is to stay near them.
+        data: the training set.
+        collator: the data collator.
     """
 
     encoder: DualEncoder
@@ -28,6 +31,8 @@ class Setup:
     args: InfCLTrainingArguments
     equal_ids: str
     start: Start | None = None
+    data: Any = None
+    collator: Any = None
 
     @property
     def objective(self) -> str:
