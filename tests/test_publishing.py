@@ -463,6 +463,10 @@ def test_pairs_and_classes_of_the_same_images_are_told_apart(tmp_path):
     place = f"{pairs.dataset}, {pairs.split}"
     lines = list(lines_of_changes(made))
     assert [line[: len(place) + 12].strip() for line in lines[1:3]] == [f"{place} (captions)", f"{place} (classes)"]
+    assert "recall@1 of pairs" in lines[-1]
+    assert "top-1 accuracy" in lines[-1]
+    assert "average precision" not in lines[-1]
+    assert "In brackets" not in lines[-1], "no interval was measured"
     card = read(made, tmp_path).text
     assert all(f"`{pairs.dataset}`, {pairs.split} ({kind}) | trained for" in card for kind in ("captions", "classes"))
     assert next(iter(lines_of_changes(facts(evaluations=[pairs])))).startswith(" " * len(place) + "   before")

@@ -264,12 +264,13 @@ class TrainingData:
             logs["loader_samples_per_second"] = round(totals["rate"], 1)
         if wait.windows >= WAIT_WINDOWS and max(overall) > WAIT_SHARE and not self._has_warned_of_wait:
             self._has_warned_of_wait = True
-            workers = self._args.dataloader_num_workers
-            logger.warning(
-                f"The training has waited for its data for {max(overall):.0%} of the time. Raise "
-                f"dataloader_num_workers, which is {workers}, up to the number of CPU cores; decode JPEGs faster (pip "
-                "install simplejpeg); or store smaller images."
-            )
+            if self._processes.rank == 0:
+                workers = self._args.dataloader_num_workers
+                logger.warning(
+                    f"The training has waited for its data for {max(overall):.0%} of the time. Raise "
+                    f"dataloader_num_workers, which is {workers}, up to the number of CPU cores; decode JPEGs faster "
+                    "(pip install simplejpeg); or store smaller images."
+                )
         return logs
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from ..averaging import Averaged
 from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ..loss.objectives import OBJECTIVES
-from .changes import SCORES, changes
+from .changes import changes, explained
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 
 # The picture of the example that a model's page on the Hub offers to run.
@@ -238,7 +238,7 @@ def _changes(facts: TrainingFacts) -> str:
             )
             for change in found
         ]
-        parts += [_table(("set", "", "before the training", "this model", "change"), rows), SCORES]
+        parts += [_table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
     if (average := facts.average) is not None:
         parts.append(" ".join(_how_averaged(average)))
     if average is not None and average.measured:

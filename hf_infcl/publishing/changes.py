@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..averaging import score_if_measured
 from ..evaluation import Difference
-from ..evaluation.metrics import CHANGE, HIGH, LOW
+from ..evaluation.metrics import CHANGE, HIGH, LOW, SCORES
 from .facts import Evaluation, TrainingFacts
 
-SCORES = (
-    "The score is the recall@1 of pairs, averaged over both directions, the top-1 accuracy of classes, the mean "
-    "average precision if images are of several classes, and the share of right captions preferred to wrong ones. In "
-    "brackets is the 95% interval of the change (paired bootstrap over images). If it includes 0, it is called noise."
+_SCORE_OF = {  # by the kind of set
+    "pairs": "the recall@1 of pairs (the mean of both directions)",
+    "classes": "the top-1 accuracy of classes",
+    "labels": "the mean average precision of images with several classes",
+    "choices": "the share of right captions preferred to wrong ones",
+}
+_INTERVAL = (
+    "In brackets is the 95% interval of the change (paired bootstrap over images). If it includes 0, the change may be "
+    "noise."
 )
 
 
@@ -57,6 +62,14 @@ def changes(facts: TrainingFacts) -> list[Change]:
     ]
 
 
+def explained(found: Sequence[Change]) -> str:
+    """What the scores of these sets are, and their intervals, in sentences."""
+    measured = [change.evaluation.metrics for change in found]
+    kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
+    sentence = f"The score is {', '.join(words for kind, words in _SCORE_OF.items() if kind in kinds)}."
+    return f"{sentence} {_INTERVAL}" if any(change.interval for change in found) else sentence
+
+
 def _changes(facts: TrainingFacts) -> Iterator[Change]:
     average = facts.average
     for evaluation in facts.evaluations:
@@ -82,4 +95,4 @@ def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
         numbers = f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%   {change.words(100, 2)}"
         half = " (the half of its rows that did not choose the average)" if change.half else ""
         yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
-    yield SCORES
+    yield explained(found)

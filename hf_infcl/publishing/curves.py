@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, metric_named
+from ..evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, Metric, metric_named
 
 # Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -47,12 +47,12 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 name = f"one batch of {pairs:,} pairs" if pairs else "one batch"
                 training.setdefault(name, {}).setdefault(entry["step"], value)
             elif key.startswith("eval_") and (metric := metric_named(key)) is not None:
-                measured[metric.axis].setdefault(_label(key), {}).setdefault(entry["step"], value)
+                measured[metric.axis].setdefault(_label(key, metric), {}).setdefault(entry["step"], value)
                 if key + LOW in entry:
                     between = entry[key + LOW], entry[key + HIGH]
-                    intervals.setdefault(_label(key), {}).setdefault(entry["step"], between)
+                    intervals.setdefault(_label(key, metric), {}).setdefault(entry["step"], between)
                 if entry.get(key + CEILING, 1) < 1:
-                    ceilings[_label(key)] = entry[key + CEILING]
+                    ceilings[_label(key, metric)] = entry[key + CEILING]
     if not training:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
@@ -84,5 +84,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     figure.savefig(path)
 
 
-def _label(key: str) -> str:
-    return key.removeprefix("eval_").replace("_", " ")
+def _label(key: str, metric: Metric) -> str:
+    """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
+    (name,) = (name for name, known in METRICS.items() if known is metric)
+    place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
+    return f"{place}: {metric.words}" if place else metric.words
