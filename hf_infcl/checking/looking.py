@@ -170,8 +170,9 @@ class Looker:
 
 
 def thumbnail(pixels: np.ndarray) -> bytes:
-    """A JPEG of at most SIDE × SIDE pixels of an image, uint8 [H, W, 3]."""
-    image = Image.fromarray(pixels)
+    """A JPEG of at most SIDE × SIDE pixels of an image, uint8 [H, W, 3]; tiny ones are enlarged, to be seen."""
+    times = max(1, SIDE // max(pixels.shape[:2]))
+    image = Image.fromarray(pixels.repeat(times, 0).repeat(times, 1))
     image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)
     file = io.BytesIO()
     image.save(file, "jpeg", quality=80)

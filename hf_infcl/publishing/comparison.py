@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..checking.looking import SIDE, thumbnail
+from ..checking.looking import thumbnail
 from ..checking.sheet import draw_rows
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..evaluation import (
@@ -130,9 +130,7 @@ def _pictures(key: str, found: Comparison) -> Iterator[tuple[str, Sequence[tuple
         shown = []
         for row in rows[:PICTURES]:
             right, answer = _words_of(found.dataset, wrong, row)
-            image = found.dataset.image(row)
-            times = max(1, SIDE // max(image.shape[:2]))  # a tiny image would be hard to see
-            shown.append((thumbnail(image.repeat(times, 0).repeat(times, 1)), f"{right} / {loser} model: {answer}"))
+            shown.append((thumbnail(found.dataset.image(row)), f"{right} / {loser} model: {answer}"))
         if shown:
             yield f"{key}: right by the {winner} model alone, {len(rows):,} of {len(found.dataset):,} images", shown
 
