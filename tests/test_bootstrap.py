@@ -91,7 +91,7 @@ def test_the_mean_of_classes_weighs_each_class_that_was_drawn_alike():
 def test_blocks_of_resamples_are_those_of_one(monkeypatch):
     hits = [Hits(torch.rand(37, generator=random(0)) < 0.4, ones(37))]
     whole = resampled(hits)
-    monkeypatch.setattr("hf_infcl.evaluation.bootstrap._NUMEL", 1)
+    monkeypatch.setattr("hf_infcl.evaluation.bootstrap.WEIGHTS_NUMEL", 1)
     assert np.array_equal(resampled(hits), whole)
 
 

@@ -236,6 +236,17 @@ def test_no_import_comes_back_to_itself():
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+def test_no_file_and_no_room_is_too_long():
+    """At most 450 lines in a file, except for the Hopper kernels, and 2,800 in a room."""
+    rooms_of: dict[str, int] = {}
+    for module, path in modules().items():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 450 or module == "hf_infcl.kernels.hopper_kernels", f"{path} has {lines} lines"
+        room = path.parent.name
+        rooms_of[room] = rooms_of.get(room, 0) + lines
+    assert {room: lines for room, lines in rooms_of.items() if lines > 2800} == {}
+
+
 def test_the_reading_of_imports(tmp_path):
     lines = (
         "import torch",

@@ -1,8 +1,10 @@
-"""Parts of `InfCLTrainer` alone, without a Trainer: `Evaluator`, `Resumption` and `Progress`."""
+"""Parts of `InfCLTrainer` alone, without a Trainer: evaluating, resuming, ending early, values replaced, progress."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_infcl import reference
 from hf_infcl.checkpoints.record import Run, RunRecord
+from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.notices import CaptionNotices
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.training import progress, resuming
+from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
+from hf_infcl.training.loop_events import replaced
 from hf_infcl.training.progress import Progress
 from hf_infcl.training.resuming import Resumption
 from hf_infcl.windows.setup import Setup
@@ -117,6 +122,47 @@ def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(checkpoint, tmp
     assert args.global_batch_size == batch
     assert Resumption(checkpoint).position(args, 5, None, (7, 7)) == expected
     assert Resumption().position(args, 5, None, (7, 7)) == (7, 7)
+
+
+def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(resuming.logger, "warning", said.append)
+    args, resumption = arguments(tmp_path / "run"), Resumption(checkpoint)
+    lengths = 20, 5, 4  # steps, those of a pass, passes
+    assert resumption.first_position(TrainerState(global_step=19), args, lengths, None, (7, 7)) == (1, 6)
+    assert not said
+    assert resumption.first_position(TrainerState(global_step=20), args, lengths, None, (7, 7)) == (4, 0)
+    assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
+
+
+@pytest.mark.parametrize(
+    ("trained", "saved_step", "expected"),
+    [
+        (False, -1, "Nothing was trained before that"),
+        (True, 3, "checkpoint-3 is saved"),  # at this step already
+        (True, 2, "checkpoint-3 is saved"),
+    ],
+)
+def test_a_signal_ends_a_training_with_one_checkpoint_of_its_last_step(caplog, trained, saved_step, expected):
+    checkpoints, saves = Checkpoints(completes=False, flushes=False), []
+    checkpoints.saved_step = saved_step
+
+    def save() -> None:
+        saves.append(checkpoints.saved_step)
+        checkpoints.saved_step = 3
+
+    ended = saved_early(15, TrainerState(global_step=3), checkpoints, trained=trained, saves=(save,))
+    assert ended.code == 128 + 15
+    assert saves == ([2] if saved_step == 2 else [])
+    assert f"SIGTERM has ended the training after step 3. {expected}." in caplog.text
+
+
+def test_values_are_replaced_until_the_context_ends():
+    trainer = SimpleNamespace(data="whole", collator=None)
+    with suppress(KeyError), replaced(trainer, data="part"):
+        assert vars(trainer) == {"data": "part", "collator": None}
+        raise KeyError
+    assert vars(trainer) == {"data": "whole", "collator": None}
 
 
 def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):

@@ -308,8 +308,11 @@ def test_windows_are_full_and_counted_until_the_data_ends(tmp_path):
         at = {"epoch": epoch, "windows": 2, "rows": 16}
         assert data.position() == {**at, "skipped_samples": 8 * (epoch + 1), "stream": None}
     resumed = TrainingData(None, arguments(tmp_path), RunRecord(Run(8, "", "", ""), 1, 2, skipped_samples=16))
-    resumed.begin_epoch(1, windows=2)
+    counted = {"epochs_trained": 1, "steps_trained_in_current_epoch": 4}  # Trainer's, in micro-batches
+    assert resumed.begin_epoch_of_loop(1, 4, counted) == {}
     assert resumed.position() == data.position()
+    resumed.begin_epoch_of_loop(2, 6, counted)
+    assert resumed.position() == {**data.position(), "epoch": 2, "windows": 0, "rows": 0}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from .metrics import HIGH, LOW, ClassRanks, Found, Hits, LabelScores, measured, 
 RESAMPLES = 1000
 PERCENTILES = 2.5, 97.5
 _SEED = 0
-_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
+WEIGHTS_NUMEL = 2**21  # weights held at a time (16 MiB); one resample is held even if it is larger
 
 
 def hits_of(found: Found) -> dict[str, Hits]:
@@ -38,7 +38,7 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
     size = len(hits[0].right)
     numbers = [_Shares(one) for one in hits]
     random = np.random.default_rng(_SEED)
-    rows = max(1, _NUMEL // size)
+    rows = max(1, WEIGHTS_NUMEL // size)
     blocks = []
     for start in range(0, RESAMPLES, rows):
         count = min(rows, RESAMPLES - start)
