@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import faulthandler
-import gc
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers import models
+from helpers.kills import forked, killed
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from safetensors.torch import save_file
 from torch.utils.data import default_collate
@@ -548,24 +548,6 @@ def count_calls(work: Callable[[], Any], *moment: int | None) -> int:
     finally:
         calls.stop()
     return calls.count
-
-
-def forked(work: Callable[..., Any], *args: Any) -> int | None:
-    """Calls ``work`` in a fork, where nothing is collected at a moment of its own. Returns the exit code."""
-    gc.collect()
-    gc.disable()
-    try:
-        process = multiprocessing.get_context("fork").Process(target=work, args=args)
-        process.start()
-    finally:
-        gc.enable()
-    process.join()
-    return process.exitcode
-
-
-def killed(work: Callable[..., Any], *args: Any) -> None:
-    """Calls ``work`` in a fork, which has to be killed."""
-    assert forked(work, *args) == -signal.SIGKILL
 
 
 def counted(work: Callable[..., int], *args: Any) -> int:

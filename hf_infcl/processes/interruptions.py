@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from .collectives import Processes
 from .phases import Phases
@@ -48,12 +49,20 @@ class Interruptions:
         return [values for _, *values in agreed]
 
     @contextmanager
-    def evaluation(self, step: int) -> Iterator[None]:
-        """The context of an evaluation between two steps, which a signal ends after a batch."""
+    def evaluation(self, step: int, control: Any) -> Iterator[None]:
+        """The context of an evaluation between two steps, which a signal ends after a batch.
+
+        Args:
+            step: the number of trained optimizer steps.
+            control: Trainer's. The checkpoint that is saved then says by it that the evaluation is still to be made.
+        """
         self.phases.enter("evaluating", step)
         self._evaluates = True
         try:
             yield
+        except AskedToEndError:
+            control.should_evaluate = True
+            raise
         finally:
             self._evaluates = False
 

@@ -27,6 +27,9 @@ class EarlyStopping(EarlyStoppingCallback):
         self.early_stopping_patience_counter = _count(state)
         self._first_step = state.global_step
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._first_step = -1  # a resumed training may repeat the evaluation of its first step
+
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if state.global_step == self._first_step:
             return

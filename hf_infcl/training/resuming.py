@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -261,6 +261,34 @@ class Resumption:
     def stream_positions(self) -> list[dict[str, Any]]:
         """The position of each process in an `ImageTextStream`; empty for a new run."""
         return (self.record and self.record.stream) or []
+
+    def ends_with_evaluation(self, trainer: Any, epoch: int, given: Mapping[str, Any]) -> bool:
+        """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
+
+        The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
+        logged before it was cut off is dropped.
+
+        Args:
+            trainer: the trainer.
+            epoch: the one that begins.
+            given: the arguments of Trainer's method for an epoch.
+        """
+        state, args = trainer.state, trainer.args
+        saved = state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+        is_due = epoch == given["epochs_trained"] and saved.get("should_evaluate")
+        if self.checkpoint is None or not is_due or args.eval_strategy == "no":
+            return False
+        state.log_history = [
+            entry
+            for entry in state.log_history
+            if entry["step"] < state.global_step or not any(name.startswith("eval_") for name in entry)
+        ]
+        with trainer._decisions.shared(trainer.control):
+            metrics = trainer._evaluate(given["trial"], given["ignore_keys_for_eval"])
+            is_best = trainer._determine_best_metric(metrics=metrics, trial=given["trial"])
+        if is_best and args.save_strategy == "best":  # others note it with their next checkpoint
+            state.best_model_checkpoint = self.checkpoint
+        return bool(trainer.control.should_training_stop)
 
     def first_position(
         self,

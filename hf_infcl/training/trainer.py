@@ -177,9 +177,10 @@ class InfCLTrainer(Trainer):
         return self.window_step, self.training_data
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
-        super()._run_epoch(model, epoch, *args, **kwargs)
-        self.interruptions.agree()  # a signal may have come in the last step
+        if not self.resumption.ends_with_evaluation(self, epoch, kwargs):
+            kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
+            super()._run_epoch(model, epoch, *args, **kwargs)
+            self.interruptions.agree()  # a signal may have come in the last step
 
     def _saved_early(self, number: int, trial: Any) -> Preempted:
         save = partial(self._save_checkpoint, self.model_wrapped, trial)
@@ -374,7 +375,7 @@ class InfCLTrainer(Trainer):
         return with_sum(super().evaluate(*args, **kwargs), self.args.metric_for_best_model)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with self.interruptions.evaluation(self.state.global_step):
+        with self.interruptions.evaluation(self.state.global_step, self.control):
             return super()._evaluate(*args, **kwargs)
 
     # ---- Checkpoints ----

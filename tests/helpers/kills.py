@@ -1,13 +1,16 @@
-"""Trainings of two processes that are killed at random moments and resumed until they finish."""
+"""Processes that are killed: forks, and trainings of two processes, at random moments, resumed until they finish."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
 import os
 import random
+import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +27,7 @@ from .trainers import parameters, trainer_for
 # that was lost.
 OPTIONS = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2}
 OPTIONS |= {"eval_strategy": "steps", "eval_steps": 3}
+GROWS = {"global_batch_schedule": ["8:0.4", "16:0.3", "24"], "gradient_accumulation_steps": 1}  # of every second run
 KILLS_OF_A_RUN = 4  # the maximum
 HANG = 120  # seconds
 
@@ -52,9 +56,10 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> KillCoun
     kills = in_saves = done = 0
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("first", "whole"):  # the first run also starts the server of processes
-            whole = _train(Path(folder, name))
+        _train(Path(folder, "first"), {})  # also starts the server of processes
+        ends = [(given, _train(Path(folder, f"whole-{len(given)}"), given)) for given in ({}, GROWS)]
         while done < runs and time.monotonic() - begin < seconds:
+            given, whole = ends[done % 2]
             done += 1
             place = Path(folder, str(done))
             for attempt in range(KILLS_OF_A_RUN + 1):
@@ -63,7 +68,7 @@ def count_kills(runs: int, seed: int, seconds: float = float("inf")) -> KillCoun
                 # During the first seconds the processes form their group.
                 moment = rng.uniform(0.3 * whole.seconds, whole.seconds)
                 try:
-                    end = _train(place, victims, moment)
+                    end = _train(place, given, victims, moment)
                 except TimeoutError:
                     wrong.append(f"run {done} hangs after {kills} kills")
                     break
@@ -82,12 +87,12 @@ def _half_written(folder: Path) -> set[int]:
     return {path.stat().st_ino for path in folder.glob("_partial-*")}
 
 
-def _train(folder: Path, victims: Sequence[int] = (), moment: float = 0.0) -> _End:
-    """Trains until the end, or kills the ranks in ``victims`` after ``moment`` seconds."""
+def _train(folder: Path, given: dict[str, Any], victims: Sequence[int] = (), moment: float = 0.0) -> _End:
+    """Trains with these options until the end, or kills the ranks in ``victims`` after ``moment`` seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent, child = context().Pipe()
     processes = [
-        context().Process(target=_rank, args=(rank, store.port, str(folder), child if rank == 0 else None))
+        context().Process(target=_rank, args=(rank, store.port, str(folder), given, child if rank == 0 else None))
         for rank in range(2)
     ]
     begin, weights = time.monotonic(), None
@@ -113,15 +118,36 @@ def _train(folder: Path, victims: Sequence[int] = (), moment: float = 0.0) -> _E
             process.join()
 
 
-def _rank(rank: int, port: int, folder: str, pipe: Any) -> None:
+def _rank(rank: int, port: int, folder: str, given: dict[str, Any], pipe: Any) -> None:
     for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         os.environ[name] = str(value)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=HANG / 2))
     data, shown = models.Pairs(40), models.Pairs(9)
-    run = trainer_for(folder, models.clip(dropout=0.3), data, eval_dataset=shown, **OPTIONS)
+    run = trainer_for(folder, models.clip(dropout=0.3), data, eval_dataset=shown, **OPTIONS, **given)
     run.train(resume_from_checkpoint="auto")
     if pipe is not None:
         pipe.send(parameters(run).numpy())  # a tensor would vanish with this process
     os._exit(0)
+
+
+# ---- Forks ----
+
+
+def forked(work: Callable[..., Any], *args: Any) -> int | None:
+    """Calls ``work`` in a fork, where nothing is collected at a moment of its own. Returns the exit code."""
+    gc.collect()
+    gc.disable()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=work, args=args)
+        process.start()
+    finally:
+        gc.enable()
+    process.join()
+    return process.exitcode
+
+
+def killed(work: Callable[..., Any], *args: Any) -> None:
+    """Calls ``work`` in a fork, which has to be killed."""
+    assert forked(work, *args) == -signal.SIGKILL

@@ -1,0 +1,142 @@
+"""Signals around each change of a growing global batch, and before evaluations on which a training depends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.kills import killed
+from helpers.trainers import parameters, trainer_for
+from torch import Tensor
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer
+from hf_infcl.checkpoints.files import choose
+from hf_infcl.processes.preemption import Preempted
+
+# 4 steps of 4 pairs, 2 of 8 and 1 of 16, which begins a second pass over 37 rows. With dropout the weights reveal a
+# random state that was lost.
+OPTIONS = {"global_batch_schedule": ["4:0.25", "8:0.25", "16"], "gradient_accumulation_steps": 1, "max_steps": 7}
+OPTIONS |= {"per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+LOGGED = ("loss", "grad_norm", "learning_rate", "global_batch_size", "samples_seen", "epoch", "eval_loss", "step")
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal once, in the optimizer's step that follows a number of steps."""
+
+    def __init__(self, number: int, after: int) -> None:
+        self.number, self.after = number, after
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.after:
+            os.kill(os.getpid(), self.number)
+
+
+def training(folder: Path, seed: int = 0, **options: Any) -> InfCLTrainer:
+    return trainer_for(folder, models.clip(dropout=0.3, seed=seed), models.Pairs(37), **{**OPTIONS, **options})
+
+
+def end_of(run: InfCLTrainer) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """What was logged, and the weights and the optimizer's moments."""
+    logged = [entry for entry in run.state.log_history if {"loss", "eval_loss"} & entry.keys()]
+    moments = [value for state in run.optimizer.state_dict()["state"].values() for value in state.values()]
+    return [{key: entry[key] for key in LOGGED if key in entry} for entry in logged], [parameters(run), *moments]
+
+
+def assert_same(run: InfCLTrainer, whole: InfCLTrainer) -> None:
+    (logged, tensors), (expected, others) = end_of(run), end_of(whole)
+    assert logged == expected
+    assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))
+
+
+# ---- A growing batch ----
+
+
+def train_until_killed(folder: Path, after: int) -> None:
+    training(folder, callbacks=[Signal(signal.SIGKILL, after)]).train()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
+@pytest.mark.parametrize(("after", "saved"), [(3, 2), (4, 4), (5, 4)])
+def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tmp_path, after, saved):
+    whole = training(tmp_path / "whole")
+    whole.train()
+    assert [entry["global_batch_size"] for entry in end_of(whole)[0]] == [4, 4, 4, 4, 8, 8, 16]
+    killed(train_until_killed, tmp_path / "parts", after)
+    assert choose(str(tmp_path / "parts"), "auto") == str(tmp_path / "parts" / f"checkpoint-{saved}")
+    resumed = training(tmp_path / "parts", seed=5)
+    resumed.train(resume_from_checkpoint="auto")
+    assert_same(resumed, whole)
+
+
+def rank_asked(rank: int, world_size: int, folder: str) -> None:
+    whole = training(Path(folder, "whole"))
+    whole.train()
+    for after in (3, 5):  # in the last steps of the first and of the second batch
+        asked = [Signal(signal.SIGTERM, after)] if rank == world_size - 1 else []
+        with pytest.raises(Preempted):
+            training(Path(folder, str(after)), callbacks=asked).train()
+        resumed = training(Path(folder, str(after)), seed=5)
+        resumed.train(resume_from_checkpoint="auto")
+        assert resumed.steps_trained == 7 - (after + 1)
+        assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_to_one_rank_in_the_last_step_of_a_batch_loses_nothing(ranks, tmp_path, world_size):
+    ranks.run(rank_asked, world_size, str(tmp_path))
+
+
+# ---- Evaluations ----
+
+BY_METRIC = {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+EVERY = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "threshold": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        EVERY,
+        {"greater_is_better": True, "early_stopping_patience": 1},
+        {"load_best_model_at_end": True},
+        {"load_best_model_at_end": True, "save_strategy": "best"},
+    ],
+    ids=["plateau", "early stopping", "best", "save the best"],
+)
+def test_an_evaluation_that_a_signal_ends_is_made_up_for(tmp_path, options):
+    given = {**BY_METRIC, **options, "eval_dataset": models.Pairs(9, seed=3)}
+    whole = training(tmp_path / "whole", **given)
+    whole.train()
+    with pytest.raises(Preempted):
+        training(tmp_path / "parts", callbacks=[Signal(signal.SIGTERM, 3)], **given).train()
+    resumed = training(tmp_path / "parts", seed=5, **given)
+    resumed.train(resume_from_checkpoint="auto")
+    assert_same(resumed, whole)
+    if "load_best_model_at_end" in options:
+        assert Path(resumed.state.best_model_checkpoint).name == Path(whole.state.best_model_checkpoint).name
+
+
+def test_an_evaluation_of_several_sets_is_repeated_from_its_begin(tmp_path):
+    class InSecond(TrainerCallback):
+        def on_evaluate(self, *args: Any, metrics: Any = None, **kwargs: Any) -> None:
+            if "eval_first_loss" in metrics:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    sets = {"first": models.Pairs(9, seed=3), "second": models.Pairs(9, seed=4)}
+    given = {"eval_strategy": "steps", "eval_steps": 3, "eval_dataset": sets}
+    with pytest.raises(Preempted):
+        training(tmp_path, callbacks=[InSecond()], **given).train()
+    resumed = training(tmp_path, **given)
+    resumed.train(resume_from_checkpoint="auto")
+    evaluated = [
+        (entry["step"], name)
+        for entry in resumed.state.log_history
+        for name in ("eval_first_loss", "eval_second_loss")
+        if name in entry
+    ]
+    assert evaluated == [(step, name) for step in (3, 6, 7) for name in ("eval_first_loss", "eval_second_loss")]
