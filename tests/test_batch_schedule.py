@@ -393,6 +393,7 @@ def test_features_of_a_frozen_tower_are_read_from_the_cache(tmp_path):
         ({"global_batch_schedule": ["4:0.5"]}, r"must be global batches with their shares.*got 4:0.5"),
         ({"global_batch_schedule": ["8:0.5", "4"]}, "grow, got 8:0.5 4"),
         ({"global_batch_schedule": ["0:0.5", "4"]}, "at least one pair"),
+        ({"global_batch_schedule": "8:0.5 8"}, "grow, got 8:0.5 8"),
         ({"global_batch_schedule": ["4:0.7", "8:0.4", "16"]}, "gets the rest"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 contradicts global_batch_schedule"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "learning_rate_batch_size": 8}, "cannot follow"),

@@ -32,6 +32,21 @@ def test_estimate_of_known_gradients():
     assert seen.median() == pytest.approx(expected.item(), rel=0.15)
 
 
+def test_a_gradient_that_is_not_finite_is_left_out():
+    """As that of a step that the scaler of fp16 skips."""
+    parameter = nn.Parameter(torch.zeros(3))
+    noise, logged = GradientNoise([parameter], 1), []
+    for factor in (float("inf"), 1.0):
+        noise.begin_window(8, 4, 1)
+        parameter.grad = factor * torch.full((3,), 0.3)
+        noise.after_first(1.0)
+        parameter.grad = torch.ones(3)
+        noise.after_last(1.0)
+        logged.append(noise.logs())
+    # |G_8|² = 4.32 and |G_32|² = 3, so that |g|² = 2.56 and tr(Σ) = 14.08.
+    assert logged == [{}, {"gradient_noise_scale": 5.5}]
+
+
 def test_a_signal_below_its_error_has_no_scale():
     parameter = nn.Parameter(torch.zeros(3))
     noise = GradientNoise([parameter], 1)
@@ -105,3 +120,12 @@ def test_steps_of_one_micro_batch_have_no_scale(tmp_path):
 def test_wrong_intervals_are_refused(tmp_path):
     with pytest.raises(ValueError, match="gradient_noise_steps must be a whole number of at least 1, got 0"):
         arguments(tmp_path, gradient_noise_steps=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"global_batch_schedule": ["2:0.5", "4"]}])
+def test_a_training_without_two_micro_batches_in_a_step_is_refused(tmp_path, options):
+    options |= {"gradient_noise_steps": 1, "gradient_accumulation_steps": 1}
+    with pytest.raises(
+        ValueError, match=r"that of 4 pairs is one micro-batch .* per_device_train_batch_size, which is 4"
+    ):
+        trainer_for(tmp_path, models.clip(), models.Pairs(40), **options)

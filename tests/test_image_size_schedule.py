@@ -111,10 +111,20 @@ def test_words_that_are_no_schedule_are_refused(tmp_path, words):
         arguments(tmp_path, image_size_schedule=words)
 
 
+@pytest.mark.parametrize("words", ["0:0.5 16", "8:0.5 8", "24:0.5 16"])
+def test_sizes_that_do_not_grow_are_refused(tmp_path, words):
+    with pytest.raises(ValueError, match=f"sizes of at least one pixel that grow, got {words}"):
+        arguments(tmp_path, image_size_schedule=words)
+
+
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (models.clip, {"image_size_schedule": ["12:0.5", "16"]}, "image_size=12 is no multiple of the patches"),
+        (
+            models.clip,
+            {"image_size_schedule": ["12:0.5", "16"]},
+            "12 in image_size_schedule is no multiple of the patches",
+        ),
         (
             models.clip,
             {"image_size_schedule": ["8:0.5", "24"]},
@@ -294,3 +304,6 @@ def test_the_plan_knows_the_sizes(tmp_path, capsys):
     with pytest.raises(SystemExit):
         infcl(*words[:-1], "336")
     assert "image_size_schedule ends with 336, and the model is of 224 pixels" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        infcl("plan", "--model", tmp_path, "--global_batch", 64, "--max_text_tokens", 77)
+    assert "max_text_tokens must be less than the 77 tokens of the model, got 77" in capsys.readouterr().err

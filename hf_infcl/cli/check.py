@@ -35,6 +35,8 @@ from ..checkpoints.lock import check_writable
 from ..conversion.models import load_readers
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
+from ..encoders.image_size import check_sizes_of_config, config_for_images
+from ..loading.loaders import of_training
 from ..options.arguments import InfCLTrainingArguments
 from ..planning import GPUS, choice_of, counts_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
@@ -57,7 +59,13 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     workers = args.dataloader_num_workers if "dataloader_num_workers" in given else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         config, processor = load_readers(model_options.model, model_options.open_clip_model)
+        config = config_for_images(config, args.image_size)
+        if (sizes := args.image_sizes(0)) is not None:
+            check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+        if args.image_size is not None:
+            collator.set_image_size(args.image_size)
+        of_training(collator, args)  # only its checks: what is cut on purpose is no finding
         looker = Looker(collator, getattr(config.text_config, "vocab_size", None))
         sets = sets_to_check(data, columns, evaluation, keep, args)
         check_writable(str(args.output_dir))  # before hours of reading

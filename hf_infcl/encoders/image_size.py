@@ -69,12 +69,12 @@ def resize_images(encoder: DualEncoder, size: int) -> None:
             of_tower.image_size = size
 
 
-def _check_multiple(config: Any, size: int) -> None:
+def _check_multiple(config: Any, size: int, named: str = "image_size={}") -> None:
     patch = getattr(config, "patch_size", 1)
     if size % patch:
         near = max(1, round(size / patch)) * patch
         raise ValueError(
-            f"image_size={size} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
+            f"{named.format(size)} is no multiple of the patches of the image tower, which are of {patch} × {patch} "
             f"pixels. Choose {near}."
         )
 
@@ -140,7 +140,6 @@ def check_sizes(encoder: DualEncoder, sizes: Sequence[int]) -> None:
     """Raises a ValueError unless the image tower takes images of all sizes, of which the last one is its own."""
     tower: Any = getattr(encoder.model, TOWERS["image"][0], None)
     kind = getattr(getattr(tower, "config", None), "model_type", None)
-    own = getattr(getattr(tower, "config", None), "image_size", None)
     if kind not in WITH_PATCHES:
         _check_has_no_positions(encoder, tower, kind)
     elif kind == "aimv2_vision_model" and not tower.config.is_native:
@@ -148,13 +147,19 @@ def check_sizes(encoder: DualEncoder, sizes: Sequence[int]) -> None:
             f"image_size_schedule interpolates the positions in each forward, which the image tower of "
             f"{type(encoder.base).__name__} (type {kind!r}) does not offer. Train with one image_size."
         )
+    check_sizes_of_config(tower.config, sizes)
+
+
+def check_sizes_of_config(vision_config: Any, sizes: Sequence[int]) -> None:
+    """Raises a ValueError unless all sizes are multiples of the patches, and the last one is that of the config."""
+    own = getattr(vision_config, "image_size", None)
     if own not in (None, sizes[-1]):
         raise ValueError(
             f"image_size_schedule ends with {sizes[-1]}, and the model is of {own} pixels. End with {own}, or pass "
             f"image_size={sizes[-1]} as well."
         )
     for size in sizes:
-        _check_multiple(tower.config, size)
+        _check_multiple(vision_config, size, "{} in image_size_schedule")
 
 
 class OtherSizes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +29,8 @@ class BatchSchedule:
         Raises:
             ValueError: the words are no such schedule, or a batch is not larger than the one before.
         """
-        words_of = "global batches with their shares of the samples"
-        sizes, ends = stages_of("global_batch_schedule", words, words_of, "256:0.25 512:0.25 1024")
-        if 0 in sizes or any(later <= size for size, later in itertools.pairwise(sizes)):
-            raise ValueError(
-                "global_batch_schedule must have batches of at least one pair that grow, got "
-                f"{' '.join(map(str, words))}."
-            )
-        return cls(sizes, ends)
+        of = "global batches with their shares of the samples", "batches of at least one pair"
+        return cls(*stages_of("global_batch_schedule", words, *of, "256:0.25 512:0.25 1024"))
 
     def mean_size(self) -> float:
         """The samples per step of a whole training."""

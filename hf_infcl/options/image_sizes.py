@@ -30,8 +30,8 @@ class ImageSizes:
         Raises:
             ValueError: the words are no such schedule.
         """
-        words_of = "sizes with their shares of the steps"
-        return cls(*stages_of("image_size_schedule", words, words_of, "112:0.5 160:0.4 224"), steps)
+        of = "sizes with their shares of the steps", "sizes of at least one pixel"
+        return cls(*stages_of("image_size_schedule", words, *of, "112:0.5 160:0.4 224"), steps)
 
     @property
     def full(self) -> int:

@@ -7,24 +7,30 @@ import re
 from collections.abc import Sequence
 
 
-def stages_of(name: str, words: Sequence[str], of: str, example: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def stages_of(
+    name: str, words: Sequence[str], of: str, least: str, example: str
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The numbers of the stages, and for each stage but the last the share of the training after which it ends.
 
     Args:
         name: of the option.
         words: its value; the last stage gets the rest, and has no share.
         of: what is divided, for messages.
+        least: the same, with its smallest value.
         example: of a right value.
 
     Raises:
-        ValueError: the words are no such stages.
+        ValueError: the words are no such stages, or a number is not larger than the one before.
     """
     words = " ".join([words] if isinstance(words, str) else map(str, words)).split()  # one value may hold several
     *earlier, last = [re.fullmatch(r"(\d+)(?::(0?\.\d+))?", word) for word in words] or [None]
     shares = [float(found[2] or 0) if found else 0.0 for found in earlier]
-    if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1 or int(last[1]) == 0:
+    if not earlier or last is None or last[2] or not all(shares) or sum(shares) >= 1:
         raise ValueError(
             f"{name} must be {of} and then the last one, which gets the rest, such as {example}, got "
             f"{' '.join(words) or 'nothing'}."
         )
-    return tuple(int(found[1]) for found in (*earlier, last) if found), tuple(itertools.accumulate(shares))
+    numbers = tuple(int(found[1]) for found in (*earlier, last) if found)
+    if numbers[0] == 0 or any(later <= number for number, later in itertools.pairwise(numbers)):
+        raise ValueError(f"{name} must have {least} that grow, got {' '.join(words)}.")
+    return numbers, tuple(itertools.accumulate(shares))

@@ -196,7 +196,10 @@ def example_inputs(
     size = vision.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = getattr(vision, "num_channels", 3)
-    tokens = min(getattr(text, "max_position_embeddings", MOST_TOKENS), text_tokens or MOST_TOKENS)
+    longest = getattr(text, "max_position_embeddings", MOST_TOKENS)
+    if text_tokens is not None and text_tokens >= longest:
+        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {text_tokens}.")
+    tokens = min(longest, text_tokens or MOST_TOKENS)
     return {
         "pixel_values": torch.zeros(rows, channels, height, width, device=device),
         "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),

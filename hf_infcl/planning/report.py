@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ..encoders.image_size import config_for_images
+from ..encoders.image_size import check_sizes_of_config, config_for_images
 from ..options.image_sizes import ImageSizes
 from . import prediction
 from .counting import Counts, count
@@ -118,8 +118,7 @@ def lines_of_earlier_steps(
     words = options.image_size_schedule
     own = getattr(config.vision_config, "image_size", None)
     sizes = ImageSizes((own,), ()) if words is None else ImageSizes.of(words)  # type: ignore[arg-type]
-    if sizes.full != own:
-        raise ValueError(f"image_size_schedule ends with {sizes.full}, and the model is of {own} pixels (image_size).")
+    check_sizes_of_config(config.vision_config, sizes.sizes)
     whole_from = 1 - (options.full_tokens_last or 0.0)
     borders = sorted({0.0, *sizes.ends, whole_from, 1.0})
     told, mean = [], 0.0

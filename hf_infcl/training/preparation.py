@@ -50,6 +50,14 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             "ema_device='cpu' keeps whole averages, or the parts of DeepSpeed's ZeRO, in host memory. FSDP has divided "
             "the average of each process already: leave it out."
         )
+    one_of_each = args.per_device_train_batch_size * args.world_size
+    if args.gradient_noise_steps is not None and args.global_batch_size <= one_of_each:
+        raise ValueError(
+            f"gradient_noise_steps={args.gradient_noise_steps} compares the gradients of a micro-batch and of the "
+            f"global batch, but that of {args.global_batch_size:,} pairs is one micro-batch on each process. Lower "
+            f"per_device_train_batch_size, which is {args.per_device_train_batch_size}, or leave gradient_noise_steps "
+            "out."
+        )
     if args.gradient_noise_steps is not None and accelerator.distributed_type in _SHARDED:
         raise ValueError(
             "gradient_noise_steps compares the gradients of micro-batches, which FSDP and DeepSpeed do not expose. "

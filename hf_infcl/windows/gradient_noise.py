@@ -39,14 +39,13 @@ class GradientNoise:
         self._windows, self.measures = 0, False
         self._pairs: tuple[int, int] = 0, 0  # of a micro-batch and of a global batch
         self._small: Tensor | None = None
-        self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ)
-        self._weight = 0.0  # of the sums
+        self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
 
     def begin_window(self, micro_batch: int, micro_batches: int, processes: int) -> None:
         """Begins a window of so many micro-batches, of so many pairs, on each of the processes."""
         pairs = micro_batch, micro_batch * micro_batches * processes
         if pairs != self._pairs:  # other negatives
-            self._pairs, self._sums, self._weight = pairs, None, 0.0
+            self._pairs, self._sums = pairs, None
         # The gradient of a single micro-batch is reduced as soon as it is there.
         self.measures = micro_batches > 1 and self._windows % self._every == 0
         self._share, self._small = 1 / micro_batches, None
@@ -60,9 +59,10 @@ class GradientNoise:
         """Measures the gradient of the window, before clipping."""
         assert self._small is not None
         (b, whole), big = self._pairs, (self._norm() / scale) ** 2
-        found = torch.stack(((whole * big - b * self._small) / (whole - b), (self._small - big) / (1 / b - 1 / whole)))
+        signal, spread = (whole * big - b * self._small) / (whole - b), (self._small - big) / (1 / b - 1 / whole)
+        found = torch.stack((signal, spread, torch.ones_like(signal)))
+        found = torch.where(found.isfinite().all(), found, 0.0)  # it is not in a step that the scaler of fp16 skips
         self._sums = found if self._sums is None else KEPT * self._sums + found
-        self._weight = KEPT * self._weight + 1
 
     def _norm(self) -> Tensor:
         return get_total_norm([p.grad for p in self._parameters if p.grad is not None])
@@ -78,5 +78,5 @@ class GradientNoise:
         """The means of |g|² and of tr(Σ) over the last measured windows; collective. None before the first."""
         if self._sums is None:
             return None
-        signal, noise = (Processes().sum(self._sums) / (self._weight * Processes().world_size)).tolist()
-        return signal, noise
+        signal, noise, weight = Processes().sum(self._sums).tolist()
+        return (signal / weight, noise / weight) if weight > 0 else None
