@@ -225,6 +225,14 @@ def test_results_on_data_of_the_hub_are_in_its_format(tmp_path):
     }
 
 
+DESCRIBED: dict[str, Any] = {
+    "model_class": "CLIPModel",
+    "start": "someone/clip",
+    "sources": [Source("pairs", False)],
+    "pair_id_column": None,
+}
+
+
 def test_facts_are_the_last_of_the_logs(tmp_path):
     trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=5, eval_dataset=models.Pairs(8), fp16=True)
     history = [
@@ -236,10 +244,7 @@ def test_facts_are_the_last_of_the_logs(tmp_path):
     trainer.state = TrainerState(global_step=10, max_steps=10, log_history=history)
     made = training_facts(
         trainer,
-        model_class="CLIPModel",
-        start=str(tmp_path),
-        sources=[Source("pairs", False)],
-        pair_id_column=None,
+        **{**DESCRIBED, "start": str(tmp_path)},
         evaluations=[dataclasses.replace(RETRIEVAL, metrics={}), dataclasses.replace(LABELLED, metrics={})],
     )
     assert (made.seconds, made.skipped, made.peak_memory) == (3.5, 3, 7)
@@ -261,10 +266,7 @@ def test_every_set_is_told_as_it_was_before_and_after(tmp_path):
     trainer.state = TrainerState(global_step=2, max_steps=2, log_history=history)
     made = training_facts(
         trainer,
-        model_class="CLIPModel",
-        start=str(tmp_path),
-        sources=[Source("pairs", False)],
-        pair_id_column=None,
+        **{**DESCRIBED, "start": str(tmp_path)},
         evaluations=[
             Evaluation("old", False, "test", 10, "again"),
             Evaluation("old", False, "test", 10, "guard1_old", guard=True),
@@ -281,16 +283,8 @@ def test_every_set_is_told_as_it_was_before_and_after(tmp_path):
     assert "`old`, test is a guard set" in text
     assert "| 8.0000 (before the training: 9.0000) |" in text
     trainer.state.log_history = history[:1]
-    begun = training_facts(trainer, **{**DESCRIBED, "evaluations": made.evaluations})
+    begun = training_facts(trainer, **DESCRIBED, evaluations=made.evaluations)
     assert not begun.evaluations, "the figures before the training are no results of it"
-
-
-DESCRIBED: dict[str, Any] = {
-    "model_class": "CLIPModel",
-    "start": "someone/clip",
-    "sources": [Source("pairs", False)],
-    "pair_id_column": None,
-}
 
 
 BEST: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}

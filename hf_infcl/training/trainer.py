@@ -207,8 +207,8 @@ class InfCLTrainer(Trainer):
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        of_model, of_data = (self.dual_encoder, self.accelerator), (self.train_dataset, self.data_collator)
-        return setup_of(*of_model, self.args, self._start, *of_data)
+        data, collator = self.train_dataset, self.data_collator
+        return setup_of(self.dual_encoder, self.accelerator, self.args, self._start, data, collator)
 
     @property
     def batch_plan(self) -> BatchPlan | None:
