@@ -16,7 +16,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .early_stopping import EarlyStopping
-from .optimization import switch_weights
+from .optimization import average_weights, switch_weights
 from .progress import BarOfSamples
 
 # The flags of Trainer's control that callbacks can set.
@@ -36,9 +36,12 @@ class LoopEvents(TrainerCallback):
     ) -> None:
         self._callbacks, self._begin_training = callbacks, begin_training
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
+        average_weights(optimizer, args, model)
         self._step, self._data = self._begin_training()
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import RATES, InfCLTrainingArguments
 from ..saving.peft_saving import beside_adapters
+from ..windows.number_checks import check_supported
 from ..windows.start import Start
 from .muon import check_wrapper_of_muon
 
@@ -42,6 +43,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             ema_device no plain tensors, or checkpoints would lack trained parameters beside the adapters of peft.
     """
     check_wrapper(accelerator)
+    check_supported(accelerator, args.skip_nonfinite, args.on_divergence)
     _check_learning_rates(args, accelerator)
     if args.optimizer == "muon":
         check_wrapper_of_muon(accelerator)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import IterableDataset
-from transformers import TrainerState
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -28,6 +28,7 @@ from ..saving.pushes import checkpoint_of_hub_if_named
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .early_stopping import why_complete
+from .loop_events import Decisions
 
 # Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
 # the processes exchange something.
@@ -262,19 +263,33 @@ class Resumption:
         """The position of each process in an `ImageTextStream`; empty for a new run."""
         return (self.record and self.record.stream) or []
 
-    def ends_with_evaluation(self, trainer: Any, epoch: int, given: Mapping[str, Any]) -> bool:
+    def ends_with_evaluation(
+        self,
+        state: TrainerState,
+        args: InfCLTrainingArguments,
+        control: TrainerControl,
+        decisions: Decisions,
+        epoch: int,
+        given: Mapping[str, Any],
+        *,
+        evaluate: Callable[[Any, Any], dict[str, float]],
+        determine_best: Callable[[dict[str, float], Any], bool],
+    ) -> bool:
         """Makes the evaluation that a signal cut off after the step of the checkpoint; whether the training then ends.
 
         The learning rate, the end of the training and the choice of the best checkpoint may depend on it. What it
         logged before it was cut off is dropped.
 
         Args:
-            trainer: the trainer.
+            state, control: Trainer's.
+            args: the arguments of the training.
+            decisions: what its callbacks ask for.
             epoch: the one that begins.
             given: the arguments of Trainer's method for an epoch.
+            evaluate, determine_best: Trainer's own methods.
         """
-        state, args = trainer.state, trainer.args
-        saved = state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+        kept: Any = state.stateful_callbacks
+        saved = kept.get("TrainerControl", {}).get("args", {})
         is_due = epoch == given["epochs_trained"] and saved.get("should_evaluate")
         if self.checkpoint is None or not is_due or args.eval_strategy == "no":
             return False
@@ -283,12 +298,11 @@ class Resumption:
             for entry in state.log_history
             if entry["step"] < state.global_step or not any(name.startswith("eval_") for name in entry)
         ]
-        with trainer._decisions.shared(trainer.control):
-            metrics = trainer._evaluate(given["trial"], given["ignore_keys_for_eval"])
-            is_best = trainer._determine_best_metric(metrics=metrics, trial=given["trial"])
+        with decisions.shared(control):
+            is_best = determine_best(evaluate(given["trial"], given["ignore_keys_for_eval"]), given["trial"])
         if is_best and args.save_strategy == "best":  # others note it with their next checkpoint
             state.best_model_checkpoint = self.checkpoint
-        return bool(trainer.control.should_training_stop)
+        return control.should_training_stop
 
     def first_position(
         self,

@@ -33,7 +33,6 @@ from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
 from ..saving import pushes
 from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, save_whole, saves_shards
-from ..windows.number_checks import check_supported
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
@@ -41,7 +40,7 @@ from .construction import check_overrides, checked_arguments, collator_of, setup
 from .ending import saved_early
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
-from .optimization import Optimization, average_weights, decaying, switch_weights
+from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
 from .progress import progress_of
 from .resuming import Resumption, record_of, resumption_of
@@ -104,7 +103,6 @@ class InfCLTrainer(Trainer):
         self.optimization = Optimization(args)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
-        check_supported(self.accelerator, args.skip_nonfinite, args.on_divergence)
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
@@ -161,7 +159,6 @@ class InfCLTrainer(Trainer):
         if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader(data)
-        average_weights(self.optimizer, args, self.dual_encoder.model)
         self.progress = progress_of(self.state, record, args.global_batch_size, plan)
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
@@ -177,7 +174,9 @@ class InfCLTrainer(Trainer):
         return self.window_step, self.training_data
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        if not self.resumption.ends_with_evaluation(self, epoch, kwargs):
+        kept = self.state, self.args, self.control, self._decisions
+        methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
+        if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
             kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
