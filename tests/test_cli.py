@@ -315,6 +315,11 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
         assert "Another run is training in" in mistake(capsys, *small, "--max_steps", 1, "--overwrite_output_dir")
     assert set(out.rglob("*")) == before
 
+    # Or if an option turns out to be wrong just before the first step.
+    words = ("--max_steps", 1, "--overwrite_output_dir", "--cache_features", tmp_path / "features")
+    assert "the image tower trains" in mistake(capsys, *small, *words)
+    assert set(out.rglob("*")) == before
+
     # A new run leaves nothing of the old one, although it neither evaluates nor draws.
     infcl(*small, "--max_steps", 1, "--overwrite_output_dir", "--save_strategy", "no", "--logging_strategy", "no")
     assert not list(out.glob("checkpoint-*"))
@@ -330,7 +335,7 @@ def rank_deletes(rank: int, world_size: int, folder: str) -> None:
     results = Path(args.output_dir, "checkpoint-1"), Path(args.output_dir, "all_results.json")
     results[0].mkdir(parents=True)
     results[1].touch()
-    earlier.delete_results(args, results)
+    earlier.EarlierDeleted(results).on_train_begin(args, None, None)
     assert not any(path.exists() for path in results)
 
 

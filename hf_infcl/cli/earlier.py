@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checkpoints.lock import locked
-from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
 from ..training.trainer import InfCLTrainer
@@ -43,14 +41,18 @@ def holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
     )
 
 
-def delete_results(args: InfCLTrainingArguments, results: Sequence[Path]) -> None:
-    """Deletes the results of an earlier run, on every machine that saves its own results; collective.
+class EarlierDeleted(TrainerCallback):
+    """Deletes the results of an earlier run once a training begins, which no wrong option can prevent any more.
 
-    Raises:
-        ValueError: on every process: another run is training in the folder.
+    Args:
+        results: on every machine that saves its own results.
     """
-    with locked(str(args.output_dir), locks=args.should_save, shared=False):
-        for path in results if args.should_save else ():
+
+    def __init__(self, results: Sequence[Path]) -> None:
+        self._results = results
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for path in self._results if args.should_save else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -25,7 +25,7 @@ from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
-from .earlier import check_output_folder, delete_results, earlier_results, has_results, holds_earlier_run
+from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, holds_earlier_run
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 from .results import save_results, tell_places
@@ -92,6 +92,8 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 path=keep.average_path,
                 tolerance=keep.guard_tolerance,
             )
+    if data.overwrite_output_dir:
+        trainer.add_callback(EarlierDeleted(earlier))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, keep, conversion)
@@ -107,9 +109,6 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 print(line)
         if warning := doubtful_rate(args):
             print(warning)
-    if data.overwrite_output_dir:
-        with mistakes_in_one_line(parser.prog, of_libraries=True):
-            delete_results(args, earlier)
     resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         try:
