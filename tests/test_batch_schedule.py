@@ -254,6 +254,16 @@ def test_a_stream_has_the_same_global_batches_on_any_number_of_processes(ranks, 
     assert [len(rows) for rows in one] == [4] * 9 + [8] * 4 + [16] * 2
 
 
+def test_the_same_stages_in_other_words_are_no_other_run(tmp_path):
+    options = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "save_strategy": "steps", "save_steps": 6}
+    trainer_for(tmp_path, models.clip(), models.Pairs(61), **options, callbacks=[StopAt(6)]).train()
+    options |= {"global_batch_schedule": "4:.3 8:0.30 16", "image_size_schedule": ["8:.5 16"]}
+    resumed = trainer_for(tmp_path, models.clip(), models.Pairs(61), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.steps_trained == 9
+    assert resumed.args.global_batch_schedule == ["4:0.3", "8:0.3", "16"]
+
+
 def test_resume_with_changes_alters_only_the_future(tmp_path):
     data, options = models.Pairs(100), {**GROWS, "save_strategy": "steps", "save_steps": 6}
     first = trainer_for(tmp_path, models.clip(), data, **options, callbacks=[StopAt(6)])

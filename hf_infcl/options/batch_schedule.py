@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
-from .stages import stages_of
+from .stages import same_words, stages_of
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def check_batch_schedule(args: Any) -> None:
     if args.global_batch_schedule is None:
         return
     BatchSchedule.of(args.global_batch_schedule)
+    args.global_batch_schedule = same_words(args.global_batch_schedule)
     if args.gradient_accumulation_steps > 1:
         raise ValueError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "

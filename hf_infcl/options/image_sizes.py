@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .stages import stages_of
+from .stages import same_words, stages_of
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ def check_image_sizes(args: Any) -> None:
     if args.image_size_schedule is None:
         return
     sizes = ImageSizes.of(args.image_size_schedule)
+    args.image_size_schedule = same_words(args.image_size_schedule)
     if args.image_size not in (None, sizes.full):
         raise ValueError(
             f"image_size_schedule ends with {sizes.full}, and image_size is {args.image_size}. The last steps see "
