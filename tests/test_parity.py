@@ -24,6 +24,15 @@ def test_gradients_equal_one_process_with_the_whole_batch(ranks, world_size):
     check(ranks, world_size, CELLS, {})
 
 
+TOGETHER = [(o, v, 4) for o in MODELS for v in ("plain", "frozen image", "frozen text")]
+TOGETHER += [("softmax", "pair_ids", 4), ("softmax", "lengths", 4), ("softmax", "replay", 2)]
+
+
+@pytest.mark.parametrize(("world_size", "at_once", "graphs"), [(1, 2, "1"), (1, 4, "2"), (2, 2, "1"), (3, 4, "2")])
+def test_texts_of_several_micro_batches_may_be_encoded_together(ranks, world_size, at_once, graphs):
+    check(ranks, world_size, TOGETHER, {"texts_at_once": at_once, "retain_graphs": graphs})
+
+
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ring"])
 def test_every_strategy_gives_the_same_gradients(ranks, strategy):
     check(ranks, 2, [(o, v, 2) for o in MODELS for v in ("pair_ids", "frozen image")], {"strategy": strategy})

@@ -14,15 +14,15 @@ import transformers
 from helpers import models
 from helpers.parity import PadsToLongest, train
 from helpers.processors import clip_processor
-from helpers.trainers import trainer_for
+from helpers.trainers import parameters, trainer_for
 from PIL import Image
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, planning
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
-from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.windows.texts import sort_texts
+from hf_infcl.encoders.dual_encoder import NO_TEXTS, TEXT_INPUTS, DualEncoder
+from hf_infcl.windows.texts import deal_texts
 from hf_infcl.windows.window import Window
 
 
@@ -40,7 +40,7 @@ def batches_of(lengths: list[list[int]]) -> list[dict[str, torch.Tensor]]:
 
 def test_the_longest_texts_come_first_and_nothing_is_padded_beyond_them():
     batches = batches_of([[3, 20, 5], [9, 2, 30], [16, 17, 1]])
-    places = sort_texts(batches, PadsToLongest.text_padding)
+    places = deal_texts(batches, PadsToLongest.text_padding)
     assert [batch["input_ids"].shape for batch in batches] == [(3, 30), (3, 16), (3, 8)]
     assert [batch["attention_mask"].sum(1).tolist() for batch in batches] == [[30, 20, 17], [16, 9, 5], [3, 2, 1]]
     rows = torch.cat([batch["input_ids"][:, 0] for batch in batches])
@@ -74,6 +74,76 @@ def test_padding_changes_no_embedding_but_siglip_s(kind):
     assert (difference > 0.01) if kind.startswith("siglip") else (difference < 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("at_once", "last_has_texts", "sizes"),
+    [
+        (2, False, [4, 4, 0, 0]),
+        (3, False, [6, 2, 0, 0]),
+        (9, False, [8, 0, 0, 0]),
+        (2, True, [4, 2, 0, 2]),
+        (9, True, [6, 0, 0, 2]),
+    ],
+)
+@pytest.mark.parametrize("padding", [PadsToLongest.text_padding, None])
+def test_texts_of_several_micro_batches_are_put_together(at_once, last_has_texts, sizes, padding):
+    batches = batches_of([[20, 20], [9, 20], [16, 20], [20, 5]])
+    for batch in batches:
+        batch["start_texts"] = batch["input_ids"][:, :1].float()
+    window = Window(batches, padding, at_once, last_has_texts=last_has_texts)
+    seen = [0 if batch.get("no_texts") else len(batch["input_ids"]) for batch in batches]
+    assert seen == sizes == [len(batch["start_texts"]) for batch in batches]
+    assert all(len(batch["input_ids"]) == len(batch["attention_mask"]) == 1 for batch in batches if "no_texts" in batch)
+    assert window.sizes == [[2] * 4, [2] * 4]
+    rows = torch.cat([batch["input_ids"][:, 0] for batch in batches if "no_texts" not in batch])
+    assert window.in_order((torch.arange(8), rows))[1].tolist() == list(range(10, 18))
+    starts = torch.cat([batch["start_texts"] for batch in batches])
+    assert torch.equal(starts.flatten().long(), rows)
+
+
+def test_texts_of_unknown_padding_are_not_put_together():
+    with pytest.raises(ValueError, match=r"texts_at_once=2 needs texts of one length.*of 9 and 20 tok"):
+        Window(batches_of([[3, 20], [9, 2]]), None, 2)
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compiled):
+    model = models.BUILD[kind]().eval()
+    encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
+    images, _ = encoder.embed(model, batch, {})
+    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    runs = []
+    model.text_model.register_forward_hook(lambda *_: runs.append(1))
+    for _ in range(2):
+        again, texts = encoder.embed(model, alone, None if compiled else {})
+        torch.testing.assert_close(again, images)
+        assert texts.shape == (0, images.shape[1])
+    (again.sum() + texts.sum()).backward()
+    gradients = [p.grad for n, p in model.named_parameters() if n.startswith("text_") and p.grad is not None]
+    assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_features": 1.0},
+        {"offload_inputs": True},
+        {"gradient_checkpointing": True},
+        {"global_batch_schedule": ["4:0.5", "12"], "gradient_accumulation_steps": 1},
+    ],
+    ids=str,
+)
+def test_training_with_texts_put_together_is_the_same(tmp_path, options):
+    ends = []
+    for at_once in (1, 3):
+        torch.manual_seed(0)
+        settings = {"gradient_accumulation_steps": 3, "max_steps": 3, "optim": "sgd", "learning_rate": 0.1, **options}
+        trainer = trainer_for(tmp_path, models.clip(), models.Pairs(48), texts_at_once=at_once, **settings)
+        trainer.train()
+        ends.append(parameters(trainer))
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("missing", ["attention_mask", "position_ids"])
 def test_texts_without_a_mask_or_with_other_tensors_stay_where_they_are(missing):
     batches = batches_of([[3, 20], [9, 2]])
@@ -83,7 +153,7 @@ def test_texts_without_a_mask_or_with_other_tensors_stay_where_they_are(missing)
         else:
             batch["position_ids"] = torch.zeros_like(batch["input_ids"])
     before = [batch["input_ids"] for batch in batches]
-    assert sort_texts(batches, PadsToLongest.text_padding) is None
+    assert deal_texts(batches, PadsToLongest.text_padding) is None
     assert all(a is b["input_ids"] for a, b in zip(before, batches, strict=True))
 
 

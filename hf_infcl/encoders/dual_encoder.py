@@ -78,6 +78,7 @@ TOWERS = {"image": ("vision_model", "visual_projection"), "text": ("text_model",
 
 IMAGE_FEATURES = "image_features"  # in a batch, instead of images: the output of a frozen image tower for each
 IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
+NO_TEXTS = "no_texts"  # in a batch whose texts are encoded with those of another one
 TEXT_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
@@ -141,6 +142,7 @@ class DualEncoder:
         self.model: Any = model
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective, self._unused = kind.objective, kind.unused
+        self._of_one_text: dict[str, Any] = {}
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._divides = kind.temperature == "temperature"
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
@@ -230,8 +232,9 @@ class DualEncoder:
                 DDP's synchronisation of gradients.
             batch: the inputs of one micro-batch; other entries are ignored. Instead of images it may have
                 ``image_features`` [images, H], the pooled output of the frozen image tower, which then does not run.
+                With ``no_texts`` its texts stand for none: 0 text embeddings are returned.
             frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
-                first pass; in the second pass the frozen towers do not run.
+                first pass; in the second pass the frozen towers do not run. With None all towers run.
 
         Raises:
             ValueError: the images have another size than those of the model.
@@ -242,12 +245,24 @@ class DualEncoder:
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
+        no_texts = bool(batch.get(NO_TEXTS))
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
-                for name, tower in self.frozen_towers().items():
+                frozen = self.frozen_towers()
+                for name, tower in frozen.items():
                     stack.enter_context(_remembered(tower, frozen_outputs, name))
+                if no_texts and "text" not in frozen and "text" in (towers := self._towers()):
+                    # A forward writes the projection into the output that it gets.
+                    kept = {name: type(output)(**output) for name, output in self._of_one_text.items()}
+                    stack.enter_context(_remembered(towers["text"], kept, "text"))
+                    stack.callback(self._keep_output_of_one_text, kept)
             outputs = forward(**inputs, return_dict=True)
-        return outputs.image_embeds, outputs.text_embeds
+        return outputs.image_embeds, outputs.text_embeds[:0] if no_texts else outputs.text_embeds
+
+    def _keep_output_of_one_text(self, kept: Mapping[str, Any]) -> None:
+        """Keeps the text tower's output for a text that stands for none, so that the tower runs for it only once."""
+        if not self._of_one_text and (output := kept.get("text")) is not None:
+            self._of_one_text["text"] = type(output)(**{name: value.detach() for name, value in output.items()})
 
     def image_features(self, batch: Mapping[str, Any]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does."""

@@ -151,7 +151,9 @@ class TrainingData:
         agreed = interruptions.agree([rows, len(batches)])
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
-            self.window = Window(batches, self._text_padding)
+            # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
+            grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+            self.window = Window(batches, self._text_padding, self._args.texts_at_once, last_has_texts=grouped)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         gives_full_batches = source.sampler is not None or source.stream_loader is not None

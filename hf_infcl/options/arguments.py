@@ -260,6 +260,10 @@ class InfCLTrainingArguments(TrainingArguments):
             "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case."
         },
     )
+    texts_at_once: int = field(
+        default=1,
+        metadata={"help": "Micro-batches of a step whose texts are encoded together: faster, for more memory."},
+    )
     offload_inputs: bool = field(
         default=False,
         metadata={

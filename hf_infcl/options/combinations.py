@@ -126,6 +126,16 @@ def check_dropped_patches(args: Any) -> None:
 
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
+    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
+        raise ValueError(
+            f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
+            "micro-batch. Omit it, or choose smaller micro-batches and more of them."
+        )
+    if args.texts_at_once > 1 and args.gradient_noise_steps is not None:
+        raise ValueError(
+            f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
+            f"{args.texts_at_once} gives some of them the texts of others. Omit one of both."
+        )
     if args.save_strategy == "best" and args.eval_strategy == "no":
         raise ValueError(
             "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "

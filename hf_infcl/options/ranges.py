@@ -34,6 +34,7 @@ RANGES = {
     "replay_share": _Range(Real, "a number of more than 0 and less than 1", lambda value: 0 < value < 1),
     "ddp_timeout": _Range(Real, "a number of at least 1", lambda value: value >= 1),
     **dict.fromkeys(("early_stopping_patience", "gradient_noise_steps", "image_size", "max_text_tokens"), _FROM_1),
+    "texts_at_once": _FROM_1,
     "patch_dropout": _Range(Real, "a number of at least 0 and less than 1", lambda value: 0 <= value < 1),
     "full_tokens_last": _Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
     "divergence_factor": _Range(Real, "a number of more than 1", lambda value: value > 1),

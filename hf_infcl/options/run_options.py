@@ -42,7 +42,7 @@ _UNDECISIVE = (
     *("gradient_checkpointing", "activation_checkpointing", "torch_compile", "torch_empty_", "use_liger", "liger_"),
     *("use_cache", "tf32", "full_determinism", "strategy", "backend", "retain_graphs", "offload_inputs"),
     *("cache_features", "skip_nonfinite", "divergence_factor", "on_divergence", "early_stopping_", "ema_device"),
-    "gradient_noise_",
+    *("gradient_noise_", "texts_at_once"),
     # Compared in another form: see `options_of_arguments` and `Run`.
     *("bf16", "fp16", "max_steps", "num_train_epochs", "warmup_ratio", "objective", "equal_ids"),
     *("train_sampling_strategy", "data_seed"),

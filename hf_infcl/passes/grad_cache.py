@@ -168,7 +168,8 @@ class CachedWindow:
         terms = list(zip(features, self._feature_gradients[index], strict=True))
         if index == len(self._micro_batches) - 1:
             terms += list(zip(self._parameters(), self._parameter_gradients, strict=True))
-        products = [(value * gradient).sum() for value, gradient in terms if gradient is not None]
+        # A micro-batch may have no rows of the only feature that trains.
+        products = [(v * gradient).sum() for v, gradient in terms if gradient is not None and v.requires_grad]
         if not products:
             return None
         surrogate = torch.stack(products).sum()

@@ -13,7 +13,7 @@ from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.offload import Fetcher
-from .texts import sort_texts
+from .texts import deal_texts
 
 
 @dataclass
@@ -30,21 +30,27 @@ class Window:
 
     Args:
         batches: as the data loader returned them; none between two windows.
-        padding: what texts are padded with, by the name of the tensor, if they may be dealt out anew by their length;
-            see `sort_texts`.
+        padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
 
     Attributes:
-        sizes: the numbers of images, and of texts, in each micro-batch.
+        sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
         cached: the two passes, from the first pass to the last backward.
         encoded: the number of forwards so far, in both passes.
         next_micro_batch: the index of the micro-batch whose backward comes next.
         losses: with ``replay_as="own"`` the losses of the global batch's new pairs and of its old ones, once known.
     """
 
-    def __init__(self, batches: list[Any], padding: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        batches: list[Any],
+        padding: Mapping[str, int] | None = None,
+        at_once: int = 1,
+        *,
+        last_has_texts: bool = True,
+    ) -> None:
         self.batches = batches
-        self._text_places = None if padding is None else sort_texts(batches, padding)
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
+        self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
         self.cached: CachedWindow | None = None
         self.encoded = 0
         self.next_micro_batch = 0

@@ -77,6 +77,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl retain all, offload": {"retain_graphs": "all", "offload_inputs": True},
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
     "hf_infcl noise scale": {"retain_graphs": "1", "gradient_noise_steps": 1},  # measured in each step
+    "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
@@ -110,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
         raise SystemExit("--profile takes one --patch-dropout and one --image-size.")
     for one in settings:
         pixels = getattr(torch, args.pixel_dtype)
-        pool = training.make_pool(args.model, args.pool, args.micro_batch_size, pixels, one.image_size)
+        sizes = {"image_size": one.image_size, "tokens": one.text_tokens}
+        pool = training.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **sizes)
         if args.profile is not None:
             profile(one, pool, device)
             continue
@@ -130,6 +132,8 @@ def measured(
     """The columns for the steps of ``train(steps, accumulation)``; a note if memory did not suffice."""
     batch = accumulation * args.micro_batch_size * common.world_size()
     row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
+    if args.text_tokens is not None:
+        row["note"] = f"texts of {args.text_tokens} tokens"
     try:
         clock, trainer = train(args.warmup + args.steps, accumulation)
     except torch.OutOfMemoryError:
@@ -170,7 +174,8 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
     plain: float | None = None
     for compiled in (False, True) if args.compile else (False,):
         for name, train, accumulation in implementations(args, pool, device, compiled):
-            if args.implementations and name not in (PLAIN, *args.implementations):
+            wanted = not args.implementations or name in args.implementations
+            if not wanted and (name != PLAIN or compiled):
                 continue
             row = measured(args, accumulation, device, train)
             plain = plain or row.get("images_per_s")
@@ -189,8 +194,7 @@ def implementations(
     for name, options in OVERHEAD.items():
         if args.patch_dropout and options.get("freeze") == "image":
             continue  # a frozen image tower sees all patches
-        retain = str(steps) if options["retain_graphs"] == "all" else options["retain_graphs"]
-        options = {**options, "retain_graphs": retain, **common_options}
+        options = {name: steps if value == "all" else value for name, value in options.items()} | common_options
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
     yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
@@ -213,7 +217,8 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     model = training.build(args.model).to(device).train()
     total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
     config, g = model.config.text_config, torch.Generator().manual_seed(0)
-    tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
+    length = args.text_tokens or config.max_position_embeddings
+    tokens = torch.randint(3, config.eos_token_id - 1, (total, length), generator=g)
     tokens[:, -1] = config.eos_token_id
     side = model.config.vision_config.image_size
     images = torch.randn(total, 3, side, side, device=device).split(args.micro_batch_size)
@@ -261,7 +266,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                 "images_per_s": round(1000 * total / row["ms"], 1),
                 "ratio": round(plain / row["ms"], 3),
                 "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
-                "note": f"both towers, texts of {args.text_tokens} tokens",
+                "note": f"both towers, texts of {length} tokens",
             }
 
 
@@ -417,7 +422,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-size", type=int, nargs="+", metavar="PIXELS", help="default: that of the model")
     parser.add_argument("--patch-dropout", type=float, nargs="+", default=[0.0], metavar="SHARE", help="default: none")
     parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
-    parser.add_argument("--text-tokens", type=int, default=24, help="of a text, for --texts")
+    parser.add_argument("--text-tokens", type=int, metavar="TOKENS", help="of a text; default: as many as it may have")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
     parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")

@@ -118,22 +118,33 @@ def _initial(name: str, image_size: int | None) -> transformers.CLIPModel:
     return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
 
 
-def make_pool(name: str, count: int, rows: int, pixel_dtype: torch.dtype, image_size: int | None = None) -> list[Batch]:
-    """Different micro-batches of random images and full-length captions in host memory, pinned if there is a GPU."""
+def make_pool(
+    name: str,
+    count: int,
+    rows: int,
+    pixel_dtype: torch.dtype,
+    *,
+    image_size: int | None = None,
+    tokens: int | None = None,
+) -> list[Batch]:
+    """Different micro-batches of random images and captions in host memory, pinned if there is a GPU.
+
+    The captions have the full length of the model, or so many tokens.
+    """
     config = transformers.CLIPConfig(**sizes_of(name, image_size))
-    size, length = config.vision_config.image_size, config.text_config.max_position_embeddings
+    size, length = config.vision_config.image_size, tokens or config.text_config.max_position_embeddings
     g = torch.Generator().manual_seed(common.rank())
     last = config.text_config.eos_token_id
     pool = []
     for _ in range(count):
-        tokens = torch.randint(3, last - 1, (rows, length), generator=g)
-        tokens[:, -1] = last
+        texts = torch.randint(3, last - 1, (rows, length), generator=g)
+        texts[:, -1] = last
         shape = rows, 3, size, size
         if pixel_dtype == torch.uint8:
             images = torch.randint(256, shape, dtype=torch.uint8, generator=g)
         else:
             images = torch.randn(shape, generator=g).to(pixel_dtype)
-        batch = {"pixel_values": images, "input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        batch = {"pixel_values": images, "input_ids": texts, "attention_mask": torch.ones_like(texts)}
         pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
     return pool
 

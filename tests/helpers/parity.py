@@ -53,14 +53,19 @@ class Draws:
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True)
 
+    @staticmethod
+    def _key(kwargs: dict[str, Any]) -> bytes:
+        texts, images = kwargs["input_ids"], kwargs["pixel_values"]
+        return key_of(texts if len(texts) == len(images) else images)  # with texts_at_once
+
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        first = self.states.setdefault(key_of(kwargs["input_ids"]), random_state(kwargs["input_ids"].device))
+        first = self.states.setdefault(self._key(kwargs), random_state(kwargs["input_ids"].device))
         for seen, now in zip(first, random_state(kwargs["input_ids"].device), strict=True):
             assert torch.equal(seen, now), "the passes drew different dropout masks"
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
         embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
-        first = self._embeds.setdefault(key_of(kwargs["input_ids"]), embeds)
+        first = self._embeds.setdefault(self._key(kwargs), embeds)
         for seen, now in zip(first, embeds, strict=True):
             if now.is_cuda:  # attention may use another kernel with autograd; a different mask still shows
                 same = torch.allclose(seen.float(), now.float(), atol=0.02 if torch.is_autocast_enabled() else 1e-5)
@@ -79,8 +84,8 @@ def set_random_state(state: list[Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state[1], device)
 
 
-def key_of(input_ids: Tensor) -> bytes:
-    return input_ids.cpu().numpy().tobytes()
+def key_of(values: Tensor) -> bytes:
+    return values.cpu().numpy().tobytes()
 
 
 def _unwrap(model: Any) -> nn.Module:
