@@ -152,8 +152,8 @@ class TrainingData:
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
-            grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-            self.window = Window(batches, self._text_padding, self._args.texts_at_once, last_has_texts=grouped)
+            dealt = self._text_padding, self._args.texts_at_once
+            self.window = Window(batches, *dealt, last_has_texts=self._processes.grouped)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         gives_full_batches = source.sampler is not None or source.stream_loader is not None

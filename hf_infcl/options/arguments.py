@@ -204,7 +204,7 @@ class InfCLTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv "
-            "2212.00794), so that its tower computes less. Evaluations see all patches."
+            "2212.00794). Evaluations see all patches."
         },
     )
     full_tokens_last: float | None = field(
@@ -262,7 +262,7 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     texts_at_once: int = field(
         default=1,
-        metadata={"help": "Micro-batches of a step whose texts are encoded together: faster, for more memory."},
+        metadata={"help": "Micro-batches whose texts are encoded at once. More of them save time and take memory."},
     )
     offload_inputs: bool = field(
         default=False,

@@ -37,6 +37,7 @@ class Processes:
         group: the group, in the form that the functions of torch.distributed take.
         rank: the rank of this process within the group.
         world_size: the number of processes.
+        grouped: whether there is a process group, be it of one process.
         device: the device on which the group exchanges small tensors that come from the host.
 
     Raises:
@@ -45,12 +46,13 @@ class Processes:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group = process_group
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.grouped = 0, 1, False
         self.device = torch.device("cpu")
         self._instead: Callable[[Collective], None] | None = None  # see `redirected`
         # torch may have been built without torch.distributed.
         if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
             return
+        self.grouped = True
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if self.rank < 0:
             raise ValueError("This process is not a member of process_group. Call the loss on its members only.")
