@@ -209,7 +209,7 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     full_tokens_last: float | None = field(
         default=None,
-        metadata={"help": "With patch_dropout: share of the steps, at the end, that see all patches, for example 0.1."},
+        metadata={"help": "With patch_dropout: share of the steps, at the end, that see all patches."},
     )
     max_text_tokens: int | None = field(
         default=None,
