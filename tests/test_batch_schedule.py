@@ -420,6 +420,12 @@ def test_wrong_options_are_refused(tmp_path, options, message):
     [
         (models.Pairs(100), {"global_batch_schedule": ["4:0.5", "18"]}, "18 pairs.* share equally. 16 pairs would do"),
         (models.Pairs(10), {}, "10 pairs, fewer than the global batch of 16"),
+        (
+            models.Pairs(30),
+            {"max_steps": -1, "num_train_epochs": 1, "global_batch_schedule": ["4:0.5", "20"]},
+            "batch of 20 pairs that no step would train. There are 4 steps with 16 pairs in all, since a pass over 30",
+        ),
+        (models.Pairs(100), {"global_batch_schedule": ["4:0.001", "16"]}, "batch of 4 pairs that no step would train"),
         (models.Stream(100), {}, "needs a dataset with a length or an ImageTextStream, got a Stream"),
     ],
 )

@@ -15,6 +15,7 @@ from ..loading.batch_plan import plan_of
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
+from ..planning.report import number
 from .datasets import guard_names
 
 
@@ -115,7 +116,7 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
         epoch = len(pairs) if has_length(pairs) else 0
         print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
     if (plan := plan_of(args, len(pairs) if has_length(pairs) else None)) is not None:
-        stages = (f"{size:,} pairs for {n:,} steps" for size, _, _, n in plan.stages())
+        stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return
     steps = args.gradient_accumulation_steps

@@ -86,7 +86,8 @@ class BatchPlan:
         epochs: the passes, the last of which may be incomplete.
 
     Raises:
-        ValueError: a global batch does not fit into a pass, or the processes cannot share it equally.
+        ValueError: a global batch does not fit into a pass, no step would have it, or the processes cannot share it
+            equally.
     """
 
     def __init__(
@@ -116,6 +117,20 @@ class BatchPlan:
         self.steps, self.samples, self.epochs = end.step, end.samples, end.epoch + 1
         self._steps = [section.begin.step for section in self._sections]
         self._micro_batches = [section.first for section in self._sections]
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        """Raises a ValueError if a stage that is still to come gets no step."""
+        reached = self._reached(self.begin)
+        begun = bisect_right([round(end * self._whole) for end in self._schedule.ends], reached)
+        to_come = self._schedule.sizes[begun + 1 :] if self.begin.step else self._schedule.sizes
+        if missing := sorted(set(to_come) - {section.size for section in self._sections}):
+            why = "" if self._rows is None else f", since a pass over {self._rows:,} pairs ends where no batch fits in"
+            raise ValueError(
+                f"global_batch_schedule has a batch of {missing[0]:,} pairs that no step would train. There are "
+                f"{self.steps:,} steps with {self.samples:,} pairs in all{why}. Lower that batch, give it a larger "
+                "share, or train longer."
+            )
 
     def _walk(self, at: Position) -> Iterator[Section]:
         first = 0
