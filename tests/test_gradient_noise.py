@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.parity import MODELS
-from helpers.trainers import arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import nn
 
 from hf_infcl import reference
@@ -21,7 +21,7 @@ def test_estimate_of_known_gradients():
     noise, every = GradientNoise([parameter], 1), []
     for _ in range(300):
         gradients = mean + spread * torch.randn(4, 8, 50)  # of 4 micro-batches of 8 pairs
-        noise.begin_window(8, 4, 1)
+        noise.begin_window(8, 4, 1, 0)
         parameter.grad = gradients[0].mean(0) / 4
         noise.after_first(1.0)
         parameter.grad = gradients.mean((0, 1))
@@ -37,7 +37,7 @@ def test_a_gradient_that_is_not_finite_is_left_out():
     parameter = nn.Parameter(torch.zeros(3))
     noise, logged = GradientNoise([parameter], 1), []
     for factor in (float("inf"), 1.0):
-        noise.begin_window(8, 4, 1)
+        noise.begin_window(8, 4, 1, 0)
         parameter.grad = factor * torch.full((3,), 0.3)
         noise.after_first(1.0)
         parameter.grad = torch.ones(3)
@@ -51,7 +51,7 @@ def test_a_signal_below_its_error_has_no_scale():
     parameter = nn.Parameter(torch.zeros(3))
     noise = GradientNoise([parameter], 1)
     assert noise.logs() == {}
-    noise.begin_window(8, 4, 1)
+    noise.begin_window(8, 4, 1, 0)
     parameter.grad = torch.ones(3)
     noise.after_first(1.0)
     parameter.grad = torch.full((3,), 0.01)
@@ -105,6 +105,20 @@ def test_measuring_changes_no_weight_and_follows_its_interval(tmp_path, monkeypa
         trainer.train()
         ends.append(parameters(trainer))
     assert torch.equal(*ends)
+    assert len(measured) == 2, "steps 0 and 3"
+
+
+def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        GradientNoise,
+        "after_first",
+        lambda self, scale, real=GradientNoise.after_first: measured.append(scale) or real(self, scale),
+    )
+    options = {"max_steps": 6, "gradient_noise_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    trainer_for(tmp_path, models.clip(), models.Pairs(40), **options, callbacks=[StopAt(2)]).train()
+    assert len(measured) == 1
+    trainer_for(tmp_path, models.clip(), models.Pairs(40), **options).train(resume_from_checkpoint=True)
     assert len(measured) == 3
 
 

@@ -21,14 +21,15 @@ class GradientNoise:
     the micro-batch and the global batch, give both unknowns; their quotient tr(Σ)/|g|² is the simple noise scale of
     arXiv 1812.06162, appendix A.1. The g_i of a contrastive loss depend on the negatives too: the estimate is
     conditional on them, each micro-batch being contrasted with the whole global batch. It leaves out what a larger
-    batch gains by more negatives.
+    batch gains by more negatives. Where texts are dealt out by length, those of the measured micro-batch are the
+    longest of its process rather than a random sample.
 
     Per window it takes the norm of the gradient twice, after the first micro-batch and after the last one, and does not
     wait for the device.
 
     Args:
         parameters: those that the micro-batches train, without the temperature.
-        every: the number of windows of which one is measured.
+        every: the number of steps of which one is measured.
 
     Attributes:
         measures: whether the window that has begun is measured.
@@ -36,20 +37,19 @@ class GradientNoise:
 
     def __init__(self, parameters: Iterable[nn.Parameter], every: int) -> None:
         self._parameters, self._every = [p for p in parameters if p.requires_grad], every
-        self._windows, self.measures = 0, False
+        self.measures = False
         self._pairs: tuple[int, int] = 0, 0  # of a micro-batch and of a global batch
         self._small: Tensor | None = None
         self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
 
-    def begin_window(self, micro_batch: int, micro_batches: int, processes: int) -> None:
-        """Begins a window of so many micro-batches, of so many pairs, on each of the processes."""
+    def begin_window(self, micro_batch: int, micro_batches: int, processes: int, step: int) -> None:
+        """Begins the window of a step: so many micro-batches, of so many pairs, on each of the processes."""
         pairs = micro_batch, micro_batch * micro_batches * processes
         if pairs != self._pairs:  # other negatives
             self._pairs, self._sums = pairs, None
         # The gradient of a single micro-batch is reduced as soon as it is there.
-        self.measures = micro_batches > 1 and self._windows % self._every == 0
+        self.measures = micro_batches > 1 and step % self._every == 0
         self._share, self._small = 1 / micro_batches, None
-        self._windows += 1
 
     def after_first(self, scale: float) -> None:
         """Measures this process's gradient so far; ``scale`` is that of a gradient scaler."""

@@ -151,7 +151,7 @@ class WindowStep:
             self._set_tokens(step)
             self._set_batch(window)
             if self.noise is not None:
-                self.noise.begin_window(window.sizes[0][0], len(window), self._args.world_size)
+                self.noise.begin_window(window.sizes[0][0], len(window), self._args.world_size, step)
             self._wrapper.begin_window()
             self.checks.begin_window(model)
         with self._wrapper.gradient_sync(last):
