@@ -105,7 +105,7 @@ def test_measuring_changes_no_weight_and_follows_its_interval(tmp_path, monkeypa
         trainer.train()
         ends.append(parameters(trainer))
     assert torch.equal(*ends)
-    assert len(measured) == 2, "steps 0 and 3"
+    assert len(measured) == 3
 
 
 def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
     trainer_for(tmp_path, models.clip(), models.Pairs(40), **options, callbacks=[StopAt(2)]).train()
     assert len(measured) == 1
     trainer_for(tmp_path, models.clip(), models.Pairs(40), **options).train(resume_from_checkpoint=True)
-    assert len(measured) == 3
+    assert len(measured) == 2, "steps 0 and 3"
 
 
 def test_steps_of_one_micro_batch_have_no_scale(tmp_path):
