@@ -299,6 +299,18 @@ def test_the_plan_knows_the_sizes(tmp_path, capsys):
     assert re.search(
         r"with images of 112 pixels, it is [^;]+; with images of 160 pixels, it is [^;]+; the mean", printed
     )
+    infcl(*words, "--dataset_size", 64 * 400)
+    printed = capsys.readouterr().out
+    units = {"ms": 1e-3, "s": 1, "min": 60}
+    of_step, of_epoch = (
+        float(number) * units[unit]
+        for number, unit in re.findall(r"(?:the mean is|takes 400 steps and) ([\d.]+) (\w+)", printed)
+    )
+    assert of_epoch == pytest.approx(400 * of_step, rel=0.05)
+    growing = [*words[:3], "--gpu", "h100", "--global_batch_schedule", "512:0.5", "1024", *words[5:]]
+    infcl(*growing, "--max_steps", 300)
+    smaller, larger = re.findall(r"([\d,]+) per second; \d+ step", capsys.readouterr().out)
+    assert int(smaller.replace(",", "")) > 1.5 * int(larger.replace(",", "")), "smaller images first"
     infcl(*words, "--patch_dropout", 0.5, "--full_tokens_last", 0.05)
     assert "with images of 224 pixels and fewer patches, it is" in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -19,6 +19,7 @@ from ..options.combinations import check_dropped_patches
 from ..options.ranges import check_number
 from ..planning import GPUS, Choice, Counts
 from ..planning.asked import global_batch_of, kept_choices, last_batch_of, stages_of_plan
+from ..planning.periods import mean_seconds, periods_of
 from ..planning.picture import draw
 from ..planning.report import (
     better_batch,
@@ -121,7 +122,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         "",
         f"Time of a step: {duration(step)} ({', '.join(f'{name} {duration(t)}' for name, t in times.items())}).",
     ]
-    lines += lines_of_earlier_steps(options, config, frozen, choice, gpu, step)
+    periods = periods_of(options, config, frozen, checkpointing=choice.checkpointing, last=of_model)
+    lines += lines_of_earlier_steps(periods, choice, gpu)
     other = find(global_batch, compiled=not options.torch_compile)
     if other is not None:
         how = "Without" if options.torch_compile else "With"
@@ -130,11 +132,11 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         lines.append(
             "  With --torch_compile the first step takes tens of seconds longer, because the model is compiled."
         )
-    rate = choice.rows / step
-    workers = math.ceil(rate / WORKER_RATE)
+    rate = choice.rows / min(period.seconds(choice, gpu) for period in periods)
+    workers, up_to = math.ceil(rate / WORKER_RATE), "up to " if len(periods) > 1 else ""
     lines.append(
-        f"  Each GPU trains {rate:,.0f} images per second. Loading them takes about {number(workers, 'worker')} per "
-        "GPU (--dataloader_num_workers, with JPEGs of 500 × 375)."
+        f"  Each GPU trains {up_to}{rate:,.0f} images per second. Loading them takes about {number(workers, 'worker')} "
+        "per GPU (--dataloader_num_workers, with JPEGs of 500 × 375)."
     )
     if choice.gpus > 1:
         lines += link_lines(of_model, choice, gpu)
@@ -143,9 +145,10 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     epochs = options.num_train_epochs if "num_train_epochs" in given and "epochs" not in given else options.epochs
     if schedule is not None:
         stages = stages_of_plan(schedule, options, choice, epochs)
-        return lines + stage_lines(stages, of_model, choice, gpu)
+        return lines + stage_lines(stages, periods, choice, gpu)
     if options.dataset_size is not None:
-        lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, step, old)
+        mean = mean_seconds(periods, choice, gpu)
+        lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, mean, old)
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +10,10 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ..encoders.image_size import check_sizes_of_config, config_for_images
-from ..options.image_sizes import ImageSizes
 from . import prediction
-from .counting import Counts, count
+from .counting import Counts
 from .measuring import measure
+from .periods import Period, mean_seconds
 from .prediction import GIB, GPU, USABLE, Choice, hiding_bandwidth, is_gathered, link_bytes, memory
 
 _FURTHER = (
@@ -100,43 +98,13 @@ def words_of_further(options: Any) -> str:
     return "".join(f" --{name} {value}" for name, value in words.items() if value is not None)
 
 
-def lines_of_earlier_steps(
-    options: Any, config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, gpu: GPU, step: float
-) -> list[str]:
-    """A line with the seconds of the steps before the last ones, with fewer patches or smaller images, and the mean.
-
-    Args:
-        options: of the training, such as ``full_tokens_last`` and ``image_size_schedule``.
-        config: of the model.
-        frozen: what is frozen, as for `count`.
-        choice, gpu: the training and its GPU.
-        step: the seconds of one of the last steps.
-
-    Raises:
-        ValueError: the schedule of sizes does not fit the model.
-    """
-    words = options.image_size_schedule
-    own = getattr(config.vision_config, "image_size", None)
-    sizes = ImageSizes((own,), ()) if words is None else ImageSizes.of(words)  # type: ignore[arg-type]
-    check_sizes_of_config(config.vision_config, sizes.sizes)
-    whole_from = 1 - (options.full_tokens_last or 0.0)
-    borders = sorted({0.0, *sizes.ends, whole_from, 1.0})
-    told, mean = [], 0.0
-    for begin, end in itertools.pairwise(borders):
-        size = sizes.sizes[sum(begin >= ended for ended in sizes.ends)]
-        share = options.patch_dropout if begin < whole_from else None
-        if end == 1.0:
-            mean += (end - begin) * step
-            continue
-        smaller = config_for_images(config, size)
-        counts = count(smaller, **frozen, patch_dropout=share, checkpointing=choice.checkpointing)
-        seconds = sum(prediction.seconds(counts, choice, gpu).values())
-        mean += (end - begin) * seconds
-        images = f"images of {size} pixels" if words else ""
-        told.append(f"{' and '.join(filter(None, (images, share and 'fewer patches')))}, it is {duration(seconds)}")
+def lines_of_earlier_steps(periods: Sequence[Period], choice: Choice, gpu: GPU) -> list[str]:
+    """A line with the seconds of the steps before the last ones, with fewer patches or smaller images, and the mean."""
+    told = [f"{one.words}, it is {duration(one.seconds(choice, gpu))}" for one in periods[:-1]]
     if not told:
         return []
-    return [f"  Before the last steps, with {'; with '.join(told)}; the mean is {duration(mean)}."]
+    mean = duration(mean_seconds(periods, choice, gpu))
+    return [f"  Before the last steps, with {'; with '.join(told)}; the mean is {mean}."]
 
 
 def measured_line(config: PretrainedConfig, frozen: Mapping[str, Any], choice: Choice, counts: Counts, gpu: GPU) -> str:
@@ -214,6 +182,7 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
     Args:
         pairs: the pairs of the training set, without those that are replayed.
         max_steps: the length in steps, which replaces that in epochs if it is more than 0.
+        seconds: of a step, the mean of the training.
         old: the replayed pairs of a global batch.
     """
     per_epoch = pairs // (choice.global_batch - old)
@@ -240,17 +209,25 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
     ]
 
 
-def stage_lines(stages: Sequence[tuple[int, int, int, int]], counts: Counts, choice: Choice, gpu: GPU) -> list[str]:
+def stage_lines(
+    stages: Sequence[tuple[int, int, int, int]], periods: Sequence[Period], choice: Choice, gpu: GPU
+) -> list[str]:
     """For each size of a global batch that grows its division, its time, and its share of the training.
 
     Args:
         stages: as `BatchPlan.stages`; 0 steps if the length of the training is not known.
-        counts, choice, gpu: of the last stage.
+        periods: of the training.
+        choice, gpu: of the last stage.
     """
-    lines, times = ["The global batch grows; the memory above is that of the last one."], []
+    lines, times, before = ["The global batch grows; the memory above is that of the last one."], [], 0
+    whole = sum(steps for *_, steps in stages)
     for size, micro_batch, accumulation, steps in stages:
         divided = replace(choice, micro_batch=micro_batch, accumulation=accumulation)
-        step = sum(prediction.seconds(counts, divided, gpu).values())
+        if steps:
+            step = mean_seconds(periods, divided, gpu, before / whole, (before + steps) / whole)
+        else:
+            step = periods[-1].seconds(divided, gpu)
+        before += steps
         times.append(steps * step)
         length = f"; {number(steps, 'step')}, {duration(times[-1])}" if steps else ""
         lines.append(
@@ -258,7 +235,7 @@ def stage_lines(stages: Sequence[tuple[int, int, int, int]], counts: Counts, cho
             f"{length}"
         )
     if all(times):
-        lines.append(f"  In all {number(sum(steps for *_, steps in stages), 'step')} and {duration(sum(times))}.")
+        lines.append(f"  In all {number(whole, 'step')} and {duration(sum(times))}.")
     return lines
 
 
