@@ -21,6 +21,7 @@ from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.options.batch_schedule import BatchSchedule, divided_batch
+from hf_infcl.publishing import training_facts
 
 # 9 steps of 4 pairs, 4 of 8 and 2 of 16: 100 pairs.
 GROWS = {"global_batch_schedule": ["4:0.3", "8:0.3", "16"], "gradient_accumulation_steps": 1, "max_steps": 15}
@@ -355,6 +356,14 @@ def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
 def test_the_last_pass_counts_by_its_rows(max_steps, passes):
     plan = planned("4:0.5 8", 60, max_steps=max_steps)
     assert plan.epochs_before(plan.steps) == pytest.approx(passes)
+
+
+@pytest.mark.parametrize(("stop", "batch"), [(9, 4), (10, 8), (15, 16)])
+def test_card_names_the_last_batch_that_was_trained(tmp_path, stop, batch):
+    trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS, callbacks=[StopAt(stop)])
+    trainer.train()
+    facts = training_facts(trainer, model_class="CLIPModel", start="me/clip", sources=[], pair_id_column=None)
+    assert (facts.global_batch_size, facts.steps) == (batch, stop)
 
 
 def test_progress_bar_counts_pairs(tmp_path, capsys):

@@ -255,7 +255,9 @@ def training_facts(
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
     best = holds_best(args, state)
-    micro_batch, accumulation = divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size)
+    plan = trainer.batch_plan  # of a growing batch, which a run may end before its last size
+    batch = args.global_batch_size if plan is None else plan.size(max(0, state.global_step - 1))
+    micro_batch, accumulation = divided_batch(batch, args.per_device_train_batch_size, args.world_size)
     return TrainingFacts(
         name=name,
         location=repository if on_hub else f"path/to/{name}",
