@@ -23,6 +23,7 @@ from hf_infcl.cli import commands
 from hf_infcl.loss.ring import Ring
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.planning import GIB, Choice, Counts, check_memory
+from hf_infcl.planning.fitting import choice_of
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -244,6 +245,34 @@ def test_keeping_costs_what_it_holds(counted):
     assert planning.seconds(counts, replace(plain, ema=True, muon=True), slow)["optimizer"] == pytest.approx(
         planning.seconds(counts, replace(plain, muon=True), slow)["optimizer"] + 12 * counts.trained
     )
+
+
+def test_texts_put_together_take_memory_and_save_time(counted):
+    together = Choice(1, 256, 4, texts=4)
+    assert together.passes_of_texts == [4]
+    assert replace(together, texts=3).passes_of_texts == [3, 1]
+    assert replace(together, gpus=2).passes_of_texts == [3, 1]
+    assert replace(together, accumulation=8, gpus=2, texts=3).passes_of_texts == [3, 3, 1, 1]
+    counts, plain = counted[None], Choice(1, 256, 4)
+    more = planning.memory(counts, together).activations - planning.memory(counts, plain).activations
+    assert more == 3 * 256 / planning.ROWS * counts.texts[0] > 0
+    kept = [planning.memory(counts, replace(c, retain=4)).activations for c in (plain, together)]
+    assert kept[0] <= kept[1] <= kept[0] + more, "all graphs hold the same texts; the peak comes with the first"
+    gpu = planning.GPUS["h100"]
+    times, fewer = planning.seconds(counts, plain, gpu), planning.seconds(counts, together, gpu)
+    assert fewer["first pass"] < times["first pass"]
+    assert fewer["second pass"] < times["second pass"]
+    assert (fewer["loss"], fewer["optimizer"]) == (times["loss"], times["optimizer"])
+    assert planning.count(models.clip().config, freeze="text").texts == (0, (), ())
+
+
+def test_the_plan_knows_texts_at_once(small_model, capsys):
+    words = ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4]
+    plain, together = (planned(capsys, small_model, *words, *more) for more in ((), ("--texts_at_once", 4)))
+    assert "--texts_at_once 4" in together
+    assert "texts_at_once" not in plain
+    args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
+    assert choice_of(args).texts == 2
 
 
 def test_the_plan_knows_replay_and_averages(small_model, capsys):

@@ -65,6 +65,7 @@ OF_PLAN = {
         "patch_dropout",
         "full_tokens_last",
         "max_text_tokens",
+        "texts_at_once",
         "freeze_layers",
     ),
     *("global_batch_schedule", "keep_features", "keep_weights", "ema_decay"),

@@ -155,7 +155,8 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
-    for name in ("freeze_layers", "image_size", "patch_dropout", "full_tokens_last", "max_text_tokens"):
+    checked = ("freeze_layers", "image_size", "patch_dropout", "full_tokens_last", "max_text_tokens", "texts_at_once")
+    for name in checked:
         if (value := getattr(options, name)) is not None:
             check_number(name, value)
     check_dropped_patches(options)

@@ -27,6 +27,8 @@ def kept_choices(options: Any, given: Collection[str]) -> dict[str, Any]:
     if options.optimizer == "muon":
         found["muon"] = True
     found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
+    if options.texts_at_once > 1:
+        found["texts"] = options.texts_at_once
     if options.ema_decay is not None and options.ema_device is None:
         found["ema"] = True
     return found

@@ -6,7 +6,7 @@ The model runs forward and backward on tensors without content, while torch mode
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel, PretrainedConfig
 
-from ..encoders.dual_encoder import DualEncoder
+from ..encoders.dual_encoder import TEXT_INPUTS, DualEncoder
 from ..encoders.patch_dropout import PatchDropout
 from ..optimizers.groups import BY_MUON, roles
 
@@ -60,6 +60,7 @@ class Counts:
         again: the operations of the second pass's forward, which skips the frozen tower.
         backward: the operations of the backward.
         matrices: rows and columns of each matrix that Muon would update.
+        texts: what ``graph``, ``forward`` and ``backward`` contain for the texts; the graph without copies of weights.
     """
 
     parameters: int
@@ -74,6 +75,7 @@ class Counts:
     again: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     matrices: tuple[tuple[int, int], ...] = ()
+    texts: tuple[int, tuple[Operation, ...], tuple[Operation, ...]] = (0, (), ())
 
 
 def count(
@@ -118,6 +120,7 @@ def count(
             graph, forward = seen.live, len(seen.operations)
             copies = casts.forget()
             torch.stack(products).sum().backward()
+        texts = _count_texts(encoder, inputs, _Autocast(torch.bfloat16 if autocast else torch.float32))
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
@@ -136,7 +139,24 @@ def count(
         again=tuple(operation for i, operation in enumerate(operations[:forward]) if i not in frozen),
         backward=tuple(operations[forward:]),
         matrices=tuple(_matrices(model)),
+        texts=texts,
     )
+
+
+def _count_texts(
+    encoder: DualEncoder, inputs: Mapping[str, Tensor], casts: _Autocast
+) -> tuple[int, tuple[Operation, ...], tuple[Operation, ...]]:
+    """`Counts.texts`; nothing for a frozen tower, whose texts are not put together."""
+    if "text" in encoder.frozen_towers():
+        return 0, (), ()
+    seen = _Operations()
+    with seen, casts:
+        found = encoder.model.get_text_features(**{name: inputs[name] for name in TEXT_INPUTS if name in inputs})
+        features = found if isinstance(found, Tensor) else found.pooler_output
+        graph, forward = seen.live, len(seen.operations)
+        graph -= casts.forget()
+        features.sum().backward()
+    return graph, tuple(seen.operations[:forward]), tuple(seen.operations[forward:])
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:

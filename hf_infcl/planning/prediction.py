@@ -57,6 +57,7 @@ GPUS = {
 # models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
+OTHERS = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of a choice that options decide alone
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
 
 
@@ -69,6 +70,7 @@ class Choice:
         micro_batch: the pairs of one forward, ``per_device_train_batch_size``.
         accumulation: the micro-batches of a window, ``gradient_accumulation_steps``.
         retain: the micro-batches whose autograd graphs are kept, ``retain_graphs``.
+        texts: the micro-batches whose texts are encoded at once, ``texts_at_once``.
         offload: ``offload_inputs``.
         compiled: ``torch_compile``.
         checkpointing: ``gradient_checkpointing``.
@@ -87,6 +89,14 @@ class Choice:
     keep_features: bool = False
     keep_weights: bool = False
     ema: bool = False
+    texts: int = 1
+
+    @property
+    def passes_of_texts(self) -> list[int]:
+        """How many micro-batches' texts are encoded in each of the first micro-batches; in the others none are."""
+        apart = 1 if self.gpus > 1 and self.texts > 1 else 0  # the last one has its own
+        together = self.accumulation - apart
+        return [min(self.texts, together - first) for first in range(0, together, self.texts)] + [1] * apart
 
     @property
     def rows(self) -> int:
@@ -102,6 +112,7 @@ class Choice:
         """The options of `infcl train`."""
         words = f"--per_device_train_batch_size {self.micro_batch} --gradient_accumulation_steps {self.accumulation}"
         words += f" --retain_graphs {self.retain}" if self.retain > 1 else ""
+        words += f" --texts_at_once {self.texts}" if self.texts > 1 else ""
         words += " --offload_inputs" if self.offload else ""
         words += " --gradient_checkpointing" if self.checkpointing else ""
         words += " --optimizer muon" if self.muon else ""
@@ -148,6 +159,10 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
     values = counts.dim * choice.rows  # of the features of one side
     retain = min(choice.retain, choice.accumulation)
+    of_texts = factor * scale * counts.texts[0]
+    # The graphs of the other texts in the first micro-batch, whose backward is the peak, and in all that are kept.
+    others = of_texts * (choice.passes_of_texts[0] - 1)
+    others_kept = of_texts * (sum(choice.passes_of_texts[:retain]) - retain)
     start = choice.keep_features or choice.keep_weights
     common = {
         "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
@@ -160,8 +175,8 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     }
     loss = loss_bytes(counts.dim, choice)
     kept = loss if is_replayed(counts.dim, choice) else 0.0
-    in_backward = Memory(activations=graph * (retain - 1) + peak, loss=kept, **common)
-    in_loss = Memory(activations=graph * retain, loss=loss, **common)
+    in_backward = Memory(activations=graph * (retain - 1) + peak + max(others, others_kept), loss=kept, **common)
+    in_loss = Memory(activations=graph * retain + max(0.0, others_kept), loss=loss, **common)
     return max(in_backward, in_loss, key=lambda m: m.total)
 
 
@@ -192,10 +207,24 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
         _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
     )
     retained = min(choice.retain, choice.accumulation)
+    # What it changes that the texts of several micro-batches are encoded at once.
+    passes, forward_of_texts, backward_of_texts = choice.passes_of_texts, *counts.texts[1:]
+    saved, saved_again, saved_backward = 0.0, 0.0, 0.0
+    if choice.texts > 1:
+        each, each_back = (_seconds(operations, choice, gpu) for operations in counts.texts[1:])
+        wide = [replace(choice, micro_batch=choice.micro_batch * texts) for texts in passes]
+        times = [_seconds(forward_of_texts, pass_, gpu) for pass_ in wide]
+        saved = choice.accumulation * each - sum(times)
+        saved_again = (choice.accumulation - retained) * each - sum(times[retained:])
+        saved_backward = choice.accumulation * each_back - sum(_seconds(backward_of_texts, p, gpu) for p in wide)
+    of_start = choice.accumulation * again if choice.keep_features else 0.0
     return {
-        "first pass": choice.accumulation * (first + (again if choice.keep_features else 0.0)),
+        "first pass": choice.accumulation * first + of_start - saved,
         "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
-        "second pass": choice.accumulation * backward + (choice.accumulation - retained) * again,
+        "second pass": choice.accumulation * backward
+        + (choice.accumulation - retained) * again
+        - saved_again
+        - saved_backward,
         "optimizer": optimizer_seconds(counts, choice, gpu),
     }
 
@@ -303,7 +332,7 @@ def choices(
     Args:
         counts: the counts with (True) and without (False) checkpointing of the activations.
         decided: the values of those attributes of `Choice` that are not to be chosen (micro_batch, accumulation,
-            retain, offload, checkpointing), and muon, keep_features, keep_weights and ema.
+            retain, offload, checkpointing), and those of `OTHERS`.
 
     Raises:
         ValueError: the global batch is not a multiple of the number of GPUs.
@@ -323,8 +352,8 @@ def choices(
         for size in sizes if decided.get("checkpointing", checkpointing) == checkpointing else ():
             for offload in (False, True) if "offload" not in decided else (decided["offload"],):
                 choice = Choice(gpus, size, rows // size, decided.get("retain", 1), offload, compiled, checkpointing)
-                of_optimizer = ("muon", "keep_features", "keep_weights", "ema")
-                choice = replace(choice, **{name: decided.get(name, False) for name in of_optimizer})
+                others = {name: decided[name] for name in OTHERS if name in decided}
+                choice = replace(choice, **others)
                 rest_gib = USABLE * memory_gib - memory(of_model, choice).total / GIB
                 if rest_gib < 0:
                     continue

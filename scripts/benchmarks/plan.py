@@ -88,6 +88,7 @@ REASONS = {
     ("c379bca", "h200", "2", "softmax", "512", "8192"): HOST,
     ("c379bca", "h200", "2", "sigmoid", "512", "32768"): FASTER,
 }
+FULL_LENGTH = "77"  # tokens
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes per pair of a forward of ViT-B/16 without a graph
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SMALLEST = 8192  # pairs; the time of smaller losses is only that of the host
@@ -127,6 +128,7 @@ class Compared(NamedTuple):
         micro_batches = f"{row['accumulation_steps']} × {row['micro_batch_size']}"
         model = row["model"] + f", {row['image_size']} pixels" * (row["image_size"] != "224")
         model += f", {float(row['patch_dropout']):.0%} of the patches left out" * (float(row["patch_dropout"]) > 0)
+        model += f", texts of {row['text_tokens']} tokens" * (row["text_tokens"] != FULL_LENGTH)
         return f"{gpus} | {model} | {micro_batches} | {row['implementation']}"
 
     @property
@@ -153,6 +155,7 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
         "pixel_dtype",
         "image_size",
         "patch_dropout",
+        "text_tokens",
         "micro_batch_size",
         "accumulation_steps",
         "implementation",
@@ -174,11 +177,14 @@ def steps(results: Path = RESULTS) -> Iterator[Compared]:
             retain=int(kept[1]) if kept else accumulation if "retain all" in name else 1,
             offload="offload" in name,
             compiled="compiled" in name,
+            texts=accumulation if "texts at once" in name else 1,
         )
-        kind = row["model"], int(row["image_size"]), float(row["patch_dropout"]), "image" if "freeze" in name else None
+        kind = row["model"], int(row["image_size"]), float(row["patch_dropout"])
+        tokens = None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"])
+        kind += (tokens, "image" if "freeze" in name else None)
         if kind not in counts:
             config = CLIPConfig(**sizes_of(kind[0], kind[1]))
-            counts[kind] = planning.count(config, patch_dropout=kind[2], freeze=kind[3])
+            counts[kind] = planning.count(config, patch_dropout=kind[2], text_tokens=kind[3], freeze=kind[4])
         of_model = counts[kind]
         bytes_ = _memory(of_model, choice, row)
         once = name.startswith("Trainer")  # one forward per micro-batch, and one graph at a time

@@ -63,7 +63,7 @@ from .common import RESULTS, SCALE, Row
 
 COLUMNS = (
     *("date", "commit", "device", "torch", "transformers", "world_size", "model", "pixel_dtype"),
-    *("image_size", "patch_dropout", "micro_batch_size"),
+    *("image_size", "patch_dropout", "text_tokens", "micro_batch_size"),
     *("accumulation_steps", "batch_size", "comparison", "implementation", "steps", "ms", "ms_p10", "ms_p90"),
     *("images_per_s", "ratio", "loss_gib", "peak_gib", "note"),
 )
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    args.text_tokens = args.text_tokens or training.MODELS[args.model]["text_config"]["max_position_embeddings"]
     if args.texts:
         for row in texts(args, device):
             common.append(args.output, COLUMNS, common.environment(device, "transformers") | row)
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> None:
             profile(one, pool, device)
             continue
         environment = common.environment(device, "transformers") | {"world_size": common.world_size()}
-        same = ("model", "pixel_dtype", "image_size", "patch_dropout", "micro_batch_size")
+        same = ("model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
         environment |= {name: getattr(one, name) for name in same}
         for row in (table if args.global_batch_sizes else overhead)(one, pool, device):
             common.append(args.output, COLUMNS, environment | row)
@@ -132,8 +133,6 @@ def measured(
     """The columns for the steps of ``train(steps, accumulation)``; a note if memory did not suffice."""
     batch = accumulation * args.micro_batch_size * common.world_size()
     row: Row = {"accumulation_steps": accumulation, "batch_size": batch, "steps": args.steps}
-    if args.text_tokens is not None:
-        row["note"] = f"texts of {args.text_tokens} tokens"
     try:
         clock, trainer = train(args.warmup + args.steps, accumulation)
     except torch.OutOfMemoryError:
@@ -217,8 +216,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     model = training.build(args.model).to(device).train()
     total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
     config, g = model.config.text_config, torch.Generator().manual_seed(0)
-    length = args.text_tokens or config.max_position_embeddings
-    tokens = torch.randint(3, config.eos_token_id - 1, (total, length), generator=g)
+    tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
     tokens[:, -1] = config.eos_token_id
     side = model.config.vision_config.image_size
     images = torch.randn(total, 3, side, side, device=device).split(args.micro_batch_size)
@@ -227,7 +225,8 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     if share:
         PatchDropout(DualEncoder(model), share)
     same = {"world_size": 1, "model": args.model, "batch_size": total, "comparison": "texts", "patch_dropout": share}
-    same |= {"image_size": side, "micro_batch_size": args.micro_batch_size, "accumulation_steps": steps}
+    same |= {"image_size": side, "text_tokens": args.text_tokens, "accumulation_steps": steps}
+    same |= {"micro_batch_size": args.micro_batch_size}
 
     def encode(part: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -266,7 +265,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
                 "images_per_s": round(1000 * total / row["ms"], 1),
                 "ratio": round(plain / row["ms"], 3),
                 "peak_gib": "" if peak is None else round(peak / common.GIB, 3),
-                "note": f"both towers, texts of {length} tokens",
+                "note": "both towers alone",
             }
 
 
@@ -357,7 +356,7 @@ def plot(table: Path) -> None:
     def is_table(row: Row) -> bool:
         return row["comparison"] == "table" and bool(row["peak_gib"])
 
-    setting = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "micro_batch_size")
+    setting = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
     keys = (*setting, "accumulation_steps", "batch_size", "implementation")
     devices = dict.fromkeys(row["device"] for row in common.read(table, is_overhead))
     groups = [common.newest(table, keys, is_overhead, device) for device in devices]
