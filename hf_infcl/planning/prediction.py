@@ -159,10 +159,11 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
     values = counts.dim * choice.rows  # of the features of one side
     retain = min(choice.retain, choice.accumulation)
-    of_texts = factor * scale * counts.texts[0]
-    # The graphs of the other texts in the first micro-batch, whose backward is the peak, and in all that are kept.
-    others = of_texts * (choice.passes_of_texts[0] - 1)
-    others_kept = of_texts * (sum(choice.passes_of_texts[:retain]) - retain)
+    others = others_kept = 0.0  # the graphs of others' texts in the first micro-batch, and in all that are kept
+    if choice.texts > 1:
+        of_texts = factor * scale * counts.texts[0]
+        others = of_texts * (choice.passes_of_texts[0] - 1)
+        others_kept = of_texts * (sum(choice.passes_of_texts[:retain]) - retain)
     start = choice.keep_features or choice.keep_weights
     common = {
         "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
@@ -208,15 +209,17 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     )
     retained = min(choice.retain, choice.accumulation)
     # What it changes that the texts of several micro-batches are encoded at once.
-    passes, forward_of_texts, backward_of_texts = choice.passes_of_texts, *counts.texts[1:]
-    saved, saved_again, saved_backward = 0.0, 0.0, 0.0
+    saved = saved_again = saved_backward = 0.0
     if choice.texts > 1:
-        each, each_back = (_seconds(operations, choice, gpu) for operations in counts.texts[1:])
-        wide = [replace(choice, micro_batch=choice.micro_batch * texts) for texts in passes]
-        times = [_seconds(forward_of_texts, pass_, gpu) for pass_ in wide]
-        saved = choice.accumulation * each - sum(times)
-        saved_again = (choice.accumulation - retained) * each - sum(times[retained:])
-        saved_backward = choice.accumulation * each_back - sum(_seconds(backward_of_texts, p, gpu) for p in wide)
+        passes = choice.passes_of_texts
+        times: list[dict[int, float]] = [
+            {n: _seconds(o, replace(choice, micro_batch=n * choice.micro_batch), gpu) for n in {1, *passes}}
+            for o in counts.texts[1:]
+        ]
+        forward_of, backward_of = times  # the texts of so many micro-batches
+        saved = choice.accumulation * forward_of[1] - sum(forward_of[n] for n in passes)
+        saved_again = (choice.accumulation - retained) * forward_of[1] - sum(forward_of[n] for n in passes[retained:])
+        saved_backward = choice.accumulation * backward_of[1] - sum(backward_of[n] for n in passes)
     of_start = choice.accumulation * again if choice.keep_features else 0.0
     return {
         "first pass": choice.accumulation * first + of_start - saved,
