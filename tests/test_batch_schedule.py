@@ -364,6 +364,7 @@ def test_card_names_the_last_batch_that_was_trained(tmp_path, stop, batch):
     trainer.train()
     facts = training_facts(trainer, model_class="CLIPModel", start="me/clip", sources=[], pair_id_column=None)
     assert (facts.global_batch_size, facts.steps) == (batch, stop)
+    assert facts.planned_steps == (15 if stop < 15 else None)
 
 
 def test_progress_bar_counts_pairs(tmp_path, capsys):

@@ -139,7 +139,8 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     if facts.average is not None:
         path = "" if facts.average.path == "line" else ", less for early layers than for late ones"
         yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
-    yield "length", f"{facts.steps:,} optimizer steps, {seen:,} pairs seen{epochs}"
+    planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
+    yield "length", f"{facts.steps:,}{planned} optimizer steps, {seen:,} pairs seen{epochs}"
     yield from facts.settings.items()
     yield "time", f"{_duration(facts.seconds)} with {processes} on {facts.device}"
     if facts.peak_memory is not None:

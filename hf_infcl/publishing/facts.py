@@ -140,6 +140,7 @@ class TrainingFacts:
             end of a training with ``load_best_model_at_end``, not before.
         average: the average of the weights before and after the training that the model holds; None if it holds those
             after it.
+        planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
     """
 
     name: str
@@ -178,6 +179,7 @@ class TrainingFacts:
     measured_during_training: bool = False
     best: bool = False
     average: Averaged | None = None
+    planned_steps: int | None = None
 
     @property
     def global_batch_size(self) -> int:
@@ -284,6 +286,7 @@ def training_facts(
         replay_as=args.replay_as or "negatives",
         frozen=args.freeze,
         steps=state.global_step,
+        planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
         settings={**training_settings(trainer), **(settings or {})},
         seconds=_last(state, "train_seconds", 0.0),
