@@ -515,6 +515,22 @@ def test_each_batch_stands_once_with_the_figures_of_both_optimizers(module, tmp_
     ]
     assert [c.batch for c in tables.at_fixed_samples(rows, 589_824).values()] == [256, 1024], "AdamW's tables stay"
 
+    assert (tables.growing_batches(rows), tables.fewer_tokens(rows)) == ("", ""), "nothing has run"
+    words = '{"global_batch_schedule": ["512:0.25", "1024"]}'
+    grown = [row("17_growing_batch", 1024, 0.7, "muon", options=words, steps=720)]
+    times = [row("12_cost_of_optimizers", n, 0.0, "muon", seconds=n / 8, steps=24) for n in (512, 1024)]
+    assert cells(tables.growing_batches(rows + grown + times), 0, 1, 2, 3, 6)[-2:] == [
+        ["`InfCLTrainer`, one loss over 1,024", "Muon", "576", "3072 s", "50.0"],
+        ["`InfCLTrainer`, 512 → 1,024", "Muon", "720", "3072 s", "70.0"],
+    ]
+    half = row("15_fewer_tokens", 1024, 0.4, "muon", options='{"patch_dropout": 0.5, "full_tokens_last": 0.1}')
+    cost = {"seconds": 2.4, "steps": 24, "peak_gib": 3.0}
+    cost_of_half = row("16_cost_of_tokens", 1024, 0.0, "muon", options='{"patch_dropout": 0.5}', **cost)
+    assert cells(tables.fewer_tokens([*rows, half, cost_of_half]), 0, 2, 3, 6) == [
+        ["all tokens", "", "", "50.0"],
+        ["`patch_dropout` 0.5, all in the last 10% of the steps", "100.0 ms", "3.0 GiB", "40.0"],
+    ]
+
     timed = [row("12_cost_of_optimizers", 1024, 0.0, o, seconds=9.0, steps=24, peak_gib=5.0) for o in ("adamw", "muon")]
     pictures = module("pictures")
     pictures.draw_optimizers(rows, tmp_path / "one.png")

@@ -18,6 +18,7 @@ from .rows import (
     COST_OF_OPTIMIZERS,
     FIXED_SAMPLES,
     FIXED_STEPS,
+    GROWING_BATCH,
     OPTIMIZERS,
     STYLE,
     Configuration,
@@ -25,8 +26,11 @@ from .rows import (
     Setting,
     at_fixed_samples,
     at_fixed_steps,
+    configurations,
     fronts,
     name_of_way,
+    schedule_of,
+    seconds_alone,
     value,
 )
 
@@ -99,6 +103,13 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 side, offset = ("right", (-5, 4)) if many else ("left", (4, -11))
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
                 axes[1].annotate(f"{c.batch:,}", place, offset, **text)
+        for setting, c in configurations(rows, GROWING_BATCH, optimizer=optimizer).items():
+            if step_seconds and (seconds := seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
+                sizes = schedule_of(setting).sizes
+                place = seconds, 100 * statistics.mean(c.values(STYLE))
+                axes[1].plot(*place, "*", color=colour, ms=12, zorder=4)
+                text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": "right"}
+                axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-2, 13), **text)
         of_parts = {s: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items() if s.batch == 1024}
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
         draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))

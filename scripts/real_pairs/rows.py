@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import csv
+import itertools
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from hf_infcl.options.batch_schedule import BatchSchedule
 
 Row = dict[str, Any]
 # The figures of the tables: a name, and the columns whose mean it is.
@@ -37,6 +40,7 @@ COLUMNS = ("learning rate", "seeds")
 BATCHES = ("1_global_batch", "2_fixed_steps", "8_more_samples", "9_optimizers")
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
 COST_OF_OPTIMIZERS = "12_cost_of_optimizers"
+FEWER_TOKENS, COST_OF_TOKENS, GROWING_BATCH = "15_fewer_tokens", "16_cost_of_tokens", "17_growing_batch"
 TUNINGS = {  # the experiments about fine-tuning, by the base: what trained it, and on what if not on all emoji
     "AdamW": ("4_fine_tuning", "11_adamw_base_fine_tuning"),
     "Muon": ("10_muon_fine_tuning",),
@@ -164,8 +168,30 @@ def at_fixed_samples(rows: Iterable[Row], samples: float, optimizer: str = "adam
     return of_batches(rows, optimizer, samples=samples)
 
 
+def schedule_of(setting: Setting) -> BatchSchedule:
+    """The global batches of a training, one if its batch does not grow."""
+    words = json.loads(setting.options or "{}").get("global_batch_schedule")
+    return BatchSchedule.of(words) if words else BatchSchedule((int(setting.batch),), ())
+
+
+def seconds_alone(rows: Iterable[Row], setting: Setting, samples: float) -> float | None:
+    """The time of a training's steps, compiled and on a GPU of its own; None if a batch was not timed."""
+    timed = {
+        row["batch"]: row["seconds"] / row["steps"]
+        for row in rows
+        if row["experiment"] == COST_OF_OPTIMIZERS and (row.get("optimizer") or "adamw") == setting.optimizer
+    }
+    schedule = schedule_of(setting)
+    shares = [end - begin for begin, end in itertools.pairwise((0.0, *schedule.ends, 1.0))]
+    if any(size not in timed for size in schedule.sizes):
+        return None
+    return sum(share * samples / size * timed[size] for share, size in zip(shares, schedule.sizes, strict=True))
+
+
 def label(setting: Setting, micro_batch: int = 256) -> str:
     batch = int(setting.batch)
+    if len(schedule := schedule_of(setting).sizes) > 1:
+        return f"`{setting.method}`, " + " → ".join(f"{size:,}" for size in schedule)
     if setting.method != "Trainer":
         return f"`{setting.method}`, one loss over {batch:,}"
     losses = batch // micro_batch

@@ -10,6 +10,7 @@ learning rate is the one that is best on the validation set at the first seed; t
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,10 +29,13 @@ from real_pairs.rows import (
     COLUMNS,
     CONCEPTS,
     COST_OF_OPTIMIZERS,
+    COST_OF_TOKENS,
     DIRECTIONS,
+    FEWER_TOKENS,
     FIGURES,
     FIXED_SAMPLES,
     FIXED_STEPS,
+    GROWING_BATCH,
     OPTIMIZERS,
     STYLE,
     SWAPS,
@@ -48,6 +52,7 @@ from real_pairs.rows import (
     name_of_way,
     read,
     score,
+    seconds_alone,
     tunings,
 )
 
@@ -70,6 +75,8 @@ def main() -> None:
         "AdamW and Muon": optimizers(rows),
         "Muon's learning rates": rates_of_muon(rows),
         "AdamW and Muon, other losses": losses_of_optimizers(rows),
+        "A batch that grows": growing_batches(rows),
+        "Fewer tokens": fewer_tokens(rows),
         "Objectives and false negatives": objectives(rows),
         "Several captions": several_captions(rows),
         "Hard negatives": hard_negatives(rows),
@@ -205,6 +212,45 @@ def rates_of_muon(rows: list[Row]) -> str:
         for setting, c in at_fixed_samples(rows, samples, "muon").items():
             body += of_each_rate([f"{samples:,}", label(setting)], c, STYLE, CONCEPTS)
     return markdown(["samples", "", *COLUMNS, VALIDATION, STYLE, CONCEPTS], body) if body else ""
+
+
+def growing_batches(rows: list[Row]) -> str:
+    """Batches that grow beside constant ones on the same samples."""
+    body = []
+    for optimizer, name in OPTIMIZERS.items():
+        constant = at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer)
+        found = {setting: c for setting, c in constant.items() if setting.method == "InfCLTrainer"}
+        found |= configurations(rows, GROWING_BATCH, optimizer=optimizer)
+        for setting, c in found.items():
+            seconds = seconds_alone(rows, setting, FIXED_SAMPLES[0])
+            time = "" if seconds is None else f"{seconds:.0f} s"
+            body.append([label(setting), name, f"{c.steps:,}", time, *c.cells(STYLE, CONCEPTS)])
+    if not configurations(rows, GROWING_BATCH):
+        return ""
+    return markdown(["pairs in a step", "optimizer", "steps", "time of the steps", *COLUMNS, STYLE, CONCEPTS], body)
+
+
+def fewer_tokens(rows: list[Row]) -> str:
+    """Trainings that leave out patches or begin with smaller images, beside the one that does neither."""
+    tried = configurations(rows, FEWER_TOKENS)
+    if not tried:
+        return ""
+    batch, optimizer = next((setting.batch, setting.optimizer) for setting in tried)
+    plain = at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items()
+    found = {setting: c for setting, c in plain if (setting.method, setting.batch) == ("InfCLTrainer", batch)} | tried
+    cost = {row.get("options", ""): row for row in rows if row["experiment"] == COST_OF_TOKENS}
+    body = []
+    for setting, c in found.items():
+        # The last steps see all tokens; most steps take what those without them take.
+        options = json.loads(setting.options or "{}")
+        last = options.pop("full_tokens_last", None)
+        timed = cost.get(json.dumps(options) if options else "")
+        per_step = "" if timed is None else f"{1000 * timed['seconds'] / timed['steps']:.1f} ms"
+        memory = "" if timed is None else f"{timed['peak_gib']:.1f} GiB"
+        name = ", ".join(f"`{n}` {' '.join(v) if isinstance(v, list) else v}" for n, v in options.items())
+        name += f", all in the last {last:.0%} of the steps" if last else ""
+        body.append([name or "all tokens", f"{c.steps:,}", per_step, memory, *c.cells(STYLE, CONCEPTS)])
+    return markdown(["", "steps", "a step", "its memory", *COLUMNS, STYLE, CONCEPTS], body)
 
 
 def losses_of_optimizers(rows: list[Row]) -> str:
