@@ -393,7 +393,10 @@ def training_arguments(args: argparse.Namespace, output: str, compiled: bool, of
 
 
 def plot(table: Path) -> None:
-    """Plots the images per second of a core by implementation, and the cost of passing on a batch."""
+    """Plots the images per second of a core by implementation, and the cost of passing on a batch.
+
+    Smaller images than the others' have rows but no bars.
+    """
     rows = common.newest(table, ("part", "implementation"), lambda row: row["part"] in ("worker", "queue", "tar"))
     if not rows:
         return
@@ -405,7 +408,7 @@ def plot(table: Path) -> None:
     parts = [part for part in titles if any(row["part"] == part for row in rows)]
     figure, axes = common.subplots(len(parts), 1, (8.5, 2.4))
     for (axis,), part in zip(axes, parts, strict=True):
-        group = [row for row in rows if row["part"] == part]
+        group = [row for row in rows if row["part"] == part and "pixels" not in row["implementation"]]
         column = "ms" if part == "queue" else "per_second"
         values = {row["implementation"]: float(row[column]) for row in group}
         common.draw_bars(axis, values, {row["implementation"]: f"{float(row[column]):,.0f}" for row in group})

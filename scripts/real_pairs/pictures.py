@@ -100,16 +100,16 @@ def draw_optimizers(rows: list[Row], path: Path) -> None:
                 if len(c.ended) == 1:
                     axes[1].plot(*place, form[0], color=colour, mfc="white", zorder=3)
                 many = samples == max(FIXED_SAMPLES)
-                side, offset = ("right", (-5, 4)) if many else ("left", (4, -11))
+                side, offset = ("right", (-5, 7)) if many else ("left", (4, -11))
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": side}
                 axes[1].annotate(f"{c.batch:,}", place, offset, **text)
         for setting, c in configurations(rows, GROWING_BATCH, optimizer=optimizer).items():
             if step_seconds and (seconds := seconds_alone(rows, setting, FIXED_SAMPLES[0])) is not None:
                 sizes = schedule_of(setting).sizes
                 place = seconds, 100 * statistics.mean(c.values(STYLE))
-                axes[1].plot(*place, "*", color=colour, ms=12, zorder=4)
+                axes[1].plot(*place, "*", color=colour, ms=10, zorder=4)
                 text = {"textcoords": "offset points", "color": colour, "fontsize": 8, "ha": "right"}
-                axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-2, 13), **text)
+                axes[1].annotate(f"{sizes[0]:,} to {sizes[-1]:,}", place, (-16, 2), **text)
         of_parts = {s: c for s, c in at_fixed_samples(rows, FIXED_SAMPLES[0], optimizer).items() if s.batch == 1024}
         name = f"{OPTIMIZERS[optimizer]}, 0.6 million, four losses over 256"
         draw_batches(axes[0], of_parts, STYLE, "Trainer", (name, colour, "s"))
