@@ -129,7 +129,7 @@ def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compil
         {"keep_features": 1.0},
         {"offload_inputs": True},
         {"gradient_checkpointing": True},
-        {"global_batch_schedule": ["4:0.5", "12"], "gradient_accumulation_steps": 1},
+        {"global_batch_schedule": ["4:0.25", "12"], "gradient_accumulation_steps": 1},
     ],
     ids=str,
 )
