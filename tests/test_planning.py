@@ -271,6 +271,8 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     plain, together = (planned(capsys, small_model, *words, *more) for more in ((), ("--texts_at_once", 4)))
     assert "--texts_at_once 4" in together
     assert "texts_at_once" not in plain
+    one = planned(capsys, small_model, *words[:3], 1, "--texts_at_once", 4)
+    assert "--texts_at_once" not in one.split("infcl train")[-1], "a single micro-batch is refused with it"
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
     assert choice_of(args).texts == 2
 

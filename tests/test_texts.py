@@ -18,7 +18,7 @@ from helpers.trainers import parameters, trainer_for
 from PIL import Image
 from torch.utils.data import default_collate
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, planning
+from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers, planning
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
 from hf_infcl.encoders.dual_encoder import NO_TEXTS, TEXT_INPUTS, DualEncoder
@@ -121,6 +121,46 @@ def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compil
     (again.sum() + texts.sum()).backward()
     gradients = [p.grad for n, p in model.named_parameters() if n.startswith("text_") and p.grad is not None]
     assert not any(g.any() for g in gradients)
+
+
+def test_a_kept_text_is_finite_and_draws_no_random_numbers():
+    model = models.clip(dropout=0.5)
+    encoder, batch = DualEncoder(model), models.batch_for("clip", 3)
+    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    weight = model.text_model.final_layer_norm.weight
+    with torch.no_grad():
+        weight.mul_(torch.nan)
+        encoder.embed(model, alone, {})
+        weight.fill_(1)
+    state = torch.get_rng_state()
+    model.vision_model.eval()
+    images, texts = encoder.embed(model, alone, {})
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.text_model.training
+    (images.sum() + texts.sum()).backward()
+    assert model.text_projection.weight.grad.isfinite().all(), "the text of a window that was skipped"
+    half = {**alone, "pixel_values": batch["pixel_values"].bfloat16()}
+    assert encoder.embed(model.bfloat16(), half, {})[1].dtype == torch.bfloat16
+
+
+class _FixedTexts(torch.nn.Module):
+    """Embeds texts of just one length, as OpenAI's CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = torch.nn.Embedding(models.VOCABULARY, 12)
+        self.places = torch.nn.Parameter(torch.randn(16, 12))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return (self.tokens(input_ids) + self.places).mean(1)
+
+
+def test_texts_of_one_length_keep_it(tmp_path):
+    images = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * models.IMAGE**2, 12))
+    pairs = models.Pairs(16)
+    pairs.tokens, pairs.mask = (torch.cat([part] * 3, 1)[:, :16] for part in (pairs.tokens, pairs.mask))
+    options = {"gradient_accumulation_steps": 3, "max_steps": 2, "per_device_train_batch_size": 2, "texts_at_once": 2}
+    trainer_for(tmp_path, TwoTowers(images, _FixedTexts()), pairs, **options).train()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .depth import Place, depths
+from .tower_outputs import OneText, remembered
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class DualEncoder:
         self.model: Any = model
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective, self._unused = kind.objective, kind.unused
-        self._of_one_text: dict[str, Any] = {}
+        self._one_text = OneText()
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._divides = kind.temperature == "temperature"
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
@@ -250,19 +251,11 @@ class DualEncoder:
             if frozen_outputs is not None:
                 frozen = self.frozen_towers()
                 for name, tower in frozen.items():
-                    stack.enter_context(_remembered(tower, frozen_outputs, name))
+                    stack.enter_context(remembered(tower, frozen_outputs, name))
                 if no_texts and "text" not in frozen and "text" in (towers := self._towers()):
-                    # A forward writes the projection into the output that it gets.
-                    kept = {name: type(output)(**output) for name, output in self._of_one_text.items()}
-                    stack.enter_context(_remembered(towers["text"], kept, "text"))
-                    stack.callback(self._keep_output_of_one_text, kept)
+                    stack.enter_context(self._one_text.instead_of(towers["text"]))
             outputs = forward(**inputs, return_dict=True)
         return outputs.image_embeds, outputs.text_embeds[:0] if no_texts else outputs.text_embeds
-
-    def _keep_output_of_one_text(self, kept: Mapping[str, Any]) -> None:
-        """Keeps the text tower's output for a text that stands for none, so that the tower runs for it only once."""
-        if not self._of_one_text and (output := kept.get("text")) is not None:
-            self._of_one_text["text"] = type(output)(**{name: value.detach() for name, value in output.items()})
 
     def image_features(self, batch: Mapping[str, Any]) -> Tensor:
         """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does."""
@@ -422,28 +415,6 @@ def check_tokens(input_ids: Tensor, vocabulary: int | None) -> None:
             "added to the tokenizer, add embeddings to the model before its training: "
             "model.text_model.resize_token_embeddings(len(processor.tokenizer))."
         )
-
-
-@contextlib.contextmanager
-def _remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator[None]:
-    """Within the context the tower stores its output in ``outputs``, or returns the stored one without computing."""
-    forward, overridden = tower.forward, "forward" in vars(tower)
-
-    def first(*args: Any, **kwargs: Any) -> Any:
-        full = forward(*args, **kwargs)
-        # The models read the pooled vector or the first position; a window of whole sequences would be large.
-        first_position = full.last_hidden_state[:, :1].clone()
-        outputs[name] = BaseModelOutputWithPooling(first_position, full.get("pooler_output"))
-        return full
-
-    tower.forward = (lambda *args, **kwargs: outputs[name]) if name in outputs else first
-    try:
-        yield
-    finally:
-        if overridden:
-            tower.forward = forward
-        else:
-            del tower.forward  # restores the method of the class
 
 
 def _select(batch: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
