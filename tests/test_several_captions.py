@@ -126,6 +126,7 @@ def test_gradients_equal_one_process_with_the_whole_batch(ranks, tmp_path):
         ("softmax", 3, "positive", False, 1, {}),
         ("softmax", 1, "positive", True, 1, {}),  # UniCL: labels as pair ids
         ("softmax", 3, None, True, 4, {"retain_graphs": "2", "offload_inputs": True}),
+        *((objective, 3, None, True, 4, {"texts_at_once": 2, "offload_inputs": True}) for objective in MODELS),
         ("softmax", 3, None, True, 2, {"freeze": "image", "strategy": "local"}),
     ]
     ranks.run(rank_gradients, 1, str(tmp_path), [("sigmoid", 3, None, True, 1, {})])
