@@ -81,9 +81,10 @@ def test_gradients_equal_one_process_with_the_whole_batch(fresh_ranks, backend, 
     check_zero(fresh_ranks, backend, stage, world_size, CELLS)
 
 
-def test_texts_of_several_micro_batches_may_be_encoded_together(fresh_ranks, backend):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_texts_of_several_micro_batches_may_be_encoded_together(fresh_ranks, backend, world_size):
     cells = [(objective, variant, 4) for objective in MODELS for variant in ("plain", "frozen image")]
-    check_zero(fresh_ranks, backend, 2, 2, cells, texts_at_once=2)
+    check_zero(fresh_ranks, backend, 2, world_size, cells, texts_at_once=2)
 
 
 def test_retained_graphs_change_nothing(fresh_ranks, backend):
