@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.kills import killed
+from helpers.processes import context
 from helpers.trainers import parameters, trainer_for
 from torch import Tensor
 from transformers import TrainerCallback
@@ -61,13 +61,15 @@ def train_until_killed(folder: Path, after: int) -> None:
     training(folder, callbacks=[Signal(signal.SIGKILL, after)]).train()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not survive a fork")
 @pytest.mark.parametrize(("after", "saved"), [(3, 2), (4, 4), (5, 4)])
 def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tmp_path, after, saved):
     whole = training(tmp_path / "whole")
     whole.train()
     assert [entry["global_batch_size"] for entry in end_of(whole)[0]] == [4, 4, 4, 4, 8, 8, 16]
-    killed(train_until_killed, tmp_path / "parts", after)
+    process = context().Process(target=train_until_killed, args=(tmp_path / "parts", after))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert choose(str(tmp_path / "parts"), "auto") == str(tmp_path / "parts" / f"checkpoint-{saved}")
     resumed = training(tmp_path / "parts", seed=5)
     resumed.train(resume_from_checkpoint="auto")

@@ -57,8 +57,8 @@ GPUS = {
 # models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
-OTHERS = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of a choice that options decide alone
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
+GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of `Choice` that only options decide
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
         _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
     )
     retained = min(choice.retain, choice.accumulation)
-    # What it changes that the texts of several micro-batches are encoded at once.
+    # The seconds that `texts` saves in the forwards of both passes and in the backward.
     saved = saved_again = saved_backward = 0.0
     if choice.texts > 1:
         passes = choice.passes_of_texts
@@ -335,7 +335,7 @@ def choices(
     Args:
         counts: the counts with (True) and without (False) checkpointing of the activations.
         decided: the values of those attributes of `Choice` that are not to be chosen (micro_batch, accumulation,
-            retain, offload, checkpointing), and those of `OTHERS`.
+            retain, offload, checkpointing), and those of `GIVEN`.
 
     Raises:
         ValueError: the global batch is not a multiple of the number of GPUs.
@@ -355,7 +355,7 @@ def choices(
         for size in sizes if decided.get("checkpointing", checkpointing) == checkpointing else ():
             for offload in (False, True) if "offload" not in decided else (decided["offload"],):
                 choice = Choice(gpus, size, rows // size, decided.get("retain", 1), offload, compiled, checkpointing)
-                others = {name: decided[name] for name in OTHERS if name in decided}
+                others = {name: decided[name] for name in GIVEN if name in decided}
                 choice = replace(choice, **others)
                 rest_gib = USABLE * memory_gib - memory(of_model, choice).total / GIB
                 if rest_gib < 0:

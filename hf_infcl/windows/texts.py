@@ -60,8 +60,8 @@ def deal_texts(
     order = lengths.argsort(descending=True, stable=True)
     new_sizes = _put_together(sizes, at_once, last_has_texts=last_has_texts)
     parts = order.split(new_sizes)
-    # Where lengths are not known, a tower may need texts of just this one.
-    longest = [int(lengths[part[0]]) if len(part) else MULTIPLE if sorts else widest for part in parts]
+    shortest = MULTIPLE if sorts else widest  # a tower of unknown padding may take texts of only one length
+    longest = [int(lengths[part[0]]) if len(part) else shortest for part in parts]
     if "start_texts" in batches[0]:  # their embeddings at the start go with them
         starts = torch.cat([batch["start_texts"] for batch in batches])
         for batch, part in zip(batches, starts[order.to(starts.device)].split(new_sizes), strict=True):
