@@ -78,6 +78,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl freeze image": {"retain_graphs": "1", "freeze": "image"},
     "hf_infcl noise scale": {"retain_graphs": "1", "gradient_noise_steps": 1},  # measured in each step
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
+    "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
