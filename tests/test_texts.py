@@ -143,6 +143,31 @@ def test_a_kept_text_is_finite_and_draws_no_random_numbers():
     assert encoder.embed(model.bfloat16(), half, {})[1].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_a_compiled_model_is_compiled_once_without_its_text_tower(kind):
+    graphs: list[int] = []  # the parameters of the text tower in each of them
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+        graphs.append(sum("text_model" in name and "parameters" in name for name in names))
+        return graph.forward
+
+    model = models.BUILD[kind]()
+    encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
+    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        images, texts = encoder.embed(compiled, batch)
+        again, none = encoder.embed(compiled, alone)
+        torch.testing.assert_close(again, images)
+        assert (len(texts), len(none)) == (3, 0)
+    torch._dynamo.reset()
+    with_texts, without = graphs
+    assert with_texts > 10
+    assert without == 0
+
+
 class _FixedTexts(torch.nn.Module):
     """Embeds texts of just one length, as OpenAI's CLIP does."""
 
@@ -169,6 +194,7 @@ def test_texts_of_one_length_keep_it(tmp_path):
         {"keep_features": 1.0},
         {"offload_inputs": True},
         {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
         {"global_batch_schedule": ["4:0.25", "12"], "gradient_accumulation_steps": 1},
     ],
     ids=str,

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,9 +144,10 @@ class DualEncoder:
         self.model: Any = model
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective, self._unused = kind.objective, kind.unused
-        self._one_text = OneText()
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._divides = kind.temperature == "temperature"
+        text_tower = self._towers().get("text")
+        self._one_text = None if text_tower is None else OneText(text_tower)
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
@@ -247,13 +249,17 @@ class DualEncoder:
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         no_texts = bool(batch.get(NO_TEXTS))
+        one_text = self._one_text if no_texts else None
+        if one_text is not None and not one_text.known():
+            row = {name: value[:1] for name, value in inputs.items()}
+            eager = getattr(forward, "_orig_mod", forward)  # of which torch.compile made it
+            one_text.learn(self.model, partial(eager, **row, return_dict=True))
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
-                frozen = self.frozen_towers()
-                for name, tower in frozen.items():
+                for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
-                if no_texts and "text" not in frozen and "text" in (towers := self._towers()):
-                    stack.enter_context(self._one_text.instead_of(towers["text"]))
+            if one_text is not None and one_text.known():
+                stack.enter_context(one_text.instead_of_tower())
             outputs = forward(**inputs, return_dict=True)
         return outputs.image_embeds, outputs.text_embeds[:0] if no_texts else outputs.text_embeds
 

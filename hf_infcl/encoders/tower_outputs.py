@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -13,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 @contextlib.contextmanager
 def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator[None]:
     """Within the context the tower stores its output in ``outputs``, or returns the stored one without computing."""
-    forward, overridden = tower.forward, "forward" in vars(tower)
+    forward = tower.forward
 
     def first(*args: Any, **kwargs: Any) -> Any:
         full = forward(*args, **kwargs)
@@ -22,43 +23,67 @@ def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator
         outputs[name] = BaseModelOutputWithPooling(first_position, full.get("pooler_output"))
         return full
 
-    tower.forward = (lambda *args, **kwargs: outputs[name]) if name in outputs else first
+    with _forward_of(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
+        yield
+
+
+class OneText:
+    """What the text tower returns for a text that stands for none, so that the tower runs for it only once.
+
+    No embedding depends on its values. But the gradient of no rows is 0 times them, so they have to be finite.
+
+    Args:
+        tower: the text tower.
+    """
+
+    def __init__(self, tower: nn.Module) -> None:
+        self._tower = tower
+        self._output: dict[str, Any] = {}
+        self._kind: Any = None  # dtype and device of the tower that returned it
+        # One function for all forwards: for another one the compiler would compile the model again.
+        self._forward = lambda *args, **kwargs: BaseModelOutputWithPooling(**self._output)
+
+    def known(self) -> bool:
+        """Whether the output is there, in the tower's dtype and on its device."""
+        return self._kind == self._kind_of_tower()
+
+    def learn(self, model: nn.Module, forward: Callable[[], Any]) -> None:
+        """Keeps the output, unless it is not finite.
+
+        Args:
+            model: the whole model. It is in evaluation mode meanwhile: the forward draws no random numbers.
+            forward: calls the model, eager, on any images and one text.
+        """
+        outputs: dict[str, Any] = {}
+        trained = [module for module in model.modules() if module.training]
+        model.eval()
+        try:
+            with torch.no_grad(), remembered(self._tower, outputs, "text"):
+                forward()
+        finally:
+            for module in trained:
+                module.training = True
+        if all(value.isfinite().all() for value in outputs["text"].values()):
+            self._output, self._kind = dict(outputs["text"]), self._kind_of_tower()
+
+    def instead_of_tower(self) -> contextlib.AbstractContextManager[None]:
+        """Within the context the tower returns the output, and computes nothing."""
+        return _forward_of(self._tower, self._forward)
+
+    def _kind_of_tower(self) -> Any:
+        parameter = next(self._tower.parameters())
+        return parameter.dtype, parameter.device
+
+
+@contextlib.contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within the context the module has another forward."""
+    own, overridden = module.forward, "forward" in vars(module)
+    module.forward = forward
     try:
         yield
     finally:
         if overridden:
-            tower.forward = forward
+            module.forward = own
         else:
-            del tower.forward  # restores the method of the class
-
-
-class OneText:
-    """The text tower's output for a text that stands for none, so that the tower runs for it only once.
-
-    No embedding depends on its values. But the gradient of no rows is 0 times them, so they have to be finite.
-    """
-
-    def __init__(self) -> None:
-        self._output: Any = None
-        self._kind: Any = None  # dtype and device of the tower that returned it
-
-    @contextlib.contextmanager
-    def instead_of(self, tower: nn.Module) -> Iterator[None]:
-        """Within the context the tower returns the output without computing, once it is there."""
-        parameter = next(tower.parameters())
-        kind = parameter.dtype, parameter.device
-        outputs: dict[str, Any] = {}
-        if self._kind == kind:  # a forward writes the projection into the output that it gets
-            outputs["text"] = type(self._output)(**self._output)
-        # The second pass may not run the tower, so it must not draw random numbers in the first one.
-        trained = [module for module in tower.modules() if module.training]
-        tower.eval()
-        try:
-            with remembered(tower, outputs, "text"):
-                yield
-        finally:
-            for module in trained:
-                module.training = True
-        if self._kind != kind and all(value.isfinite().all() for value in outputs["text"].values()):
-            values = {name: value.detach() for name, value in outputs["text"].items()}
-            self._output, self._kind = type(outputs["text"])(**values), kind
+            del module.forward  # restores the method of the class

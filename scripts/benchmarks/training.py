@@ -443,7 +443,7 @@ def train_open_clip(
             "layers": text["num_hidden_layers"],
             "width": text["hidden_size"],
             "heads": text["num_attention_heads"],
-            "context_length": text["max_position_embeddings"],
+            "context_length": pool[0]["input_ids"].shape[1],  # it takes texts of no other length
             "vocab_size": config.text_config.vocab_size,
         },
         output_dict=True,
