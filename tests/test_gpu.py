@@ -86,12 +86,12 @@ class WithoutTF32(Gradients):
         without_tf32()
 
 
-def rank_compile(rank: int, world_size: int, folder: str, objective: str, frozen: str | None) -> None:
+def rank_compile(rank: int, world_size: int, folder: str, objective: str, options: dict[str, Any]) -> None:
     found = []
     for compiled in (False, True):
         seen = WithoutTF32()
-        options = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": False, "freeze": frozen, "torch_compile": compiled}
-        trainer_for(folder, MODELS[objective](), callbacks=[seen], **options).train()
+        settings = {"max_steps": 1, "max_grad_norm": 0.0, "use_cpu": False, "torch_compile": compiled, **options}
+        trainer_for(folder, MODELS[objective](), callbacks=[seen], **settings).train()
         found.append({name.replace("_orig_mod.", ""): gradient for name, gradient in seen.seen.items()})
     plain, other = found
     assert plain.keys() == other.keys()
@@ -101,11 +101,21 @@ def rank_compile(rank: int, world_size: int, folder: str, objective: str, frozen
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("objective", "frozen"), [("softmax", None), ("sigmoid", "image")])
-def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective, frozen):
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        ("softmax", {}),
+        ("sigmoid", {"freeze": "image"}),
+        ("softmax", {"texts_at_once": 3, "gradient_accumulation_steps": 3}),
+    ],
+    ids=str,
+)
+def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size, objective, options):
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
-    ranks.run(rank_compile, world_size, str(tmp_path), objective, frozen, backend="nccl", timeout=300, always_ring=True)
+    ranks.run(
+        rank_compile, world_size, str(tmp_path), objective, options, backend="nccl", timeout=300, always_ring=True
+    )
 
 
 def rank_replays(rank: int, world_size: int, folder: str) -> None:
