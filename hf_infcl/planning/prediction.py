@@ -93,10 +93,11 @@ class Choice:
 
     @property
     def passes_of_texts(self) -> list[int]:
-        """How many micro-batches' texts are encoded in each of the first micro-batches; in the others none are."""
+        """How many micro-batches' texts are encoded in each micro-batch of the window."""
         apart = 1 if self.gpus > 1 and self.texts > 1 else 0  # the last one has its own
         together = self.accumulation - apart
-        return [min(self.texts, together - first) for first in range(0, together, self.texts)] + [1] * apart
+        groups = [min(self.texts, together - first) for first in range(0, together, self.texts)]
+        return [*groups, *[0] * (together - len(groups)), *[1] * apart]
 
     @property
     def rows(self) -> int:
@@ -159,11 +160,9 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
     values = counts.dim * choice.rows  # of the features of one side
     retain = min(choice.retain, choice.accumulation)
-    others = others_kept = 0.0  # the graphs of others' texts in the first micro-batch, and in all that are kept
+    others = 0.0  # the graphs of others' texts in the kept micro-batches, without those that these gave away
     if choice.texts > 1:
-        of_texts = factor * scale * counts.texts[0]
-        others = of_texts * (choice.passes_of_texts[0] - 1)
-        others_kept = of_texts * (sum(choice.passes_of_texts[:retain]) - retain)
+        others = factor * scale * counts.texts[0] * (sum(choice.passes_of_texts[:retain]) - retain)
     start = choice.keep_features or choice.keep_weights
     common = {
         "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
@@ -176,8 +175,8 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     }
     loss = loss_bytes(counts.dim, choice)
     kept = loss if is_replayed(counts.dim, choice) else 0.0
-    in_backward = Memory(activations=graph * (retain - 1) + peak + max(others, others_kept), loss=kept, **common)
-    in_loss = Memory(activations=graph * retain + max(0.0, others_kept), loss=loss, **common)
+    in_backward = Memory(activations=graph * (retain - 1) + peak + others, loss=kept, **common)
+    in_loss = Memory(activations=graph * retain + others, loss=loss, **common)
     return max(in_backward, in_loss, key=lambda m: m.total)
 
 
@@ -213,7 +212,8 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     if choice.texts > 1:
         passes = choice.passes_of_texts
         times: list[dict[int, float]] = [
-            {n: _seconds(o, replace(choice, micro_batch=n * choice.micro_batch), gpu) for n in {1, *passes}}
+            {0: 0.0}
+            | {n: _seconds(o, replace(choice, micro_batch=n * choice.micro_batch), gpu) for n in {1, *passes} - {0}}
             for o in counts.texts[1:]
         ]
         forward_of, backward_of = times  # the texts of so many micro-batches

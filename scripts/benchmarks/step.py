@@ -375,10 +375,14 @@ def plot(table: Path) -> None:
         axis.axis("off")
     for axis, (comparison, group) in zip(axes.flat, panels, strict=False):
         first = group[-1]
-        card = first["device"].removeprefix("NVIDIA ")
-        title = f"{first['model']}, {first['world_size']} × {card}, micro-batches of {first['micro_batch_size']}"
-        if float(first["patch_dropout"]):
-            title += f",\n{float(first['patch_dropout']):.0%} of the patches of {first['image_size']} pixels left out"
+        card = first["device"].removeprefix("NVIDIA ").split()[0]
+        several = f"{first['accumulation_steps']} " * (comparison == "overhead")
+        title = (
+            f"{first['model']}, {first['world_size']} × {card}, {several}micro-batches of {first['micro_batch_size']}"
+        )
+        details = [f"{float(first['patch_dropout']):.0%} of the patches left out"] * bool(float(first["patch_dropout"]))
+        details += [f"texts of {first['text_tokens']} tokens"] if comparison == "overhead" else []
+        title = ",\n".join(filter(None, (title, ", ".join(details))))
         if comparison == "overhead":
             # OpenCLIP's own loop without --accum-freq has no accumulation steps.
             group = [row for row in group if row["accumulation_steps"] in ("1", first["accumulation_steps"])]
@@ -388,10 +392,7 @@ def plot(table: Path) -> None:
                 for row in group
             }
             common.draw_bars(axis, {row["implementation"]: float(row["ratio"]) for row in group}, notes)
-            axis.set(
-                title=f"{title}, {first['accumulation_steps']} of them",
-                xlabel="images per second, Trainer = 1; peak memory",
-            )
+            axis.set(title=title, xlabel="images per second, Trainer = 1; peak memory")
             axis.axvline(1, color="black", lw=0.8, zorder=0)
         else:
             lines: dict[str, list[tuple[float, float]]] = {}
