@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,9 @@ GPUS = {
 # models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
+COMPILED_LAUNCHES = (
+    4  # eager operations for which the host takes as long as for a matrix product and what belongs to it
+)
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
 GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of `Choice` that only options decide
 
@@ -203,33 +207,44 @@ def is_replayed(dim: int, choice: Choice) -> bool:
 
 def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     """The time of a step by phase, assuming that phases do not overlap and that data is always available."""
-    first, again, backward = (
-        _seconds(operations, choice, gpu) for operations in (counts.forward, counts.again, counts.backward)
-    )
     retained = min(choice.retain, choice.accumulation)
-    # The seconds that `texts` saves in the forwards of both passes and in the backward.
-    saved = saved_again = saved_backward = 0.0
-    if choice.texts > 1:
-        passes = choice.passes_of_texts
-        times: list[dict[int, float]] = [
-            {0: 0.0}
-            | {n: _seconds(o, replace(choice, micro_batch=n * choice.micro_batch), gpu) for n in {1, *passes} - {0}}
-            for o in counts.texts[1:]
-        ]
-        forward_of, backward_of = times  # the texts of so many micro-batches
-        saved = choice.accumulation * forward_of[1] - sum(forward_of[n] for n in passes)
-        saved_again = (choice.accumulation - retained) * forward_of[1] - sum(forward_of[n] for n in passes[retained:])
-        saved_backward = choice.accumulation * backward_of[1] - sum(backward_of[n] for n in passes)
-    of_start = choice.accumulation * again if choice.keep_features else 0.0
+    passes = choice.passes_of_texts if choice.texts > 1 else [1] * choice.accumulation
+    _, of_texts, backward_of_texts = counts.texts
+    forward, again, backward = (
+        {count: _seconds(_micro_batch(operations, texts, count), choice, gpu) for count in set(passes)}
+        for operations, texts in (
+            (counts.forward, of_texts),
+            (counts.again, of_texts),
+            (counts.backward, backward_of_texts),
+        )
+    )
     return {
-        "first pass": choice.accumulation * first + of_start - saved,
+        "first pass": sum(forward[n] + (again[n] if choice.keep_features else 0.0) for n in passes),
         "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
-        "second pass": choice.accumulation * backward
-        + (choice.accumulation - retained) * again
-        - saved_again
-        - saved_backward,
+        "second pass": sum(backward[n] for n in passes) + sum(again[n] for n in passes[retained:]),
         "optimizer": optimizer_seconds(counts, choice, gpu),
     }
+
+
+def _micro_batch(operations: Sequence[Operation], texts: Sequence[Operation], count: int) -> list[Operation]:
+    """The operations of a micro-batch that encodes the texts of ``count`` micro-batches, given those that encode one's.
+
+    Args:
+        operations: of a micro-batch with its own texts.
+        texts: those of them that are for texts.
+        count: the micro-batches whose texts are encoded.
+    """
+    if count == 1:
+        return list(operations)
+    rest = Counter(texts)
+    images = []
+    for o in operations:
+        if rest[o] > 0:
+            rest[o] -= 1
+        else:
+            images.append(o)
+    more = [Operation(count * o.flops, count * o.nbytes, o.waits) for o in texts] if count else []
+    return images + more
 
 
 def muon_values(counts: Counts) -> int:
@@ -259,8 +274,7 @@ def _seconds(operations: Sequence[Operation], choice: Choice, gpu: GPU) -> float
     traffic, launch = 1.0, gpu.launch
     if choice.compiled:
         traffic = COMPILED_TRAFFIC
-        # A compiled graph launches about as many kernels as it has matrix products, twice.
-        launch *= 2 * sum(1 for o in operations if o.flops) / max(1, len(operations))
+        launch *= COMPILED_LAUNCHES * sum(1 for o in operations if o.flops) / max(1, len(operations))
     host = device = 0.0
     for o in operations:
         if o.waits and not choice.compiled:
