@@ -315,8 +315,8 @@ def test_benchmark_evaluation_compares_with_the_forward(script, tmp_path):
 
 
 def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
-    training = script("benchmarks.training")
-    pool = training.make_pool("tiny", 3, 4, torch.float32)
+    inputs, training = script("benchmarks.inputs"), script("benchmarks.training")
+    pool = inputs.make_pool("tiny", 3, 4, torch.float32)
     gradients = []
     for trainer_class in (training.OpenCLIPTrainer, training.PooledInfCLTrainer):
 
@@ -325,7 +325,7 @@ def test_openclip_accumulation_has_the_gradient_of_the_whole_batch(script):
                 gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
                 return super()._clip_grad_norm(model)
 
-        training.train(Kept, training.build("tiny"), pool, 1, 3)
+        training.train(Kept, inputs.build("tiny"), pool, 1, 3)
     theirs, ours = gradients
     assert theirs.keys() == ours.keys()
     scale = theirs.pop("logit_scale") / ours.pop("logit_scale")

@@ -324,10 +324,10 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
     from hf_infcl import InfCLTrainer
     from hf_infcl.data.streams import ImageTextStream
 
-    from . import training
+    from . import inputs, training
 
-    side = training.MODELS[args.model]["vision_config"]["image_size"]
-    length = training.MODELS[args.model]["text_config"]["max_position_embeddings"]
+    side = inputs.MODELS[args.model]["vision_config"]["image_size"]
+    length = inputs.MODELS[args.model]["text_config"]["max_position_embeddings"]
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     # Texts have full length, regardless of their captions.
     collator = ContrastiveCollator(processor(images), max_length=length, fixed_length=True, uint8=True)
@@ -350,7 +350,7 @@ def train(args: argparse.Namespace) -> Iterator[Row]:
                     arguments = training_arguments(args, output, mode == "compiled", "offload" in name)
                     clock = training.Clock(arguments.device)
                     kind = InfCLTrainer if data else training.PooledInfCLTrainer
-                    trainer = kind(training.build(args.model), arguments, collator, callbacks=[clock], **data)
+                    trainer = kind(inputs.build(args.model), arguments, collator, callbacks=[clock], **data)
                     trainer.pool = pool
                     trainer.remove_callback(transformers.PrinterCallback)
                     trainer.train()

@@ -30,7 +30,7 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ZeroShotDataset
 from hf_infcl.data import images as decoding
 
-from . import common, data, training
+from . import common, data, inputs
 from .common import RESULTS, Row
 
 COLUMNS = (
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
 def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """Rows of the forward and of the evaluations, for each dtype."""
-    side = training.MODELS[args.model]["vision_config"]["image_size"]
+    side = inputs.MODELS[args.model]["vision_config"]["image_size"]
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     processor = data.processor(images)
     processor.tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()  # a token for each word of a prompt
@@ -75,7 +75,7 @@ def measured(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     cropped = images([decoding.decode_rgb(file) for file in files], do_rescale=False, do_normalize=False)
     arrays = [array.transpose(1, 2, 0).astype(np.uint8) for array in cropped["pixel_values"]]
     pools = {"pool": arrays, "jpeg": files}
-    model = training.build(args.model).to(device).eval()
+    model = inputs.build(args.model).to(device).eval()
     pixels = torch.rand(args.batch, 3, side, side, device=device)
     exact = embeddings(model, pixels[:64], "fp32")
     for dtype in args.dtypes:
@@ -141,7 +141,7 @@ def now(device: torch.device) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="vit-b-16", choices=training.MODELS)
+    parser.add_argument("--model", default="vit-b-16", choices=inputs.MODELS)
     parser.add_argument("--images", type=int, default=50_000)
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--templates", type=int, default=80)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from hf_infcl.optimizers import MuonAdamW, muon_adamw, parameter_groups
 from hf_infcl.processes.collectives import Processes
 
-from . import common, training
+from . import common, inputs
 from .common import RESULTS, Row
 
 COLUMNS = (
@@ -86,7 +86,7 @@ def random_groups(name: str, device: torch.device) -> list[Group]:
         if name == "so400m-14":
             model: nn.Module = transformers.SiglipModel(transformers.SiglipConfig(**SO400M))
         else:
-            model = transformers.CLIPModel(transformers.CLIPConfig(**training.MODELS[name]))
+            model = transformers.CLIPModel(transformers.CLIPConfig(**inputs.MODELS[name]))
     model.to_empty(device=device)
     g = torch.Generator(device).manual_seed(0)
     for p in model.parameters():

@@ -48,7 +48,7 @@ from hf_infcl.loss import OBJECTIVES
 from hf_infcl.planning import GIB, GPU, GPUS, Choice, Counts
 
 from .common import RESULTS, Row, newest, read
-from .training import sizes_of
+from .inputs import sizes_of
 
 # Commit, micro-batch and implementation of the rows of steps.
 FITTED_STEPS = (

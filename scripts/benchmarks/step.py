@@ -58,7 +58,7 @@ from hf_infcl import contrastive_loss
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
 
-from . import common, peers, training
+from . import common, inputs, peers, training
 from .common import RESULTS, SCALE, Row
 
 COLUMNS = (
@@ -95,26 +95,26 @@ def run(args: argparse.Namespace) -> None:
     if args.pixel_dtype == "uint8" and not args.global_batch_sizes:
         raise SystemExit("--pixel-dtype uint8 is for --global-batch-sizes: only InfCLTrainer takes such images.")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    args.text_tokens = args.text_tokens or training.MODELS[args.model]["text_config"]["max_position_embeddings"]
+    args.text_tokens = args.text_tokens or inputs.MODELS[args.model]["text_config"]["max_position_embeddings"]
     if args.texts:
         for row in texts(args, device):
             common.append(args.output, COLUMNS, common.environment(device, "transformers") | row)
         return
     # ---- One run for each combination of settings ----
-    own_size = training.MODELS[args.model]["vision_config"]["image_size"]
+    own_size = inputs.MODELS[args.model]["vision_config"]["image_size"]
     settings = [
         argparse.Namespace(**{**vars(args), "image_size": size, "patch_dropout": share})
         for size in args.image_size or [own_size]
         for share in args.patch_dropout
     ]
     for one in settings:
-        training.sizes_of(args.model, one.image_size)  # refuses before anything is measured
+        inputs.sizes_of(args.model, one.image_size)  # refuses before anything is measured
     if args.profile is not None and len(settings) > 1:
         raise SystemExit("--profile takes one --patch-dropout and one --image-size.")
     for one in settings:
         pixels = getattr(torch, args.pixel_dtype)
         sizes = {"image_size": one.image_size, "tokens": one.text_tokens}
-        pool = training.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **sizes)
+        pool = inputs.make_pool(args.model, args.pool, args.micro_batch_size, pixels, **sizes)
         if args.profile is not None:
             profile(one, pool, device)
             continue
@@ -160,7 +160,7 @@ def trains(args: argparse.Namespace, pool: list[Any], trainer_class: Any, **opti
     """A function that trains a new model with a trainer, for `measured`."""
 
     def train(steps: int, accumulation: int) -> tuple[Any, Any]:
-        model = training.build(args.model, args.image_size)
+        model = inputs.build(args.model, args.image_size)
         patches = {"patch_dropout": args.patch_dropout}
         return training.train(trainer_class, model, pool, steps, accumulation, **patches, **options)
 
@@ -214,7 +214,7 @@ def texts(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     As in InfCLTrainer's window, the first micro-batch keeps its graph and the others are encoded twice, here with the
     sum of all features for a loss; texts may keep all their graphs.
     """
-    model = training.build(args.model).to(device).train()
+    model = inputs.build(args.model).to(device).train()
     total, steps = args.micro_batch_size * args.accumulation_steps, args.accumulation_steps
     config, g = model.config.text_config, torch.Generator().manual_seed(0)
     tokens = torch.randint(3, config.eos_token_id - 1, (total, args.text_tokens), generator=g)
@@ -341,7 +341,7 @@ def table(args: argparse.Namespace, pool: list[Any], device: torch.device) -> An
 def warm_up(loss: Any, rows: int, model: str, device: torch.device) -> None:
     """Calls a loss once on features of the window's shape."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, y = common.features(rows, training.MODELS[model]["projection_dim"], dtype, device, seed=common.rank())
+    x, y = common.features(rows, inputs.MODELS[model]["projection_dim"], dtype, device, seed=common.rank())
     loss(x.requires_grad_(), y.requires_grad_(), torch.tensor(SCALE, device=device), None).backward()
 
 
@@ -413,7 +413,7 @@ def plot(table: Path) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="vit-b-16", choices=training.MODELS)
+    parser.add_argument("--model", default="vit-b-16", choices=inputs.MODELS)
     parser.add_argument("--micro-batch-size", type=int, default=64)
     parser.add_argument("--accumulation-steps", type=int, default=8, help="where no global batch is given")
     parser.add_argument("--global-batch-sizes", type=int, nargs="*", default=[], help="measure the table instead")

@@ -1,0 +1,160 @@
+"""What the benchmarks train: CLIPs whose random weights are the same every time, and random batches from a pool."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from . import common
+
+# ViTs as OpenAI's and OpenCLIP's; tiny is for trying the benchmark out.
+MODELS: dict[str, dict[str, Any]] = {
+    "vit-b-16": {
+        "vision_config": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "patch_size": 16,
+            "image_size": 224,
+        },
+        "text_config": {
+            "hidden_size": 512,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 77,
+        },
+        "projection_dim": 512,
+    },
+    "vit-l-14": {
+        "vision_config": {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 224,
+        },
+        "text_config": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "max_position_embeddings": 77,
+        },
+        "projection_dim": 768,
+    },
+    "tiny": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 8,
+            "image_size": 16,
+        },
+        "text_config": {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 8,
+        },
+        "projection_dim": 16,
+    },
+}
+
+MODELS["vit-b-32"] = MODELS["vit-b-16"] | {"vision_config": MODELS["vit-b-16"]["vision_config"] | {"patch_size": 32}}
+
+Batch = dict[str, Tensor]
+
+
+def sizes_of(name: str, image_size: int | None = None) -> dict[str, Any]:
+    """The keyword arguments of the config of a model, for images of its own or of another size.
+
+    Raises:
+        SystemExit: the size is no multiple of the model's patches.
+    """
+    sizes = MODELS[name]
+    vision = sizes["vision_config"]
+    size, patch = image_size or vision["image_size"], vision["patch_size"]
+    if size % patch:
+        raise SystemExit(f"--image-size {size} is no multiple of the patches of {name}, which are of {patch} pixels.")
+    return sizes | {"vision_config": vision | {"image_size": size}}
+
+
+def build(name: str, image_size: int | None = None) -> transformers.CLIPModel:
+    """A new model whose random weights are the same every time."""
+    return copy.deepcopy(_initial(name, image_size))
+
+
+@functools.cache
+def _initial(name: str, image_size: int | None) -> transformers.CLIPModel:
+    torch.manual_seed(0)
+    config = transformers.CLIPConfig(**sizes_of(name, image_size))
+    return transformers.AutoModel.from_config(config, attn_implementation="sdpa")
+
+
+def make_pool(
+    name: str,
+    count: int,
+    rows: int,
+    pixel_dtype: torch.dtype,
+    *,
+    image_size: int | None = None,
+    tokens: int | None = None,
+) -> list[Batch]:
+    """Different micro-batches of random images and captions in host memory, pinned if there is a GPU.
+
+    The captions have the full length of the model, or so many tokens.
+    """
+    config = transformers.CLIPConfig(**sizes_of(name, image_size))
+    size, length = config.vision_config.image_size, tokens or config.text_config.max_position_embeddings
+    g = torch.Generator().manual_seed(common.rank())
+    last = config.text_config.eos_token_id
+    pool = []
+    for _ in range(count):
+        texts = torch.randint(3, last - 1, (rows, length), generator=g)
+        texts[:, -1] = last
+        shape = rows, 3, size, size
+        if pixel_dtype == torch.uint8:
+            images = torch.randint(256, shape, dtype=torch.uint8, generator=g)
+        else:
+            images = torch.randn(shape, generator=g).to(pixel_dtype)
+        batch = {"pixel_values": images, "input_ids": texts, "attention_mask": torch.ones_like(texts)}
+        pool.append({k: v.pin_memory() if torch.cuda.is_available() else v for k, v in batch.items()})
+    return pool
+
+
+class Loader:
+    """Yields a given number of batches from a pool, over and over.
+
+    With a device, each batch is a separate copy on it, as from a data loader, so a window takes its full memory.
+    """
+
+    def __init__(self, pool: list[Batch], length: int, device: torch.device | None) -> None:
+        self._pool, self._length, self._device = pool, length, device
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(self._length):
+            batch = self._pool[index % len(self._pool)]
+            if self._device is not None:
+                batch = {name: value.to(self._device, non_blocking=True, copy=True) for name, value in batch.items()}
+            yield dict(batch)  # trainers remove what they have used from the batch
+
+
+class Normaliser:
+    """The part of `ContrastiveCollator` that InfCLTrainer needs: it converts uint8 images to fp32 on the device."""
+
+    def normalise(self, pixel_values: Tensor) -> Tensor:
+        return pixel_values.float().div_(127.5).sub_(1)
