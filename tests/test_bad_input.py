@@ -15,6 +15,7 @@ import struct
 import sys
 import zlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from helpers.shards import write_tar
 from helpers.trainers import arguments, trainer_for
 from PIL import Image
 
-from hf_infcl import InfCLTrainer
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from hf_infcl.data.images import read_encoded
 from hf_infcl.data.pairs import as_pair_id
@@ -326,6 +327,24 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
 def test_options_that_would_not_do_what_they_say_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("steps", "world_size", "message"),
+    [
+        (1, 1, "texts_at_once=4 has no effect with gradient_accumulation_steps=1: a step has one micro-batch"),
+        (1, 3, "texts_at_once=4 has no effect with gradient_accumulation_steps=1: a step has one micro-batch"),
+        (2, 1, None),
+        (2, 3, "texts_at_once=4 has no effect with gradient_accumulation_steps=2 and 3 processes: the last"),
+        (3, 3, None),
+    ],
+)
+def test_texts_at_once_needs_micro_batches_whose_texts_it_can_put_together(tmp_path, steps, world_size, message):
+    with (
+        mock.patch.object(InfCLTrainingArguments, "world_size", world_size),
+        pytest.raises(ValueError, match=message) if message else contextlib.nullcontext(),
+    ):
+        arguments(tmp_path, gradient_accumulation_steps=steps, texts_at_once=4)
 
 
 def test_features_of_a_tower_that_trains_cannot_be_cached(tmp_path):

@@ -25,7 +25,7 @@ def test_gradients_equal_one_process_with_the_whole_batch(ranks, world_size):
 
 
 TOGETHER = [(o, v, 4) for o in MODELS for v in ("plain", "frozen image", "frozen text")]
-TOGETHER += [("softmax", "pair_ids", 4), ("softmax", "lengths", 4), ("softmax", "replay", 2)]
+TOGETHER += [("softmax", "pair_ids", 4), ("softmax", "lengths", 4), ("softmax", "replay", 4)]
 
 
 @pytest.mark.parametrize(("world_size", "at_once", "graphs"), [(1, 2, "1"), (1, 4, "2"), (2, 2, "1"), (3, 4, "2")])

@@ -273,6 +273,10 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     assert "texts_at_once" not in plain
     one = planned(capsys, small_model, *words[:3], 1, "--texts_at_once", 4)
     assert "--texts_at_once" not in one.split("infcl train")[-1], "a single micro-batch is refused with it"
+    words = ["--per_device_train_batch_size", 64, "--gpus", 2, "--texts_at_once", 4, "--gradient_accumulation_steps"]
+    two, three = (planned(capsys, small_model, *words, steps).split("infcl train")[-1] for steps in (2, 3))
+    assert "--texts_at_once" not in two, "two micro-batches are refused with it among several processes"
+    assert "--texts_at_once 4" in three
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
     assert choice_of(args).texts == 2
 

@@ -16,7 +16,7 @@ from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
 from .batch_schedule import BatchSchedule, check_batch_schedule
-from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support
+from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .image_sizes import ImageSizes, check_image_sizes
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
@@ -362,6 +362,7 @@ class InfCLTrainingArguments(TrainingArguments):
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         check_accelerator(self)
+        check_texts_at_once(self)
         accelerator: Any = self.accelerator_config
         if self.dataloader_pin_memory:
             accelerator.non_blocking = True  # the host prepares the next batch while the last one is computed

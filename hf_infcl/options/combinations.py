@@ -165,6 +165,16 @@ def _check_effects(args: Any) -> None:
         )
 
 
+def check_texts_at_once(args: Any) -> None:
+    """Raises a ValueError if ``texts_at_once`` would have no effect among several processes, which must be set up."""
+    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
+        raise ValueError(
+            f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
+            f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
+            "one other. Omit it, or choose smaller micro-batches and more of them."
+        )
+
+
 def _check_cache_folder(args: Any) -> None:
     """Raises a ValueError if a push of ``output_dir`` would upload the cached features."""
     if args.cache_features is None or args.output_dir is None:

@@ -117,7 +117,7 @@ class Choice:
         """The options of `infcl train`."""
         words = f"--per_device_train_batch_size {self.micro_batch} --gradient_accumulation_steps {self.accumulation}"
         words += f" --retain_graphs {self.retain}" if self.retain > 1 else ""
-        words += f" --texts_at_once {self.texts}" if self.texts > 1 and self.accumulation > 1 else ""
+        words += f" --texts_at_once {self.texts}" if max(self.passes_of_texts) > 1 else ""
         words += " --offload_inputs" if self.offload else ""
         words += " --gradient_checkpointing" if self.checkpointing else ""
         words += " --optimizer muon" if self.muon else ""
