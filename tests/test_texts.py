@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers, planning
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
-from hf_infcl.encoders.dual_encoder import NO_TEXTS, TEXT_INPUTS, DualEncoder
+from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
 from hf_infcl.windows.texts import deal_texts
 from hf_infcl.windows.window import Window
 
@@ -141,6 +141,19 @@ def test_a_kept_text_is_finite_and_draws_no_random_numbers():
     assert model.text_projection.weight.grad.isfinite().all(), "the text of a window that was skipped"
     half = {**alone, "pixel_values": batch["pixel_values"].bfloat16()}
     assert encoder.embed(model.bfloat16(), half, {})[1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
+def test_a_micro_batch_without_texts_takes_cached_image_features(kind):
+    model = models.BUILD[kind]().eval()
+    encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
+    encoder.freeze("image")
+    images, _ = encoder.embed(model, batch)
+    of_texts = {name: value[:1] for name, value in batch.items() if name in TEXT_INPUTS}
+    alone = {**of_texts, IMAGE_FEATURES: encoder.image_features(batch).detach(), NO_TEXTS: True}
+    again, texts = encoder.embed(model, alone, {})
+    torch.testing.assert_close(again, images)
+    assert len(texts) == 0
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])

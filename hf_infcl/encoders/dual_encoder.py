@@ -251,9 +251,10 @@ class DualEncoder:
         no_texts = bool(batch.get(NO_TEXTS))
         one_text = self._one_text if no_texts else None
         if one_text is not None and not one_text.known():
-            row = {name: value[:1] for name, value in inputs.items()}
+            names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
+            row = {name: value[:1] for name, value in _select(batch, names).items()}
             eager = getattr(forward, "_orig_mod", forward)  # of which torch.compile made it
-            one_text.learn(self.model, partial(eager, **row, return_dict=True))
+            one_text.learn(self.model, partial(self.embed, eager, row))
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():

@@ -52,7 +52,7 @@ class OneText:
 
         Args:
             model: the whole model. It is in evaluation mode meanwhile: the forward draws no random numbers.
-            forward: calls the model, eager, on any images and one text.
+            forward: calls the model, not compiled, on any images and one text.
         """
         outputs: dict[str, Any] = {}
         trained = [module for module in model.modules() if module.training]

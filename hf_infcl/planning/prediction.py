@@ -58,9 +58,9 @@ GPUS = {
 # models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
-COMPILED_LAUNCHES = (
-    4  # eager operations for which the host takes as long as for a matrix product and what belongs to it
-)
+# For a matrix product of a compiled model, with what is computed around it, the host takes as long as for so many
+# eager operations.
+COMPILED_LAUNCHES = 4
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
 GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of `Choice` that only options decide
 
