@@ -166,7 +166,10 @@ def _check_effects(args: Any) -> None:
 
 
 def check_texts_at_once(args: Any) -> None:
-    """Raises a ValueError if ``texts_at_once`` would have no effect among several processes, which must be set up."""
+    """Raises a ValueError if ``texts_at_once`` would have no effect among several processes.
+
+    To be called when the processes are set up, since their number is not known before.
+    """
     if args.texts_at_once > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
         raise ValueError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "

@@ -146,7 +146,7 @@ def count(
 def _count_texts(
     encoder: DualEncoder, inputs: Mapping[str, Tensor], casts: _Autocast
 ) -> tuple[int, tuple[Operation, ...], tuple[Operation, ...]]:
-    """`Counts.texts`; nothing for a frozen tower, whose texts are not put together."""
+    """`Counts.texts`; nothing for a frozen tower, which keeps no graph."""
     if "text" in encoder.frozen_towers():
         return 0, (), ()
     seen = _Operations()

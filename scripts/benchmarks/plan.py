@@ -23,8 +23,9 @@ brackets): ViT-B/16 with 256 pairs 144 ms and 28.5 GiB (145 and 28.3), with a fr
 6.8), with 64 pairs 67 and 8.2 (55 and 8.1); ViT-L/14 with 128 pairs 230 and 44.9 (259 and 44.7); SigLIP's ViT-B/16 with
 128 pairs 86 and 13.9 (74 and 13.8). Each is a single measurement.
 
-The host's time for a compiled model was chosen with the compiled steps of `Trainer` at e74afb7 and ef62812: the
-compiled rows of these commits are no test of it.
+The host's time for a compiled model was chosen with the compiled steps of `Trainer` at e74afb7 and ef62812, when all
+compiled rows below were known. The memory of kept graphs with texts put together was corrected after the rows of
+e74afb7. These rows are no test of the two, although they are marked as new.
 
 Until c444e05 the first pass kept the graph of one micro-batch while the others were encoded, so the predicted memory of
 older rows includes a forward without a graph, 1.28 GiB for 256 pairs. Brackets contain the first and last decile.
@@ -89,8 +90,8 @@ FASTER = "Since 2c3643e, the kernels have become 6% faster, and communication ta
 # The commits of steps in which the host took longer to launch an operation than on the machines of the fitted rows.
 SLOWER_HOSTS = ("e74afb7", "ef62812")
 SLOWER_HOST = (
-    "The host limits the time: `Trainer`, too, takes 271 to 319 ms for four eager micro-batches of fewer tokens, as "
-    "if it launched an operation in 29 μs instead of 21, and 202 to 205 ms compiled."
+    "The host limits the time: the eager `Trainer`, too, takes as long as if an operation were launched in 28 to 33 μs "
+    "instead of 21. This explains a tenth to a half of the difference."
 )
 RAN_TEXT_TOWER = (
     "Until 3d300c2 a compiled model ran its text tower for a single text in each micro-batch that had none."
@@ -358,10 +359,8 @@ def outside_lines(rows: Sequence[Compared]) -> list[str]:
         if compared.compiles:
             why = "The step contains the compilation, which is not predicted."
         elif compared.row["commit"] in SLOWER_HOSTS and compared.predicted_ms < compared.ms:
-            old = (
-                compared.row["commit"] == "e74afb7" and "texts at once" in compared.name and "compiled" in compared.name
-            )
-            why = RAN_TEXT_TOWER if old else SLOWER_HOST
+            earlier = compared.row["commit"] == "e74afb7"
+            why = RAN_TEXT_TOWER if earlier and "compiled" in compared.name else SLOWER_HOST
         name = compared.name.replace(" | ", ", ")
         lines.append(
             f"- {name} at {compared.row['commit']}: {difference}"
