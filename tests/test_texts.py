@@ -144,6 +144,19 @@ def test_a_kept_text_is_finite_and_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize("kind", models.BUILD)
+def test_a_text_that_stands_for_none_changes_nothing(kind):
+    model = models.BUILD[kind]().train()
+    encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
+    alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
+    before = {name: value.clone() for name, value in model.named_buffers() if not name.startswith("vis")}
+    for frozen_outputs in ({}, None):
+        encoder.embed(model, alone, frozen_outputs)
+    assert all(module.training for module in model.modules())
+    for name, value in model.named_buffers():
+        assert name not in before or torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("kind", models.BUILD)
 def test_a_micro_batch_without_texts_takes_cached_image_features(kind):
     model = models.BUILD[kind]().eval()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)

@@ -147,7 +147,7 @@ class DualEncoder:
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._divides = kind.temperature == "temperature"
         text_tower = self._towers().get("text")
-        self._one_text = None if text_tower is None else OneText(text_tower)
+        self._one_text = None if text_tower is None else OneText(text_tower, getattr(model, TOWERS["text"][1], None))
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property

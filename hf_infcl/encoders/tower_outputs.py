@@ -34,10 +34,11 @@ class OneText:
 
     Args:
         tower: the text tower.
+        projection: the module that takes its output, if any.
     """
 
-    def __init__(self, tower: nn.Module) -> None:
-        self._tower = tower
+    def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
+        self._tower, self._projection = tower, projection
         self._output: dict[str, Any] = {}
         self._kind: Any = None  # dtype and device of the tower that returned it
         # One function for all forwards: for another one the compiler would compile the model again.
@@ -55,24 +56,34 @@ class OneText:
             forward: calls the model, not compiled, on any images and one text.
         """
         outputs: dict[str, Any] = {}
-        trained = [module for module in model.modules() if module.training]
-        model.eval()
-        try:
-            with torch.no_grad(), remembered(self._tower, outputs, "text"):
-                forward()
-        finally:
-            for module in trained:
-                module.training = True
+        with torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
+            forward()
         if all(value.isfinite().all() for value in outputs["text"].values()):
             self._output, self._kind = dict(outputs["text"]), self._kind_of_tower()
 
-    def instead_of_tower(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
-        return _forward_of(self._tower, self._forward)
+        # A batch norm of the projection must not count this text; of a single one it could not even compute.
+        with _forward_of(self._tower, self._forward), _evaluation_mode(self._projection):
+            yield
 
     def _kind_of_tower(self) -> Any:
         parameter = next(self._tower.parameters())
         return parameter.dtype, parameter.device
+
+
+@contextlib.contextmanager
+def _evaluation_mode(module: nn.Module | None) -> Iterator[None]:
+    """Within the context the module, if there is one, is in evaluation mode with all its parts."""
+    trained = [] if module is None else [part for part in module.modules() if part.training]
+    for part in trained:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in trained:
+            part.training = True
 
 
 @contextlib.contextmanager
