@@ -169,7 +169,7 @@ def test_a_micro_batch_without_texts_takes_cached_image_features(kind):
     assert len(texts) == 0
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "two towers"])
 def test_a_compiled_model_is_compiled_once_without_its_text_tower(kind):
     graphs: list[int] = []  # the parameters of the text tower in each of them
 
@@ -178,7 +178,7 @@ def test_a_compiled_model_is_compiled_once_without_its_text_tower(kind):
         graphs.append(sum("text_model" in name and "parameters" in name for name in names))
         return graph.forward
 
-    model = models.BUILD[kind]()
+    model = {**models.BUILD, **models.OWN}[kind]()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
     alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,18 @@ class _Tower(nn.Module):
         output = self.module(**texts) if pixel_values is None else self.module(pixel_values)
         features = output if isinstance(output, Tensor) else output.pooler_output
         return BaseModelOutputWithPooling(features[:, None], features)
+
+
+@dataclass
+class Embeddings(ModelOutput):
+    """What `TwoTowers` returns; a dataclass, because `torch.compile` knows no fields of any other ModelOutput.
+
+    Attributes:
+        image_embeds, text_embeds: [images, D] and [texts, D], of length 1.
+    """
+
+    image_embeds: Tensor | None = None
+    text_embeds: Tensor | None = None
 
 
 class TwoTowers(nn.Module):
@@ -70,9 +83,7 @@ class TwoTowers(nn.Module):
         features: Tensor = self.text_projection(self.text_model(**inputs).pooler_output)
         return features
 
-    def forward(self, pixel_values: Tensor, return_dict: bool = True, **texts: Any) -> ModelOutput:
-        """``image_embeds`` [images, D] and ``text_embeds`` [texts, D], of length 1."""
-        images = self.get_image_features(pixel_values=pixel_values)
-        return ModelOutput(
-            image_embeds=F.normalize(images, dim=-1), text_embeds=F.normalize(self.get_text_features(**texts), dim=-1)
-        )
+    def forward(self, pixel_values: Tensor, return_dict: bool = True, **texts: Any) -> Embeddings:
+        """The embeddings of images and texts."""
+        images, captions = self.get_image_features(pixel_values=pixel_values), self.get_text_features(**texts)
+        return Embeddings(F.normalize(images, dim=-1), F.normalize(captions, dim=-1))
