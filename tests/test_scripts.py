@@ -255,6 +255,23 @@ def test_benchmark_step_measures_each_image_size_and_share_of_patches(script, tm
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("asked", "measured"),
+    [
+        ("hf_infcl", ["Trainer", "hf_infcl", "hf_infcl, compiled"]),
+        ("hf_infcl, compiled", ["Trainer", "hf_infcl, compiled"]),
+    ],
+)
+def test_benchmark_step_measures_what_it_is_asked_for(script, asked, measured):
+    step, parser = script("benchmarks.step"), argparse.ArgumentParser()
+    step.add_arguments(parser)
+    args = parser.parse_args(["--model", "tiny", "--compile", "--implementations", asked])
+    args = argparse.Namespace(**{**vars(args), "image_size": 16, "patch_dropout": 0.0})
+    with mock.patch.object(step, "measured", side_effect=lambda *_: {"images_per_s": 2.0}):
+        rows = list(step.overhead(args, [], torch.device("cpu")))
+    assert [row["implementation"] for row in rows] == measured
+
+
 def test_benchmark_step_measures_texts_in_larger_micro_batches(script, tmp_path):
     step, parser = script("benchmarks.step"), argparse.ArgumentParser()
     step.add_arguments(parser)

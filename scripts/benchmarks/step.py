@@ -174,14 +174,15 @@ def overhead(args: argparse.Namespace, pool: list[Any], device: torch.device) ->
     plain: float | None = None
     for compiled in (False, True) if args.compile else (False,):
         for name, train, accumulation in implementations(args, pool, device, compiled):
-            wanted = not args.implementations or name in args.implementations
-            if not wanted and (name != PLAIN or compiled):
+            label = name + ", compiled" * compiled
+            wanted = not args.implementations or not {name, label}.isdisjoint(args.implementations)
+            if not wanted and label != PLAIN:
                 continue
             row = measured(args, accumulation, device, train)
             plain = plain or row.get("images_per_s")
             if plain and "images_per_s" in row:
                 row["ratio"] = round(row["images_per_s"] / plain, 3)
-            yield {"comparison": "overhead", "implementation": name + ", compiled" * compiled} | row
+            yield {"comparison": "overhead", "implementation": label} | row
 
 
 def implementations(
@@ -425,7 +426,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
     parser.add_argument("--text-tokens", type=int, metavar="TOKENS", help="of a text; default: as many as it may have")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
-    parser.add_argument("--implementations", nargs="+", help="by name without ', compiled'; default: all")
+    parser.add_argument("--implementations", nargs="+", help="by name, with ', compiled' that alone; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")
