@@ -249,10 +249,12 @@ def test_keeping_costs_what_it_holds(counted):
 
 def test_texts_put_together_take_memory_and_save_time(counted):
     together = Choice(1, 256, 4, texts=4)
-    assert together.passes_of_texts == [4, 0, 0, 0]
-    assert replace(together, texts=3).passes_of_texts == [3, 1, 0, 0]
-    assert replace(together, gpus=2).passes_of_texts == [3, 0, 0, 1]
-    assert replace(together, accumulation=8, gpus=2, texts=3).passes_of_texts == [3, 3, 1, 0, 0, 0, 0, 1]
+    assert together.passes_of_texts() == {4: 1, 0: 3}
+    assert together.passes_of_texts(1) == {0: 3}
+    assert replace(together, texts=1).passes_of_texts(1) == {1: 3}
+    assert replace(together, texts=3).passes_of_texts() == {3: 1, 1: 1, 0: 2}
+    assert replace(together, gpus=2).passes_of_texts(2) == {0: 1, 1: 1}
+    assert replace(together, accumulation=8, gpus=2, texts=3).passes_of_texts() == {3: 2, 1: 2, 0: 4}
     counts, plain = counted[None], Choice(1, 256, 4)
     more = planning.memory(counts, together).activations - planning.memory(counts, plain).activations
     assert more == 3 * 256 / planning.ROWS * counts.texts[0] > 0

@@ -123,7 +123,7 @@ def test_a_micro_batch_without_texts_has_the_image_embeddings_alone(kind, compil
     assert not any(g.any() for g in gradients)
 
 
-def test_a_kept_text_is_finite_and_draws_no_random_numbers():
+def test_a_placeholder_is_finite_and_draws_no_random_numbers():
     model = models.clip(dropout=0.5)
     encoder, batch = DualEncoder(model), models.batch_for("clip", 3)
     alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}
@@ -144,7 +144,7 @@ def test_a_kept_text_is_finite_and_draws_no_random_numbers():
 
 
 @pytest.mark.parametrize("kind", models.BUILD)
-def test_a_text_that_stands_for_none_changes_nothing(kind):
+def test_a_placeholder_changes_nothing(kind):
     model = models.BUILD[kind]().train()
     encoder, batch = DualEncoder(model), models.batch_for(kind, 3)
     alone = {name: value[:1] if name in TEXT_INPUTS else value for name, value in batch.items()} | {NO_TEXTS: True}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .depth import Place, depths
-from .tower_outputs import OneText, remembered
+from .tower_outputs import PlaceholderText, remembered
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ class DualEncoder:
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
         self._divides = kind.temperature == "temperature"
         text_tower = self._towers().get("text")
-        self._one_text = None if text_tower is None else OneText(text_tower, getattr(model, TOWERS["text"][1], None))
+        projection = getattr(model, TOWERS["text"][1], None)
+        self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
@@ -235,7 +236,7 @@ class DualEncoder:
                 DDP's synchronisation of gradients.
             batch: the inputs of one micro-batch; other entries are ignored. Instead of images it may have
                 ``image_features`` [images, H], the pooled output of the frozen image tower, which then does not run.
-                With ``no_texts`` its texts stand for none: 0 text embeddings are returned.
+                With ``no_texts`` its text is only a placeholder: 0 text embeddings are returned.
             frozen_outputs: where the outputs of frozen towers for this micro-batch are kept. It is empty in the
                 first pass; in the second pass the frozen towers do not run. With None all towers run.
 
@@ -249,18 +250,17 @@ class DualEncoder:
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
         no_texts = bool(batch.get(NO_TEXTS))
-        one_text = self._one_text if no_texts else None
-        if one_text is not None and not one_text.known():
+        placeholder = self._placeholder if no_texts else None
+        if placeholder is not None and not placeholder.known():
             names = (*IMAGE_INPUTS, IMAGE_FEATURES, *TEXT_INPUTS)
             row = {name: value[:1] for name, value in _select(batch, names).items()}
-            eager = getattr(forward, "_orig_mod", forward)  # of which torch.compile made it
-            one_text.learn(self.model, partial(self.embed, eager, row))
+            placeholder.learn(self.model, partial(self.embed, forward, row))
         with contextlib.ExitStack() as stack:
             if frozen_outputs is not None:
                 for name, tower in self.frozen_towers().items():
                     stack.enter_context(remembered(tower, frozen_outputs, name))
-            if one_text is not None and one_text.known():
-                stack.enter_context(one_text.instead_of_tower())
+            if placeholder is not None and placeholder.known():
+                stack.enter_context(placeholder.instead_of_tower())
             outputs = forward(**inputs, return_dict=True)
         return outputs.image_embeds, outputs.text_embeds[:0] if no_texts else outputs.text_embeds
 

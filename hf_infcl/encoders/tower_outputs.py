@@ -27,10 +27,11 @@ def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator
         yield
 
 
-class OneText:
-    """What the text tower returns for a text that stands for none, so that the tower runs for it only once.
+class PlaceholderText:
+    """The text tower's output for a placeholder, which stands in for the texts of micro-batches that have none.
 
-    No embedding depends on its values. But the gradient of no rows is 0 times them, so they have to be finite.
+    A model's forward needs at least one text. Its embedding is dropped, so its values do not matter, and the tower has
+    to run only once. But they have to be finite: in the backward they are multiplied by gradients of 0.
 
     Args:
         tower: the text tower.
@@ -41,7 +42,7 @@ class OneText:
         self._tower, self._projection = tower, projection
         self._output: dict[str, Any] = {}
         self._kind: Any = None  # dtype and device of the tower that returned it
-        # One function for all forwards: for another one the compiler would compile the model again.
+        # The same function for all forwards, because a compiled model would be compiled again for another one.
         self._forward = lambda *args, **kwargs: BaseModelOutputWithPooling(**self._output)
 
     def known(self) -> bool:
@@ -53,10 +54,12 @@ class OneText:
 
         Args:
             model: the whole model. It is in evaluation mode meanwhile: the forward draws no random numbers.
-            forward: calls the model, not compiled, on any images and one text.
+            forward: calls the model on any images and one text.
         """
         outputs: dict[str, Any] = {}
-        with torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
+        # A compiled forward could not store the output.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
             forward()
         if all(value.isfinite().all() for value in outputs["text"].values()):
             self._output, self._kind = dict(outputs["text"]), self._kind_of_tower()
@@ -64,7 +67,7 @@ class OneText:
     @contextlib.contextmanager
     def instead_of_tower(self) -> Iterator[None]:
         """Within the context the tower returns the output, and computes nothing."""
-        # A batch norm of the projection must not count this text; of a single one it could not even compute.
+        # In training mode, a batch norm in the projection would count the placeholder, or fail on a single row.
         with _forward_of(self._tower, self._forward), _evaluation_mode(self._projection):
             yield
 

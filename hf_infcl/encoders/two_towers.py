@@ -30,7 +30,7 @@ class _Tower(nn.Module):
 
 @dataclass
 class Embeddings(ModelOutput):
-    """What `TwoTowers` returns; a dataclass, because `torch.compile` knows no fields of any other ModelOutput.
+    """The output of `TwoTowers`. It is a dataclass because `torch.compile` loses the fields of a plain ModelOutput.
 
     Attributes:
         image_embeds, text_embeds: [images, D] and [texts, D], of length 1.

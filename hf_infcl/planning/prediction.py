@@ -58,8 +58,8 @@ GPUS = {
 # models (scripts/benchmarks/results/optimizer.csv) are predicted within 10%.
 MUON_TRAFFIC, ORTHOGONALISING_TRAFFIC = 38.0, 52.0
 COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products that torch.compile leaves
-# For a matrix product of a compiled model, with what is computed around it, the host takes as long as for so many
-# eager operations.
+# For each matrix product of a compiled model the host takes as long as for this many eager operations. The kernels
+# between the products are included.
 COMPILED_LAUNCHES = 4
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
 GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of `Choice` that only options decide
@@ -95,13 +95,14 @@ class Choice:
     ema: bool = False
     texts: int = 1
 
-    @property
-    def passes_of_texts(self) -> list[int]:
-        """How many micro-batches' texts are encoded in each micro-batch of the window."""
-        apart = 1 if self.gpus > 1 and self.texts > 1 else 0  # the last one has its own
+    def passes_of_texts(self, first: int = 0) -> Counter[int]:
+        """By the number of micro-batches whose texts a micro-batch encodes, how many do so; from ``first`` on."""
+        if self.texts == 1:  # a window may have a million micro-batches
+            return Counter({1: self.accumulation - first})
+        apart = 1 if self.gpus > 1 else 0  # the last one has its own
         together = self.accumulation - apart
-        groups = [min(self.texts, together - first) for first in range(0, together, self.texts)]
-        return [*groups, *[0] * (together - len(groups)), *[1] * apart]
+        groups = [min(self.texts, together - begin) for begin in range(0, together, self.texts)]
+        return Counter([*groups, *[0] * (together - len(groups)), *[1] * apart][first:])
 
     @property
     def rows(self) -> int:
@@ -117,7 +118,7 @@ class Choice:
         """The options of `infcl train`."""
         words = f"--per_device_train_batch_size {self.micro_batch} --gradient_accumulation_steps {self.accumulation}"
         words += f" --retain_graphs {self.retain}" if self.retain > 1 else ""
-        words += f" --texts_at_once {self.texts}" if max(self.passes_of_texts) > 1 else ""
+        words += f" --texts_at_once {self.texts}" if max(self.passes_of_texts()) > 1 else ""
         words += " --offload_inputs" if self.offload else ""
         words += " --gradient_checkpointing" if self.checkpointing else ""
         words += " --optimizer muon" if self.muon else ""
@@ -164,9 +165,9 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     peak = factor * scale * (counts.peak - counts.weight_copies) + counts.weight_copies
     values = counts.dim * choice.rows  # of the features of one side
     retain = min(choice.retain, choice.accumulation)
-    others = 0.0  # the graphs of others' texts in the kept micro-batches, without those that these gave away
-    if choice.texts > 1:
-        others = factor * scale * counts.texts[0] * (sum(choice.passes_of_texts[:retain]) - retain)
+    # A graph contains the texts of one micro-batch. The kept ones may have encoded more.
+    in_kept = choice.passes_of_texts() - choice.passes_of_texts(retain)
+    more_texts = factor * scale * counts.texts[0] * (sum(n * times for n, times in in_kept.items()) - retain)
     start = choice.keep_features or choice.keep_weights
     common = {
         "weights": 4.0 * (counts.parameters + counts.trained * ((1 if choice.gpus == 1 else 2) + start)),
@@ -179,8 +180,8 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
     }
     loss = loss_bytes(counts.dim, choice)
     kept = loss if is_replayed(counts.dim, choice) else 0.0
-    in_backward = Memory(activations=graph * (retain - 1) + peak + others, loss=kept, **common)
-    in_loss = Memory(activations=graph * retain + others, loss=loss, **common)
+    in_backward = Memory(activations=graph * (retain - 1) + peak + more_texts, loss=kept, **common)
+    in_loss = Memory(activations=graph * retain + more_texts, loss=loss, **common)
     return max(in_backward, in_loss, key=lambda m: m.total)
 
 
@@ -208,10 +209,10 @@ def is_replayed(dim: int, choice: Choice) -> bool:
 def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     """The time of a step by phase, assuming that phases do not overlap and that data is always available."""
     retained = min(choice.retain, choice.accumulation)
-    passes = choice.passes_of_texts if choice.texts > 1 else [1] * choice.accumulation
+    passes, passes_again = choice.passes_of_texts(), choice.passes_of_texts(retained)
     _, of_texts, backward_of_texts = counts.texts
     forward, again, backward = (
-        {count: _seconds(_micro_batch(operations, texts, count), choice, gpu) for count in set(passes)}
+        {count: _seconds(_micro_batch(operations, texts, count), choice, gpu) for count in passes}
         for operations, texts in (
             (counts.forward, of_texts),
             (counts.again, of_texts),
@@ -219,11 +220,15 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
         )
     )
     return {
-        "first pass": sum(forward[n] + (again[n] if choice.keep_features else 0.0) for n in passes),
+        "first pass": _sum(forward, passes) + (_sum(again, passes) if choice.keep_features else 0.0),
         "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
-        "second pass": sum(backward[n] for n in passes) + sum(again[n] for n in passes[retained:]),
+        "second pass": _sum(backward, passes) + _sum(again, passes_again),
         "optimizer": optimizer_seconds(counts, choice, gpu),
     }
+
+
+def _sum(seconds_of: Mapping[int, float], passes: Counter[int]) -> float:
+    return sum(times * seconds_of[count] for count, times in passes.items())
 
 
 def _micro_batch(operations: Sequence[Operation], texts: Sequence[Operation], count: int) -> list[Operation]:

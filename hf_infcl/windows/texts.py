@@ -27,7 +27,7 @@ def deal_texts(
 
     Args:
         batches: of one process, with tensors of texts [n, L]. They get new tensors; one without texts keeps a single
-            text that is not trained, and has ``no_texts``.
+            text as a placeholder, and has ``no_texts``.
         padding: for each of these tensors, among them ``attention_mask``, the value that it is padded with at its end.
             With None texts are not sorted by length.
         at_once: ``texts_at_once``.

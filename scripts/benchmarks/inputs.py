@@ -1,4 +1,4 @@
-"""What the benchmarks train: CLIPs whose random weights are the same every time, and random batches from a pool."""
+"""Models and batches for the benchmarks: CLIPs whose random weights are always the same, and random inputs."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", action="store_true", help="measure larger micro-batches of texts")
     parser.add_argument("--text-tokens", type=int, metavar="TOKENS", help="of a text; default: as many as it may have")
     parser.add_argument("--pixel-dtype", default="float32", choices=["float32", "bfloat16", "uint8"])
-    parser.add_argument("--implementations", nargs="+", help="by name, with ', compiled' that alone; default: all")
+    parser.add_argument("--implementations", nargs="+", help="'NAME, compiled' is not measured eager; default: all")
     parser.add_argument("--compile", action="store_true", help="measure each under torch.compile as well")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace and a table of phases instead")
     parser.add_argument("--output", type=Path, default=RESULTS / "step.csv", help="appended to; plot beside it")

@@ -37,9 +37,10 @@ import torch
 import yaml
 from benchmarks.common import environment
 
+from real_pairs.fine_tuning import fine_tune
 from real_pairs.in_memory import prepare, to_device
 from real_pairs.swaps import KINDS
-from real_pairs.training import SETS, Row, Run, fine_tune, score, train, versions
+from real_pairs.training import SETS, Row, Run, score, train, versions
 
 LEAST, MOST = 1.2e-4, 8.1e-3  # learning rates beyond which none is tried
 METRICS = tuple(f"{name}_{way}_recall@{k}" for name in SETS[:3] for way in ("image", "text") for k in (1, 5, 10))

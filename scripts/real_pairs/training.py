@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import benchmarks.training
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from transformers import CLIPConfig, CLIPModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
-from hf_infcl.averaging import interpolated, with_factors_of_end
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.loading.batch_plan import BatchPlan
@@ -36,9 +33,6 @@ Row = dict[str, Any]
 VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7, "num_attention_heads": 5}
 TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
 TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-EMOJI = ("openmoji", "fluent flat", "fluent modern", "twemoji")
-CLIP_ART = ("openclipart", "tuxpaint")
-AVERAGES = (("line", 0.25), ("line", 0.5), ("line", 0.75), ("depth", 0.5))  # of a fine-tuning's start and its end
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Run:
         optimizer: "adamw" or "muon"; the learning rate is that of Muon's matrices then (see `adamw_rate`).
         way: of a fine-tuning: "full", "LoRA" or "locked image tower"; "base" is the training before it.
         options: further options of `InfCLTrainingArguments`, in JSON.
-        sources: of the base's training, with commas between them; `EMOJI` by default.
+        sources: of the base's training, with commas between them; `fine_tuning.EMOJI` by default.
         replay: the sources of old pairs that are mixed into the fine-tuning, with commas between them.
     """
 
@@ -393,69 +387,6 @@ def train(
         steps = sorted(callback.step_seconds[2:])
         callback.rows[-1]["seconds"] = round(steps[len(steps) // 2] * callback.rows[-1]["steps"], 4)
     return callback.rows, model
-
-
-# ---- Fine-tuning ----
-
-
-def fine_tune(
-    run: Run, data: dict, origin: Row, weights: Path, *, toy: bool = False, compiled: bool = False
-) -> list[Row]:
-    """Trains a base on the emoji's vendors, or fine-tunes it on clip art in the run's way; returns what was measured.
-
-    What is gained is measured on clip art, what is kept on emoji.
-
-    Args:
-        weights: the file of the base's weights, which its training writes and its fine-tunings read.
-        run, data, origin, toy, compiled: as for `train`; only the base is compiled.
-    """
-    data = {**data, "sets": _by_source(data["sets"])}
-    if run.way == "base":
-        sources = run.sources.split(",") if run.sources else EMOJI
-        rows, model = train(run, data, origin, sources=sources, toy=toy, compiled=compiled)
-        torch.save(model.state_dict(), weights)
-        return [row for row in rows if row["finished"]]
-    model = new_model(data, run.seed, run.objective, toy=toy)
-    model.load_state_dict(torch.load(weights, weights_only=True))
-    tuned: Any = model
-    if run.way == "LoRA":
-        import peft
-
-        rank = 16
-        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-        tuned = peft.get_peft_model(model, config)
-        tuned.base_model.model.logit_scale.requires_grad_(True)
-    elif run.way == "locked image tower":
-        tuned.vision_model.requires_grad_(False)
-        tuned.visual_projection.requires_grad_(False)
-    start = copy.deepcopy(tuned.state_dict())
-    rows, tuned = train(run, data, origin, model=tuned, sources=CLIP_ART, toy=toy)
-    (row,) = [row for row in rows if row["finished"]]
-    return [row, *_averages(row, start, tuned, data)]
-
-
-def _averages(row: Row, start: dict[str, Tensor], tuned: Any, data: dict) -> Iterator[Row]:
-    """The row of a fine-tuning with what averages of its start and its end measure."""
-    end = copy.deepcopy(tuned.state_dict())
-    start = with_factors_of_end(start, end)
-    for path, alpha in AVERAGES:
-        tuned.load_state_dict(interpolated(start, end, alpha, path))
-        found = {**measure(tuned, data, SETS), "logit_scale": round(tuned.logit_scale.exp().item(), 4)}
-        yield {**row, **found, "path": path, "alpha": alpha}
-
-
-def _by_source(sets: dict) -> dict:
-    """The sets of held-out concepts, of clip art in place of all; those of emoji are the guard."""
-    found = dict(sets)
-    for name in ("validation", "concepts"):
-        values = dict(sets[name])
-        chosen, swaps = values["clip_art"], values.pop("swaps")
-        of_chosen = chosen[swaps["image"]]
-        found[name] = {key: value[chosen] for key, value in values.items()}
-        places = chosen.cumsum(0) - 1
-        found[name]["swaps"] = {key: value[of_chosen] for key, value in swaps.items()}
-        found[name]["swaps"]["image"] = places[swaps["image"][of_chosen]]
-    return found
 
 
 def versions() -> Row:
