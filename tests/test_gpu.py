@@ -200,7 +200,7 @@ def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **opti
     config = transformers.CLIPConfig(
         text_config={**models.TEXT, **layers}, vision_config={**models.VISION, **layers, "image_size": 64}
     )
-    data = models.Pairs(256 * 4 * 3)
+    data = models.Pairs(256 * 4 * 3 * torch.distributed.get_world_size())
     data.images = torch.nn.functional.interpolate(data.images, 64)
     options = {"gradient_accumulation_steps": micro_batches, "max_steps": 3, **options, "use_cpu": False, "bf16": True}
     options |= {"per_device_train_batch_size": 256, "callbacks": [PeakOfLastStep()] if only_last else []}
@@ -231,11 +231,16 @@ def test_a_window_takes_the_memory_of_one_micro_batch(ranks, tmp_path, compiled,
 
 def rank_growing(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
     constant = peak_gib(folder, 4, only_last=True, **options)
-    grows = {**options, "global_batch_schedule": ["256:0.25", "1024"], "max_steps": 7}  # four steps, then three
+    schedule = [f"{256 * world_size}:0.25", str(1024 * world_size)]
+    grows = {**options, "global_batch_schedule": schedule, "max_steps": 7}  # four steps, then three
     grown = peak_gib(folder, 1, only_last=True, **grows)
     assert grown <= 1.02 * constant, f"{grown:.3f} GiB after the batch has grown, {constant:.3f} without smaller ones"
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_memory_of_smaller_batches_is_kept(ranks, tmp_path, compiled):
-    ranks.run(rank_growing, 1, str(tmp_path), {"torch_compile": compiled}, backend="nccl", timeout=300)
+def test_no_memory_of_smaller_batches_is_kept(ranks, tmp_path, compiled, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    options = {"torch_compile": compiled}
+    ranks.run(rank_growing, world_size, str(tmp_path), options, backend="nccl", timeout=300)

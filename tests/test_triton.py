@@ -651,6 +651,25 @@ def test_replays(objective: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
+def test_a_forgotten_recording_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workspaces of cuBLAS are large (tens of MiB), and torch keeps one for each stream."""
+    x, y = pairs(4096, 512, torch.bfloat16)
+
+    def call() -> None:
+        leaves = [t.detach().requires_grad_() for t in (x, y)]
+        contrastive_loss(*leaves, torch.tensor(30.0, device="cuda")).backward()
+
+    call()
+    before = torch.cuda.memory_allocated()
+    monkeypatch.setattr(cuda_graphs, "PATIENCE", 0)
+    call()
+    assert cuda_graphs.recording.cache_info().currsize == 1
+    assert torch.cuda.memory_allocated() > before
+    cuda_graphs.forget_recordings()
+    assert torch.cuda.memory_allocated() <= before
+
+
+@pytest.mark.gpu
 def test_replays_within_a_graph_and_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "PATIENCE", 1)
     x, y = pairs(4096, 512, torch.bfloat16)

@@ -119,8 +119,12 @@ class Recording:
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
         capture = _Capture()
-        with exchange.redirected(capture.interrupt), capture:
-            self._outputs = function(*self._inputs)
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with exchange.redirected(capture.interrupt), capture:
+                self._outputs = function(*self._inputs)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         self.graphs, self.collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
@@ -133,13 +137,14 @@ class _Capture:
     """A context that records the kernels launched in it as graphs, with collectives between them.
 
     The graphs share one memory pool. This is safe because they are only replayed in this order, so the results of one
-    graph stay where the following ones read them.
+    graph stay where the following ones read them. The workspace of cuBLAS lies in the pool too. torch keeps one for
+    each stream until all are cleared: one from before the recording could be freed while the graphs still write to it,
+    by a later recording of torch.compile, and one that stayed after it would hold memory of a pool long forgotten.
     """
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.collectives: list[Collective] = []
-        # A separate stream, because cuBLAS keeps a workspace per stream.
         self._stream = torch.cuda.Stream()
         self._open: torch.cuda.graph | None = None
 

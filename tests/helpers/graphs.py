@@ -49,7 +49,8 @@ def on_a_cpu() -> Iterator[None]:
         "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: nullcontext(),
     }
-    with mock.patch.multiple(torch.cuda, **stand_ins):
+    clearing = mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", create=True)
+    with mock.patch.multiple(torch.cuda, **stand_ins), clearing:
         yield
 
 
