@@ -174,7 +174,7 @@ def test_launch_configs_train_an_ordinary_checkpoint_on_gpus(demo, tmp_path, con
     if config.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     words = ["--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path, "--max_steps", 4]
-    words += ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
+    words += ["--per_device_train_batch_size", 32, "--gradient_accumulation_steps", 4, "--learning_rate", "2e-3"]
     words += ["--logging_steps", 1, "--report_to", "none", "--save_steps", 2, "--eval_dataset", demo / "digits"]
     run(*accelerate(config), SCRIPTS / "train.py", *words, *(["--bf16"] if precision == "bf16" else []))
     results = json.loads((tmp_path / "all_results.json").read_text())

@@ -16,6 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from helpers import graphs
 from helpers.numerics import features, relative_error
 
 from hf_infcl import contrastive_loss, kernels, reference
@@ -659,14 +660,16 @@ def test_a_forgotten_recording_leaves_no_memory(monkeypatch: pytest.MonkeyPatch)
         leaves = [t.detach().requires_grad_() for t in (x, y)]
         contrastive_loss(*leaves, torch.tensor(30.0, device="cuda")).backward()
 
-    call()
-    before = torch.cuda.memory_allocated()
-    monkeypatch.setattr(cuda_graphs, "PATIENCE", 0)
-    call()
-    assert cuda_graphs.recording.cache_info().currsize == 1
-    assert torch.cuda.memory_allocated() > before
-    cuda_graphs.forget_recordings()
-    assert torch.cuda.memory_allocated() <= before
+    with graphs.recordings() as made:
+        call()
+        before = torch.cuda.memory_allocated()
+        monkeypatch.setattr(cuda_graphs, "PATIENCE", 1)
+        call()
+        assert made[0].graphs
+        made.clear()
+        cuda_graphs.forget_recordings()
+        call()  # not recorded yet
+        assert torch.cuda.memory_allocated() <= before
 
 
 @pytest.mark.gpu
