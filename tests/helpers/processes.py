@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import os
 import sys
 import tempfile
@@ -91,7 +92,7 @@ class Ranks:
             if not self._pipes[rank].poll(timeout):
                 self.close()
                 raise TimeoutError(f"Rank {rank} of {world_size} has not answered for {timeout} s: it hangs.")
-            results.append(self._pipes[rank].recv())
+            results.append(torch.load(io.BytesIO(self._pipes[rank].recv_bytes()), weights_only=False))
         failures = [(rank, text) for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
             self.close()  # the processes may be in different states
@@ -143,7 +144,9 @@ def _serve(pipe: Any) -> None:
             answer = False, traceback.format_exc()
         with contextlib.suppress(Exception):
             forget()
-        pipe.send(answer)
+        saved = io.BytesIO()  # a tensor that is sent by itself becomes a shared file, for which a connection is opened
+        torch.save(answer, saved)
+        pipe.send_bytes(saved.getbuffer())
 
 
 def forget() -> None:
