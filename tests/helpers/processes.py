@@ -22,8 +22,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # The packages that are imported once for all processes of the tests. accelerate imports deepspeed in every training if
-# it is installed.
+# it is installed; DeepSpeed and compiled models import the others.
 PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run", "deepspeed"]
+PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer", "setuptools", "torch._dynamo.backends.common"]
+PRELOADED += ["helpers.frozen"]
 
 
 @functools.cache
@@ -111,12 +113,12 @@ def _serve(pipe: Any) -> None:
     from hf_infcl.loss import strategies
 
     torch.set_num_threads(1)
-    leave_out_of_collections()
     while True:
         try:
             function, rank, world_size, port, backend, always_ring, args = pipe.recv()
         except EOFError:
             return
+        leave_out_of_collections()  # also the modules that the function needs
         launched = {
             "RANK": rank,
             "LOCAL_RANK": rank,

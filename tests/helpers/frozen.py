@@ -1,0 +1,12 @@
+"""Imported last by the server of processes: what its forks need not do themselves."""
+
+import contextlib
+
+from .processes import leave_out_of_collections
+
+with contextlib.suppress(ImportError):
+    import deepspeed.ops
+
+    OPERATORS = deepspeed.ops.__compatible_ops__  # DeepSpeed starts compilers to find them
+
+leave_out_of_collections()  # accelerate collects garbage in every training
