@@ -7,11 +7,9 @@ import math
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ import transformers
 import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import compare_versions
-from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, run
+from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, run, to_the_end
 from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
 
@@ -88,12 +86,6 @@ def check_trained(out: Path, pairs: int) -> None:
     assert not info["missing_keys"]
     assert not info["mismatched_keys"]
     assert model.logit_scale.shape == ()
-
-
-def to_the_end(*words: str) -> None:
-    """Runs a command as one of several launched processes, for which the launcher's agent waits."""
-    with mock.patch.object(os, "_exit", sys.exit):
-        infcl(*words)
 
 
 def under(config: str, words: list[str]) -> None:

@@ -21,7 +21,7 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, make_digits, run
-from helpers.processes import launched
+from helpers.processes import launched, started
 
 from hf_infcl import load_pairs
 
@@ -306,7 +306,8 @@ def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):
 def test_benchmark_optimizer_compares_steps(tmp_path):
     words = ["--models", "tiny", "--seconds", 0.01, "--output", tmp_path / "optimizer.csv"]
     on_two("optimizer", *words)
-    run(SCRIPTS / "benchmark.py", "optimizer", *words, "--implementations", "AdamW", "hf_infcl")
+    code, printed = started(benchmark, "optimizer", *map(str, words), "--implementations", "AdamW", "hf_infcl")
+    assert code == 0, printed
     rows = rows_of(tmp_path / "optimizer.csv")
     assert [(row["world_size"], row["implementation"]) for row in rows] == [
         *(("2", name) for name in ("AdamW", "torch Muon", "hf_infcl", "hf_infcl redundant")),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -46,6 +47,12 @@ def start(*words: Any) -> subprocess.CompletedProcess[str]:
 def infcl(*words: Any) -> None:
     """Runs a command in this process."""
     cli.main(words=[str(word) for word in words])
+
+
+def to_the_end(*words: Any) -> None:
+    """Runs a command as one of several launched processes, for which the launcher's agent waits."""
+    with mock.patch.object(os, "_exit", sys.exit):
+        infcl(*words)
 
 
 def run(*words: Any) -> str:

@@ -243,6 +243,22 @@ def launched(
         return max((launcher.exitcode for launcher in launchers), key=abs), printed.read()
 
 
+def started(function: Callable[..., Any], *args: Any) -> tuple[int | None, str]:
+    """Calls a function in a process of its own, like an interpreter that runs a script without a launcher.
+
+    Returns:
+        The exit code, or None if the process has not ended after 120 s and was killed; and everything that it printed.
+    """
+    with tempfile.NamedTemporaryFile("r") as printed:
+        process = context().Process(target=_main, args=(printed.name, function, *args))
+        process.start()
+        process.join(120)
+        code = process.exitcode
+        process.kill()
+        process.join()
+        return code, printed.read()
+
+
 def _launch(held: Any, path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
