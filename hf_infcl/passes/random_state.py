@@ -30,8 +30,11 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
     These are those of Python, NumPy, torch's CPU and ``device``.
     """
-    with random_state_kept(torch.device("cpu") if device is None else device):
-        torch.manual_seed(seed)
+    device = torch.device("cpu") if device is None else device
+    # torch's own function writes down the stack for each kind of accelerator that has not been used.
+    seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
+    with random_state_kept(device):
+        seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002  # it takes 32 bits
         yield
