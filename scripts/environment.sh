@@ -15,12 +15,14 @@ wanted="$(cat pyproject.toml constraints.txt tests/open_clip.txt | cksum) $PWD"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" && "$(cat .venv/hf_infcl.stamp 2>/dev/null)" != "$wanted" ]]; then
   echo "== Installing into .venv (a few minutes, once)"
   "$python" -m venv .venv
-  .venv/bin/python -m pip install -c constraints.txt -e ".[$extras]"
+  .venv/bin/python -m pip install --no-compile -c constraints.txt -e ".[$extras]"
   if [[ "$extras" == *test* ]]; then
     # Apart from the other packages, since the project has to work without torchvision, and without what these depend
     # on, since torchvision would bring another torch.
-    .venv/bin/python -m pip install --upgrade --no-deps --target .venv/open_clip -r tests/open_clip.txt
+    .venv/bin/python -m pip install --no-compile --upgrade --no-deps --target .venv/open_clip -r tests/open_clip.txt
   fi
+  # pip compiles on one core. Some packages hold templates that are no Python.
+  .venv/bin/python -m compileall -qq -j 0 .venv || true
   echo "$wanted" > "$stamp"
 fi
 source .venv/bin/activate
