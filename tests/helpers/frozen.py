@@ -2,11 +2,14 @@
 
 import contextlib
 
+import torch
+
 from .processes import leave_out_of_collections
 
-with contextlib.suppress(ImportError):
-    import deepspeed.ops
+if not torch.backends.cuda.is_built():  # with GPUs it would initialise CUDA, which no fork can do again
+    with contextlib.suppress(ImportError):
+        import deepspeed.ops
 
-    OPERATORS = deepspeed.ops.__compatible_ops__  # DeepSpeed starts compilers to find them
+        OPERATORS = deepspeed.ops.__compatible_ops__  # DeepSpeed starts compilers to find them
 
 leave_out_of_collections()  # accelerate collects garbage in every training
