@@ -26,7 +26,7 @@ from helpers.processes import forget
 from helpers.processors import clip_processor
 from helpers.trainers import arguments, parameters, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments
 from hf_infcl.encoders import sharding
@@ -72,6 +72,42 @@ def test_samples_per_second_are_of_the_rows_that_are_trained(tmp_path):
     trainer = trainer_for(tmp_path, data=models.Pairs(15), max_steps=-1, num_train_epochs=2)
     metrics = trainer.train().metrics
     assert metrics["train_samples_per_second"] == pytest.approx(8 * metrics["train_steps_per_second"], rel=0.01)
+
+
+class Walks(TrainerCallback):
+    """Counts for each step how often a module is listed or set to training."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[int] = []
+        self._count = 0
+        for name in ("named_modules", "train"):
+            monkeypatch.setattr(torch.nn.Module, name, self._counted(getattr(torch.nn.Module, name)))
+
+    def _counted(self, method: Any) -> Any:
+        def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._count += 1
+            return method(module, *args, **kwargs)
+
+        return counted
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(self._count)
+        self._count = 0
+
+
+def test_a_further_micro_batch_does_not_walk_through_the_model_again(tmp_path, monkeypatch):
+    """A walk takes the host as long as the launches of a layer. Trainer walks to count the operations."""
+    data, steps = models.Pairs(8), []
+    for size in (8, 2):
+        walks = Walks(monkeypatch)
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
+        trainer = trainer_for(tmp_path, models.clip(), data, max_steps=3, callbacks=[walks], **split)
+        trainer.train()
+        monkeypatch.undo()
+        steps.append(walks.steps[2])
+        assert trainer.state.total_flos == 3 * Trainer.floating_point_ops(trainer, data.batch())
+    modules = sum(1 for _ in trainer.model.modules())
+    assert 0 < steps[0] <= steps[1] < steps[0] + modules, "less than one walk for three more micro-batches"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ class Progress:
         self._first_step, self.samples = step, samples
         self._began = now - next(earlier, 0.0)
         self._last_log = now, step
+        self._operations: dict[Any, int] = {}  # by the shapes of a batch
 
     def steps(self, step: int) -> int:
         """The optimizer steps of this training up to a step."""
@@ -49,6 +50,13 @@ class Progress:
         if device.type == "cuda":
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
+
+    def operations(self, inputs: dict[str, Any], count: Callable[[dict[str, Any]], int]) -> int:
+        """Trainer's count of the operations of a batch, once for each shape: it lists all parameters each time."""
+        shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
+        if shapes not in self._operations:
+            self._operations[shapes] = count(inputs)
+        return self._operations[shapes]
 
 
 def progress_of(state: Any, record: RunRecord | None, global_batch_size: int, plan: BatchPlan | None) -> Progress:

@@ -136,11 +136,9 @@ class InfCLTrainer(Trainer):
         if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
-            # ---- The checkpoint to resume from ----
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
-            # ---- Trainer's loop ----
             with self.interruptions.phases.errors_of_lost():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
@@ -325,6 +323,9 @@ class InfCLTrainer(Trainer):
             return self.window_step.run(model, window, step)
         self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)  # Trainer adds those of one
         return self.window_step.run_whole(model, window, step)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return self.progress.operations(inputs, super().floating_point_ops)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # Among callbacks of others, the exchange has to wait for the reduction of the gradients.

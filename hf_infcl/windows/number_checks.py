@@ -63,12 +63,14 @@ class NumberChecks:
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
+        self._parameters: list[nn.Parameter] = []  # of the window's model; to list them takes the host milliseconds
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
 
     def begin_window(self, model: nn.Module) -> None:
         """Begins a window, before its first forward."""
         self.skipped.begin_window(model.buffers())
+        self._parameters = list(model.parameters())
         self._finite_gradients, self._loss = [], math.nan
 
     def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> str:
@@ -126,7 +128,7 @@ class NumberChecks:
             return
         if self._fsdp and not last:
             return
-        finite = all_finite([p.grad for p in model.parameters() if p.grad is not None])
+        finite = all_finite([p.grad for p in self._parameters if p.grad is not None])
         if not last or self._accelerator.num_processes == 1:
             self._finite_gradients.append(finite)
         if not last or finite:

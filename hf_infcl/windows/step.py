@@ -145,9 +145,9 @@ class WindowStep:
             loss of the last trained window.
         """
         index, last = window.advance()
-        model.train()
-        self._encoder.eval_frozen_parts()
         if index == 0:
+            model.train()
+            self._encoder.eval_frozen_parts()
             self._set_tokens(step)
             self._set_batch(window)
             if self.noise is not None:
