@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import datetime
 import importlib.metadata
@@ -212,10 +213,11 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
     """The newest of the ``wanted`` rows for each combination of ``keys``.
 
-    All rows are from one device, by default the one that was measured last.
+    All rows are from one device, by default the one with the most rows.
     """
     rows = read(table, wanted)
-    device = device or (rows[-1]["device"] if rows else None)
+    counts = collections.Counter(row["device"] for row in rows)
+    device = device or max(counts, key=counts.__getitem__, default=None)
     return list({tuple(row[key] for key in keys): row for row in rows if row["device"] == device}.values())
 
 
