@@ -7,5 +7,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 export OMP_NUM_THREADS=1 # the tests start processes of their own: more threads only get in each other's way
-unset PYTHONDONTWRITEBYTECODE # each of these processes would compile the package for itself
+unset PYTHONDONTWRITEBYTECODE # with it, each of these processes would compile the package again
 exec python -m pytest -n 3 --dist worksteal "$@"

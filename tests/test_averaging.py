@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from helpers import models
-from helpers.demo import infcl, to_the_end
+from helpers.demo import infcl, infcl_launched
 from helpers.processes import launched
 from torch import Tensor, nn
 
@@ -321,7 +321,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
     options += ["--guard_tolerance", 0.05]
     words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", out, "--max_steps", 6]
     words += ["--per_device_train_batch_size", 100, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
-    words += ["--save_steps", 6]  # evaluations before that decide nothing
+    words += ["--save_steps", 6]  # one evaluation less: only the end counts here
     infcl(*words)
     printed = capsys.readouterr().out
     results = json.loads((out / "average_results.json").read_text())
@@ -388,7 +388,7 @@ def test_without_sets_the_average_is_only_saved(tuned, tmp_path):
 
 def test_two_processes_measure_and_save_what_one_does(tuned, auto, tmp_path):
     out = tmp_path / "out"
-    code, printed = launched(to_the_end, *command(tuned, out, *with_sets(tuned), "--alpha", auto[1]["alpha"]))
+    code, printed = launched(infcl_launched, *command(tuned, out, *with_sets(tuned), "--alpha", auto[1]["alpha"]))
     assert code == 0, printed
     results = json.loads((out / "average_results.json").read_text())
     assert results["measured"] == [one for one in auto[1]["measured"] if one["alpha"] in (0, auto[1]["alpha"], 1)]

@@ -17,7 +17,7 @@ import transformers
 import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import compare_versions
-from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, run, to_the_end
+from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, infcl_launched, run
 from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
 
@@ -103,7 +103,7 @@ def under(config: str, words: list[str]) -> None:
     os.environ.update({k: v for k, v in environment.items() if k.startswith(("ACCELERATE_", "FSDP_"))})
     as_on_accelerators()
     try:
-        to_the_end(*words)
+        infcl_launched(*words)
     finally:
         print("Trained under", AcceleratorState().distributed_type.name)
 
@@ -151,7 +151,7 @@ def test_several_nodes_train_together(small, tmp_path, monkeypatch):
     assert command[0] == "torchrun"
     assert command[where : where + 3] == ["-m", "hf_infcl", "train"]
     monkeypatch.chdir(ROOT)
-    code, printed = launched(to_the_end, *command[where + 2 :], options=command[1:where], nodes=2)
+    code, printed = launched(infcl_launched, *command[where + 2 :], options=command[1:where], nodes=2)
     assert code == 0, printed
     check_trained(tmp_path / "out", 8)
 

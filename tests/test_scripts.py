@@ -21,7 +21,7 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, make_digits, run
-from helpers.processes import launched, started
+from helpers.processes import alone, launched, seen_by_the_agent
 
 from hf_infcl import load_pairs
 
@@ -157,7 +157,7 @@ def benchmark(*words: str) -> None:
     with (
         mock.patch.dict(os.environ, HF_INFCL_COMMIT="abc1234"),
         mock.patch.object(sys, "argv", ["benchmark.py", *words]),
-        mock.patch.object(os, "_exit", sys.exit),  # the launcher's agent waits until the function ends
+        seen_by_the_agent(),
     ):
         runpy.run_path(str(SCRIPTS / "benchmark.py"), run_name="__main__")
 
@@ -306,7 +306,7 @@ def test_benchmark_step_profiles_the_phases_of_a_step(script, tmp_path):
 def test_benchmark_optimizer_compares_steps(tmp_path):
     words = ["--models", "tiny", "--seconds", 0.01, "--output", tmp_path / "optimizer.csv"]
     on_two("optimizer", *words)
-    code, printed = started(benchmark, "optimizer", *map(str, words), "--implementations", "AdamW", "hf_infcl")
+    code, printed = alone(benchmark, "optimizer", *map(str, words), "--implementations", "AdamW", "hf_infcl")
     assert code == 0, printed
     rows = rows_of(tmp_path / "optimizer.csv")
     assert [(row["world_size"], row["implementation"]) for row in rows] == [
@@ -381,6 +381,7 @@ def test_plots_show_the_newest_rows(script, tmp_path):
         ("2026-02-01", "a GPU", "a", 3),
         ("2026-01-01", "a GPU", "b", 4),
         ("2026-03-01", "a GPU", "b", ""),
+        ("2026-04-01", "a GPU measured once", "d", 1),
     ):
         row = {"date": date, "device": device, "implementation": name, "ms": ms}
         common.append(tmp_path / "t.csv", columns, row)

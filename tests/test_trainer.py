@@ -74,7 +74,7 @@ def test_samples_per_second_are_of_the_rows_that_are_trained(tmp_path):
     assert metrics["train_samples_per_second"] == pytest.approx(8 * metrics["train_steps_per_second"], rel=0.01)
 
 
-class Walks(TrainerCallback):
+class CountedWalks(TrainerCallback):
     """Counts for each step how often a module is listed or set to training."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +99,11 @@ def test_a_further_micro_batch_does_not_walk_through_the_model_again(tmp_path, m
     """A walk takes the host as long as the launches of a layer. Trainer walks to count the operations."""
     data, steps = models.Pairs(8), []
     for size in (8, 2):
-        walks = Walks(monkeypatch)
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
-        trainer = trainer_for(tmp_path, models.clip(), data, max_steps=3, callbacks=[walks], **split)
-        trainer.train()
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            walks = CountedWalks(patch)
+            trainer = trainer_for(tmp_path, models.clip(), data, max_steps=3, callbacks=[walks], **split)
+            trainer.train()
         steps.append(walks.steps[2])
         assert trainer.state.total_flos == 3 * Trainer.floating_point_ops(trainer, data.batch())
     modules = sum(1 for _ in trainer.model.modules())

@@ -11,8 +11,8 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -119,12 +119,8 @@ class Recording:
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
         capture = _Capture()
-        torch._C._cuda_clearCublasWorkspaces()
-        try:
-            with exchange.redirected(capture.interrupt), capture:
-                self._outputs = function(*self._inputs)
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
+        with _own_workspaces(), exchange.redirected(capture.interrupt), capture:
+            self._outputs = function(*self._inputs)
         self.graphs, self.collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
@@ -133,13 +129,26 @@ class Recording:
                 recorded.copy_(given)
 
 
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """A context for a recording whose workspaces of cuBLAS shall lie in its own memory pool.
+
+    torch keeps a workspace for each stream until all are cleared. One from before the recording could be freed while
+    the graphs still write to it, since torch.compile clears all when it records graphs of its own. One that was kept
+    after it would hold memory of the pool when the recording is long forgotten. There is no public function for this.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class _Capture:
     """A context that records the kernels launched in it as graphs, with collectives between them.
 
     The graphs share one memory pool. This is safe because they are only replayed in this order, so the results of one
-    graph stay where the following ones read them. The workspace of cuBLAS lies in the pool too. torch keeps one for
-    each stream until all are cleared: one from before the recording could be freed while the graphs still write to it,
-    by a later recording of torch.compile, and one that stayed after it would hold memory of a pool long forgotten.
+    graph stay where the following ones read them.
     """
 
     def __init__(self) -> None:

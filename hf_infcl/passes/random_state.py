@@ -28,10 +28,10 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """A context in which the generators start from ``seed``, and after which they continue as before it.
 
-    These are those of Python, NumPy, torch's CPU and ``device``.
+    These are those of Python, NumPy, torch's CPU and ``device``. Other GPUs than this one are left with the seed.
     """
     device = torch.device("cpu") if device is None else device
-    # torch's own function writes down the stack for each kind of accelerator that has not been used.
+    # torch's function also queues the seed, with the formatted stack, for each kind of accelerator not used yet.
     seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with random_state_kept(device):
         seed_torch(seed)

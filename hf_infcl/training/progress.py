@@ -29,7 +29,7 @@ class Progress:
         self._first_step, self.samples = step, samples
         self._began = now - next(earlier, 0.0)
         self._last_log = now, step
-        self._operations: dict[Any, int] = {}  # by the shapes of a batch
+        self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
 
     def steps(self, step: int) -> int:
         """The optimizer steps of this training up to a step."""
@@ -52,7 +52,7 @@ class Progress:
         return logs
 
     def operations(self, inputs: dict[str, Any], count: Callable[[dict[str, Any]], int]) -> int:
-        """Trainer's count of the operations of a batch, once for each shape: it lists all parameters each time."""
+        """The operations of a batch as Trainer counts them. ``count`` walks through the model, so it is called once."""
         shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         if shapes not in self._operations:
             self._operations[shapes] = count(inputs)

@@ -146,7 +146,7 @@ class WindowStep:
         """
         index, last = window.advance()
         if index == 0:
-            model.train()
+            model.train()  # once, as the mode must be the same in both passes
             self._encoder.eval_frozen_parts()
             self._set_tokens(step)
             self._set_batch(window)

@@ -213,7 +213,7 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
     """The newest of the ``wanted`` rows for each combination of ``keys``.
 
-    All rows are from one device, by default the one with the most rows.
+    All rows are from one device, by default the one with the most: a few of another would leave a picture empty.
     """
     rows = read(table, wanted)
     counts = collections.Counter(row["device"] for row in rows)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import yaml
 
 from hf_infcl import cli
+
+from .processes import seen_by_the_agent
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -49,9 +50,9 @@ def infcl(*words: Any) -> None:
     cli.main(words=[str(word) for word in words])
 
 
-def to_the_end(*words: Any) -> None:
-    """Runs a command as one of several launched processes, for which the launcher's agent waits."""
-    with mock.patch.object(os, "_exit", sys.exit):
+def infcl_launched(*words: Any) -> None:
+    """Runs a command in this process, which `launched` has started."""
+    with seen_by_the_agent():
         infcl(*words)
 
 

@@ -2,14 +2,11 @@
 
 import contextlib
 
-import torch
-
 from .processes import leave_out_of_collections
 
-if not torch.backends.cuda.is_built():  # with GPUs it would initialise CUDA, which no fork can do again
-    with contextlib.suppress(ImportError):
-        import deepspeed.ops
+with contextlib.suppress(ImportError):
+    import deepspeed.ops
 
-        OPERATORS = deepspeed.ops.__compatible_ops__  # DeepSpeed starts compilers to find them
+    deepspeed.ops.__compatible_ops__  # noqa: B018 - DeepSpeed starts compilers to find them
 
 leave_out_of_collections()  # accelerate collects garbage in every training

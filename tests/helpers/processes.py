@@ -21,11 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# The packages that are imported once for all processes of the tests. accelerate imports deepspeed in every training if
-# it is installed; DeepSpeed and compiled models import the others.
-PRELOADED = ["helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run", "deepspeed"]
-PRELOADED += ["deepspeed.runtime.zero.muon.muon_optimizer", "setuptools", "torch._dynamo.backends.common"]
-PRELOADED += ["helpers.frozen"]
+# What is imported once for all processes of the tests. The server ignores what it cannot import.
+PRELOADED = [
+    *("helpers.evaluation", "helpers.parity", "helpers.trainers", "torch.distributed.run"),
+    "deepspeed",  # accelerate imports it in every training if it is installed
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    *("setuptools", "torch._dynamo.backends.common"),  # of compiled models
+    "helpers.frozen",  # last
+]
 
 
 @functools.cache
@@ -141,14 +144,19 @@ def _serve(pipe: Any) -> None:
             dist.barrier()  # a job without communication could end and leave the group before others have joined
             small = mock.patch.object(strategies, "GATHERED_BYTES", 0) if always_ring else contextlib.nullcontext()
             with small:
-                answer = True, function(rank, world_size, *args)
+                answer = _as_bytes(True, function(rank, world_size, *args))
         except BaseException:
-            answer = False, traceback.format_exc()
+            answer = _as_bytes(False, traceback.format_exc())
         with contextlib.suppress(Exception):
             forget()
-        saved = io.BytesIO()  # a tensor that is sent by itself becomes a shared file, for which a connection is opened
-        torch.save(answer, saved)
-        pipe.send_bytes(saved.getbuffer())
+        pipe.send_bytes(answer)
+
+
+def _as_bytes(*answer: Any) -> bytes:
+    """The answer of a rank. multiprocessing would send each tensor as a shared file, over a connection of its own."""
+    saved = io.BytesIO()
+    torch.save(answer, saved)
+    return saved.getvalue()
 
 
 def forget() -> None:
@@ -243,20 +251,26 @@ def launched(
         return max((launcher.exitcode for launcher in launchers), key=abs), printed.read()
 
 
-def started(function: Callable[..., Any], *args: Any) -> tuple[int | None, str]:
-    """Calls a function in a process of its own, like an interpreter that runs a script without a launcher.
+def alone(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
+    """Calls a function in a new process without a launcher; returns its exit code and everything that it printed.
 
-    Returns:
-        The exit code, or None if the process has not ended after 120 s and was killed; and everything that it printed.
+    Raises:
+        TimeoutError: as `launched` does.
     """
     with tempfile.NamedTemporaryFile("r") as printed:
         process = context().Process(target=_main, args=(printed.name, function, *args))
         process.start()
         process.join(120)
-        code = process.exitcode
-        process.kill()
-        process.join()
-        return code, printed.read()
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise TimeoutError(f"The process hangs. It has printed:\n{printed.read()}")
+        return process.exitcode, printed.read()
+
+
+def seen_by_the_agent() -> Any:
+    """A context for a command in a launched process: the agent would not see the end of one that `os._exit` ends."""
+    return mock.patch.object(os, "_exit", sys.exit)
 
 
 def _launch(held: Any, path: str, options: Sequence[str], function: Callable[..., Any], *args: Any) -> None:
