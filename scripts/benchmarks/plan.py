@@ -300,10 +300,13 @@ def rates(gpu: str) -> tuple[float, float]:
     """
     rows = [compared for compared in losses() if compared.fitted and compared.loss[1:3] == (gpu, "1")]
     rows = [compared for compared in rows if not _is_replayed(compared)]
+    at_one_teraflop = replace(GPUS[gpu], loss_flops=1e12, logit=0.0)
+    at_one_picosecond = replace(GPUS[gpu], loss_flops=math.inf, logit=1e-12)
+    times = [(c.ms, _blocks(c, at_one_teraflop), _blocks(c, at_one_picosecond)) for c in rows]
 
     def worst(rates: tuple[int, float]) -> float:
-        measured = replace(GPUS[gpu], loss_flops=1e12 * rates[0], logit=1e-12 * rates[1])
-        return max(abs(_blocks(compared, measured) / compared.ms - 1) for compared in rows)
+        flops, logit = rates
+        return max(abs((products / flops + logit * logits) / ms - 1) for ms, products, logits in times)
 
     return min(((flops, n / 100) for flops in range(500, 800, 2) for n in range(200)), key=worst)
 
