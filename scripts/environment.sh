@@ -21,7 +21,7 @@ if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" && "$(cat .venv/hf_infcl.stamp 
     # on, since torchvision would bring another torch.
     .venv/bin/python -m pip install --no-compile --upgrade --no-deps --target .venv/open_clip -r tests/open_clip.txt
   fi
-  # pip compiles on one core. torch has a file that is Python only from 3.12 on.
+  # pip compiles on one core. The file that is left out needs Python 3.12.
   .venv/bin/python -m compileall -q -j 0 -x py312_intrinsics .venv ||
     echo "== Some packages could not be compiled: see above. Python compiles them when it imports them." >&2
   echo "$wanted" > "$stamp"

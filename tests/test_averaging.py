@@ -321,7 +321,7 @@ def test_a_training_saves_the_average_that_the_command_finds_of_its_ends(tuned, 
     options += ["--guard_tolerance", 0.05]
     words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", out, "--max_steps", 6]
     words += ["--per_device_train_batch_size", 100, "--learning_rate", 2e-3, "--average_with_start", "auto", *options]
-    words += ["--save_steps", 6]  # one evaluation less: only the end counts here
+    words += ["--save_steps", 6]  # only the end counts here
     infcl(*words)
     printed = capsys.readouterr().out
     results = json.loads((out / "average_results.json").read_text())

@@ -21,7 +21,7 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, make_digits, run
-from helpers.processes import alone, launched, seen_by_the_agent
+from helpers.processes import alone, launched, without_os_exit
 
 from hf_infcl import load_pairs
 
@@ -157,7 +157,7 @@ def benchmark(*words: str) -> None:
     with (
         mock.patch.dict(os.environ, HF_INFCL_COMMIT="abc1234"),
         mock.patch.object(sys, "argv", ["benchmark.py", *words]),
-        seen_by_the_agent(),
+        without_os_exit(),
     ):
         runpy.run_path(str(SCRIPTS / "benchmark.py"), run_name="__main__")
 

@@ -96,7 +96,7 @@ class CountedWalks(TrainerCallback):
 
 
 def test_a_further_micro_batch_does_not_walk_through_the_model_again(tmp_path, monkeypatch):
-    """A walk takes the host as long as the launches of a layer. Trainer walks to count the operations."""
+    """Not even to count the operations, for which Trainer lists all parameters."""
     data, steps = models.Pairs(8), []
     for size in (8, 2):
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}

@@ -11,8 +11,8 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -119,29 +119,21 @@ class Recording:
         with exchange.redirected(lambda collective: None):
             function(*self._inputs)
         capture = _Capture()
-        with _own_workspaces(), exchange.redirected(capture.interrupt), capture:
-            self._outputs = function(*self._inputs)
+        # torch keeps a workspace of cuBLAS for each stream until all are cleared. Without the first call the graphs
+        # could write to one that was freed, since torch.compile clears all when it records graphs of its own. Without
+        # the second, one would hold memory of the pool after the recording is forgotten. There is no public function.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            with exchange.redirected(capture.interrupt), capture:
+                self._outputs = function(*self._inputs)
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
         self.graphs, self.collectives = capture.graphs, capture.collectives
 
     def _fill(self, tensors: Tensors) -> None:
         for recorded, given in zip(self._inputs, tensors, strict=True):
             if recorded is not None and given is not None:
                 recorded.copy_(given)
-
-
-@contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """A context for a recording whose workspaces of cuBLAS shall lie in its own memory pool.
-
-    torch keeps a workspace for each stream until all are cleared. One from before the recording could be freed while
-    the graphs still write to it, since torch.compile clears all when it records graphs of its own. One that was kept
-    after it would hold memory of the pool when the recording is long forgotten. There is no public function for this.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Capture:

@@ -31,7 +31,7 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     These are those of Python, NumPy, torch's CPU and ``device``. Other GPUs than this one are left with the seed.
     """
     device = torch.device("cpu") if device is None else device
-    # torch's function also queues the seed, with the formatted stack, for each kind of accelerator not used yet.
+    # torch's own function is slower: it queues the seed, with the formatted stack, for accelerators not used yet.
     seed_torch = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
     with random_state_kept(device):
         seed_torch(seed)

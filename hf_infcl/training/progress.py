@@ -15,7 +15,7 @@ from ..loading.batch_plan import BatchPlan
 
 
 class Progress:
-    """Counts the pairs and the seconds of a training, interruptions included.
+    """Counts the pairs and the seconds of a training, interruptions included, and the operations of a batch.
 
     Args:
         step: the number of trained optimizer steps at the start.
@@ -52,7 +52,7 @@ class Progress:
         return logs
 
     def operations(self, inputs: dict[str, Any], count: Callable[[dict[str, Any]], int]) -> int:
-        """The operations of a batch as Trainer counts them. ``count`` walks through the model, so it is called once."""
+        """Trainer's ``count`` of the operations of a batch, made once for each shape, since it lists all parameters."""
         shapes = tuple((name, value.shape) for name, value in inputs.items() if isinstance(value, torch.Tensor))
         if shapes not in self._operations:
             self._operations[shapes] = count(inputs)

@@ -132,7 +132,6 @@ class InfCLTrainer(Trainer):
             OtherRankFailedError: another process failed. If it has ended or hangs, the message states its last phase.
             Preempted: a signal ended the training, which has saved a checkpoint. This is a SystemExit.
         """
-        # ---- Before the training: what it may look up, and who else trains here ----
         if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
         with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
@@ -325,6 +324,7 @@ class InfCLTrainer(Trainer):
         return self.window_step.run_whole(model, window, step)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Trainer's count, made once for each shape of a batch; see `Progress.operations`."""
         return self.progress.operations(inputs, super().floating_point_ops)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

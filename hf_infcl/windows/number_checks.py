@@ -63,7 +63,7 @@ class NumberChecks:
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
         self._scale = math.inf  # of the scaler of fp16
-        self._parameters: list[nn.Parameter] = []  # of the window's model, listed once for it
+        self._parameters: list[nn.Parameter] = []  # of the model, listed once for a window
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
 

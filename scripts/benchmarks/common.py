@@ -210,10 +210,14 @@ def read(table: Path, wanted: Callable[[Row], Any]) -> list[Row]:
         return [row for row in csv.DictReader(file) if wanted(row)]
 
 
+# The columns of `step` that hold for all implementations of a run.
+STEP_SETTING = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
+
+
 def newest(table: Path, keys: tuple[str, ...], wanted: Callable[[Row], Any], device: str | None = None) -> list[Row]:
     """The newest of the ``wanted`` rows for each combination of ``keys``.
 
-    All rows are from one device, by default the one with the most: a few of another would leave a picture empty.
+    All rows are from one device, by default the one with the most, so that a picture is not drawn of a few.
     """
     rows = read(table, wanted)
     counts = collections.Counter(row["device"] for row in rows)

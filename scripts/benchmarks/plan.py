@@ -53,7 +53,7 @@ from hf_infcl import planning
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.planning import GIB, GPU, GPUS, Choice, Counts
 
-from .common import RESULTS, Row, newest, read
+from .common import RESULTS, STEP_SETTING, Row, newest, read
 from .inputs import sizes_of
 
 # Commit, micro-batch and implementation of the rows of steps.
@@ -98,16 +98,21 @@ RAN_TEXT_TOWER = (
 REASONS = {
     ("157e28c", "h100", "1", "softmax", "768", "16384"): LAUNCHED,
     ("c379bca", "h200", "2", "softmax", "512", "8192"): HOST,
-    ("1a94d03", "h100", "2", "softmax", "512", "8192"): "The host limits the time, which was 2.45 ms at 15de2e0.",
+    (
+        "1a94d03",
+        "h100",
+        "2",
+        "softmax",
+        "512",
+        "8192",
+    ): "The host limits the time, which was 2.45 ms in a run of 15de2e0.",
     ("c379bca", "h200", "2", "sigmoid", "512", "32768"): FASTER,
 }
 OUTSIDE = """\
 The host limits small steps, and its speed differs from machine to machine. The rates are those of a host that launches
-an operation in 21 μs. Where `Trainer`, too, took longer than predicted in the same run, a line ends with the time of a
-launch that would explain it, and with the difference of a prediction for such a host."""
-# What is the same for all implementations of a benchmark of steps.
-SETTING = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
-SETTING += ("accumulation_steps",)
+an operation in 21 μs. Where `Trainer` took longer than predicted in the same run, a line ends with the time of a launch
+that would explain how long it took, and with the difference that remains in our step with such launches."""
+SETTING = (*STEP_SETTING, "accumulation_steps")
 FULL_LENGTH = "77"  # tokens
 FORWARD_ALONE = 1.28 * GIB / 256  # bytes per pair of a forward of ViT-B/16 without a graph
 PIXEL_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
@@ -166,14 +171,14 @@ class Compared(NamedTuple):
         return "fitted" if self.fitted else "" if self.known else "new"
 
 
-def steps(results: Path = RESULTS) -> Iterator[Compared]:
+def steps() -> Iterator[Compared]:
     """The newest rows of InfCLTrainer's steps, and those of the plain Trainer's to which rates were fitted."""
     keys = (*SETTING, "implementation")
 
     def was_fitted(row: Row) -> bool:
         return (row["commit"], row["micro_batch_size"], row["implementation"]) in FITTED_STEPS
 
-    for row, known in _newest(results / "step.csv", keys, _is_step, was_fitted):
+    for row, known in _newest(RESULTS / "step.csv", keys, _is_step, was_fitted):
         fitted = was_fitted(row)
         if row["implementation"].startswith("hf_infcl") or fitted:
             ms, gib = _milliseconds(row, GPUS[_gpu(row)]), _memory(row) / GIB
@@ -218,7 +223,7 @@ def _milliseconds(row: Row, gpu: GPU) -> float:
 
 
 def _on_its_host(row: Row) -> str:
-    """What would be predicted for a step of ours on a host as slow as the one beside which `Trainer` was measured."""
+    """How far a prediction is off if it takes the time of a launch from the steps of `Trainer` in the same run."""
     name = "Trainer" + ", compiled" * ("compiled" in row["implementation"])
     same = ("commit", "device", *SETTING)
     rows = read(RESULTS / "step.csv", lambda other: all(other[key] == row[key] for key in same))
@@ -226,12 +231,15 @@ def _on_its_host(row: Row) -> str:
     if not before:
         return "Not explained."
     trainer, gpu = before[-1], GPUS[_gpu(row)]
-    launches = (replace(gpu, launch=1e-6 * microseconds) for microseconds in range(1, 200))
-    slower = next((host for host in launches if _milliseconds(trainer, host) >= float(trainer["ms"])), gpu)
-    if slower.launch <= gpu.launch:
+    first = round(1e6 * gpu.launch)
+    for launch in range(first, 10 * first):
+        host = replace(gpu, launch=1e-6 * launch)
+        if _milliseconds(trainer, host) >= float(trainer["ms"]):
+            break
+    if launch == first:
         return "Not explained."
-    difference = _milliseconds(row, slower) / float(row["ms"]) - 1
-    return f"Launching in {1e6 * slower.launch:.0f} μs, as `{name}` did: {difference:+.1%}."
+    difference = _milliseconds(row, host) / float(row["ms"]) - 1
+    return f"With launches of {launch} μs, as in `{name}`: {difference:+.1%}."
 
 
 def _memory(row: Row) -> float:
@@ -244,7 +252,7 @@ def _memory(row: Row) -> float:
     return max(parts.total, rest + graph + choice.micro_batch * FORWARD_ALONE)
 
 
-def losses(results: Path = RESULTS) -> Iterator[Compared]:
+def losses() -> Iterator[Compared]:
     """The newest rows of the loss with bf16 features, on one GPU and on several."""
 
     def wanted(row: Row) -> bool:
@@ -256,7 +264,7 @@ def losses(results: Path = RESULTS) -> Iterator[Compared]:
 
     for table, more in (("loss", ()), ("ring", ("world_size",))):
         keys = (*more, "objective", "dim", "batch_size")
-        for row, known in _newest(results / f"{table}.csv", keys, wanted, was_fitted):
+        for row, known in _newest(RESULTS / f"{table}.csv", keys, wanted, was_fitted):
             gpus = int(row.get("world_size") or 1)
             choice, dim = Choice(gpus, int(row["batch_size"]) // gpus, 1), int(row["dim"])
             if gpus > 1 and row["commit"] in WITHOUT_REPLAY and planning.is_replayed(dim, choice):

@@ -358,7 +358,7 @@ def plot(table: Path) -> None:
     def is_table(row: Row) -> bool:
         return row["comparison"] == "table" and bool(row["peak_gib"])
 
-    setting = ("world_size", "model", "pixel_dtype", "image_size", "patch_dropout", "text_tokens", "micro_batch_size")
+    setting = common.STEP_SETTING
     keys = (*setting, "accumulation_steps", "batch_size", "implementation")
     devices = dict.fromkeys(row["device"] for row in common.read(table, is_overhead))
     groups = [common.newest(table, keys, is_overhead, device) for device in devices]

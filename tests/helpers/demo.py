@@ -14,7 +14,7 @@ import yaml
 
 from hf_infcl import cli
 
-from .processes import seen_by_the_agent
+from .processes import without_os_exit
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -52,7 +52,7 @@ def infcl(*words: Any) -> None:
 
 def infcl_launched(*words: Any) -> None:
     """Runs a command in this process, which `launched` has started."""
-    with seen_by_the_agent():
+    with without_os_exit():
         infcl(*words)
 
 

@@ -27,7 +27,7 @@ PRELOADED = [
     "deepspeed",  # accelerate imports it in every training if it is installed
     "deepspeed.runtime.zero.muon.muon_optimizer",
     *("setuptools", "torch._dynamo.backends.common"),  # of compiled models
-    "helpers.frozen",  # last
+    "helpers.frozen",  # the last, for it acts on what has been imported
 ]
 
 
@@ -268,8 +268,8 @@ def alone(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
         return process.exitcode, printed.read()
 
 
-def seen_by_the_agent() -> Any:
-    """A context for a command in a launched process: the agent would not see the end of one that `os._exit` ends."""
+def without_os_exit() -> Any:
+    """A context for a command in a launched process. The launcher's agent waits until a function ends."""
     return mock.patch.object(os, "_exit", sys.exit)
 
 
