@@ -38,6 +38,13 @@ def fast_collections() -> None:
     leave_out_of_collections()
 
 
+@pytest.fixture(autouse=True)
+def memory_of_others() -> Iterator[None]:
+    """Frees what a test has cached on a GPU, because tests in other processes need it."""
+    yield
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with clip-init/ and a third of digits/ as written by make_digits.py. Tests only read it.

@@ -114,7 +114,7 @@ def trajectory(folder: str, shards: str, deepspeed: dict | None, seed: int = 0, 
     model.logit_scale.data.fill_(4.6)
     options |= {"max_steps": 4, "learning_rate": 1e-2, "max_grad_norm": 1.0, "deepspeed": deepspeed}
     options |= {"max_logit_scale": 90}
-    options |= {"use_cpu": deepspeed is None and not torch.cuda.is_available(), "eval_dataset": models.Pairs(9)}
+    options |= {"eval_dataset": models.Pairs(9), **({"use_cpu": False} if deepspeed else {})}
     if shards:
         return trainer_for(folder, model, stream_of(shards), data_collator=numbered, **options)
     return trainer_for(folder, model, models.Pairs(40), **options)

@@ -128,9 +128,9 @@ class Decide(TrainerCallback):
         control.should_training_stop |= state.global_step == 3
 
 
-def rank_decides(rank: int, world_size: int, folder: str, use_cpu: bool) -> int:
+def rank_decides(rank: int, world_size: int, folder: str) -> int:
     """A callback acts on one rank only, such as one that depends on the time."""
-    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6, "use_cpu": use_cpu}
+    options = {"save_strategy": "steps", "save_steps": 100, "logging_steps": 100, "max_steps": 6}
     run = trainer_for(folder, **options, callbacks=[Decide()] if rank == 1 else [])
     run.train()
     return run.state.global_step
@@ -138,13 +138,13 @@ def rank_decides(rank: int, world_size: int, folder: str, use_cpu: bool) -> int:
 
 def test_callbacks_that_decide_alike_everywhere_cost_no_exchange(tmp_path):
     with mock.patch("hf_infcl.training.loop_events._share", side_effect=AssertionError):
-        trainer_for(str(tmp_path), max_steps=1, use_cpu=True).train()
+        trainer_for(str(tmp_path), max_steps=1).train()
         with pytest.raises(AssertionError):
-            trainer_for(str(tmp_path), max_steps=1, use_cpu=True, callbacks=[Decide()]).train()
+            trainer_for(str(tmp_path), max_steps=1, callbacks=[Decide()]).train()
 
 
 def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path, backend):
-    assert ranks.run(rank_decides, 2, str(tmp_path), backend == "gloo", backend=backend) == [3, 3]
+    assert ranks.run(rank_decides, 2, str(tmp_path), backend=backend) == [3, 3]
     assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-2")
 
 
@@ -162,11 +162,11 @@ class Normalising:
         return too_much() if next(self.calls) == self.time else pixel_values.float()
 
 
-def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int, use_cpu: bool) -> str:
+def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int) -> str:
     model = models.clip()
     options = {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}
     collator = Normalising(time) if rank == 1 and place != "forward" else default_collate
-    trainer = trainer_for(folder, model, max_steps=4, use_cpu=use_cpu, data_collator=collator, **options)
+    trainer = trainer_for(folder, model, max_steps=4, data_collator=collator, **options)
     if rank == 1 and place == "forward":
         exhaust_memory(model, time)
     try:
@@ -183,7 +183,7 @@ def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: i
     [("forward", 1), ("forward", 5), ("inputs", 2), ("inputs", 4), ("inputs", 7), ("compiled inputs", 4)],
 )
 def test_a_process_without_memory_for_the_first_pass_stops_all_with_its_reason(ranks, tmp_path, place, time, backend):
-    job = (rank_first_pass, 2, str(tmp_path), place, time, backend == "gloo")
+    job = (rank_first_pass, 2, str(tmp_path), place, time)
     heard, own = ranks.run(*job, backend=backend, always_ring=True)
     assert heard.startswith("All ranks stop because of an error:\n  rank 1: ")
     assert "tried to allocate" in heard.lower()

@@ -83,7 +83,7 @@ GROWS = {"global_batch_schedule": ["8:0.3", "16"], "gradient_accumulation_steps"
 def rank_losses(
     rank: int, world_size: int, folder: str, sharded: bool, options: dict[str, Any]
 ) -> list[tuple[float, float]]:
-    wrapper = {"fsdp": True, "use_cpu": False} if sharded else {"use_cpu": not torch.cuda.is_available()}
+    wrapper = {"fsdp": True, "use_cpu": False} if sharded else {}
     options = {"learning_rate": 0.01, "max_steps": 4, **options, **wrapper}
     trainer = trainer_for(folder, models.clip(), models.Pairs(64), **options)
     trainer.train()

@@ -97,7 +97,7 @@ def rank_interrupted(
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, device_id=device)
-    run = trainer(folder, use_cpu=backend == "gloo", **options)
+    run = trainer(folder, **options)
     if rank in actions:
         method, number, action = actions[rank]
         *parts, name = method.split(".")

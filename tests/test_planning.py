@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -368,7 +369,16 @@ def test_a_measured_micro_batch_takes_what_was_predicted(tmp_path, capsys, layer
     assert predicted_ms == pytest.approx(ms, rel=0.5)  # a single micro-batch, timed once
 
 
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Lets this process have a tenth of the GPU, because the tests beside it need the rest."""
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("little_memory")
 def test_a_micro_batch_beyond_the_gpu_at_hand_is_told_in_one_line(tmp_path, capsys):
     transformers.CLIPConfig(vision_config={"patch_size": 16}).save_pretrained(tmp_path)
     command = ["plan", "--model", str(tmp_path), "--global_batch", "65536", "--gpu_memory", "100000", "--measure"]

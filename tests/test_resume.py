@@ -358,15 +358,15 @@ def rank_has_an_old_copy(rank: int, world_size: int, folder: str) -> None:
             run.train()
 
 
-def rank_has_another_evaluation(rank: int, world_size: int, folder: str, use_cpu: bool) -> None:
+def rank_has_another_evaluation(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(ValueError, match=r"The evaluation set of eval_\* has \[8, 40\] rows on the ranks"):
-        trainer_for(folder, use_cpu=use_cpu).evaluate(models.Pairs((8, 40)[rank]))
+        trainer_for(folder).evaluate(models.Pairs((8, 40)[rank]))
     with pytest.raises(ValueError, match="resume_from_checkpoint is None on rank 0 and 'auto' on rank 1"):
-        trainer_for(folder, use_cpu=use_cpu).train(resume_from_checkpoint=(None, "auto")[rank])
+        trainer_for(folder).train(resume_from_checkpoint=(None, "auto")[rank])
 
 
 def test_a_rank_with_another_evaluation_set_or_start_is_refused(ranks, tmp_path, backend):
-    ranks.run(rank_has_another_evaluation, 2, str(tmp_path), backend == "gloo", backend=backend)
+    ranks.run(rank_has_another_evaluation, 2, str(tmp_path), backend=backend)
 
 
 def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, tmp_path):

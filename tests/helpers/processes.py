@@ -160,13 +160,14 @@ def _as_bytes(*answer: Any) -> bytes:
 
 
 def forget() -> None:
-    """Leaves the group, and resets accelerate's state and torch's precision for the next job of this process."""
+    """Leaves the group, frees cached memory, and resets accelerate's state and torch's precision for the next job."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # accelerate has no other way to begin anew
     GradientState._reset_state()
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch.cuda.empty_cache()  # tests in other processes need it
     without_tf32()
 
 

@@ -1,10 +1,11 @@
-"""Small trainers on CPUs, and callbacks that stop them."""
+"""Small trainers, and callbacks that stop them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import default_collate
 from transformers import TrainerCallback
 
@@ -14,11 +15,13 @@ from . import models
 
 
 def arguments(folder: Any, **options: Any) -> InfCLTrainingArguments:
+    """On the CPU, except in a group of GPUs."""
+    on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
     defaults = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
-        "use_cpu": True,
+        "use_cpu": not on_gpus,
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": 1,
