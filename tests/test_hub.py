@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import transformers
 from accelerate.utils import compare_versions
 from helpers import models
 from helpers.hub import Hub, hub_for_this_process, talk_to
+from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
@@ -154,60 +154,92 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
 
 
 def test_checkpoints_whose_push_fails_or_never_starts_are_pushed_again(tmp_path, monkeypatch, caplog):
-    """`Pushes` alone, with uploads that end when the test says so."""
-    again: list[tuple[str, Future]] = []
-    monkeypatch.setattr(
-        HfApi, "upload_folder", lambda self, **o: again.append((o["path_in_repo"], Future())) or again[-1][1]
-    )
-    of_run, jobs = Pushes(arguments(tmp_path, hub_strategy="all_checkpoints")), []
+    """`Pushes` alone, with pushes that end when the test says so."""
+    pushed: list[tuple[str, Future]] = []
+    models: list[Future] = []
 
-    def save(step: int, starts: int) -> tuple[Path, list[Future]]:
+    def run_later(hub: HfApi, push: partial) -> Future:
+        job: Future = Future()
+        if "place" in push.keywords:
+            pushed.append((push.keywords["place"], job))
+        else:
+            models.append(job)
+        return job
+
+    monkeypatch.setattr(HfApi, "run_as_future", run_later)
+    monkeypatch.setattr(HfApi, "upload_folder", lambda hub, **options: pushed.append((options["path_in_repo"], None)))
+    of_run = Pushes(arguments(tmp_path, hub_strategy="all_checkpoints"))
+
+    def save(step: int) -> Path:
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
-        push = partial(jobs.extend, [Future() for _ in range(starts)])  # the model's upload and the checkpoint's
-        before = len(jobs) + starts
-        of_run.push_checkpoint(folder, step, "me/mine", push, lambda: SimpleNamespace(jobs=jobs))
-        return folder, jobs[before:]
+        of_run.push_checkpoint(folder, step, "me/mine", None, begin=lambda: None)
+        return folder
 
-    one, repeated = save(1, 2)
-    assert (repeated, of_run.uploading()) == ([], [one])
-    jobs[1].set_exception(OSError("403"))
+    def names() -> list[str]:
+        return [name for name, _ in pushed]
+
+    one = save(1)
+    assert names() == ["checkpoint-1"]
+    assert of_run.uploading() == [one, one]
+    two = save(2)  # an earlier push is running
+    assert names() == ["checkpoint-1"]
+    pushed[0][1].set_exception(OSError("403"))
     assert "A push of step 1 to me/mine has failed: OSError: 403. It is repeated at the next save." in caplog.text
+    models[0].set_result(None)
     assert of_run.uploading() == []
-    two, repeated = save(2, 0)  # an earlier push is running
-    assert repeated == []
-    three, repeated = save(3, 2)
-    assert [name for name, _ in again] == ["checkpoint-1", "checkpoint-2"]
-    assert of_run.uploading() == [three, one, two]
-    repeated[0].set_result(None)
-    for job in (repeated[1], jobs[3]):
+    three = save(3)
+    assert names()[1:] == ["checkpoint-3", "checkpoint-1", "checkpoint-2"]
+    assert of_run.uploading() == [three, three, one, two]
+    models[1].set_result(None)
+    pushed[2][1].set_result(None)
+    for job in (pushed[1][1], pushed[3][1]):
         job.set_exception(OSError("503"))
     two.rmdir()
     for _ in range(2):
-        of_run.push_missing("me/mine", finish=lambda: None)
-        assert [name for name, _ in again[2:]] == ["checkpoint-3"]
+        of_run.push_missing("me/mine")
+        assert names()[4:] == ["checkpoint-3"]
     assert f"{two} was removed because of save_total_limit before it could be pushed." in caplog.text
 
 
-class LetPush(TrainerCallback):
-    """Lets the uploads go on at the end of the training, just before Trainer waits for them."""
+class AtEnd(TrainerCallback):
+    """Calls a function at the end of the training, just before Trainer waits for the pushes."""
 
-    def __init__(self, hub: Hub) -> None:
-        self.hub, self.checkpoints = hub, set()
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.checkpoints = {path.name for path in Path(args.output_dir).glob("checkpoint-*")}
-        self.hub.lock.release()
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self.function()
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_files_do_not_change_while_they_are_uploaded(hub, tmp_path, always):
+    """The first push reads its files only at the end of the training, which saves others after each step."""
+    options = {**PUSHING, "hub_always_push": always, "save_formats": ["transformers", "open_clip"], "max_steps": 3}
+    trainer = trainer_for(tmp_path, **options, processing_class=clip_processor(), callbacks=[AtEnd(hub.asks.set)])
+    hub.asks.clear()
+    trainer.train()
+    trees = hub.commits["me/mine", "main"][1:]
+    assert len(trees) == (3 if always else 1)
+    for step, tree in enumerate(trees, 1):
+        for name in ("model.safetensors", "open_clip_model.safetensors", "config.json"):
+            assert tree[name] == (tmp_path / f"checkpoint-{step}" / name).read_bytes(), (step, name)
+        assert {"training_args.bin", "tokenizer.json"} <= tree.keys()
 
 
 def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
-    """save_total_limit deletes two checkpoints, while the uploads wait for the end of the training."""
-    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3)
-    kept = LetPush(hub)
-    trainer.add_callback(kept)
-    hub.lock.acquire()  # every commit needs it
+    """save_total_limit deletes two checkpoints, while the pushes wait for the end of the training."""
+    kept: list[Path] = []
+
+    def let_push() -> None:
+        kept.extend(tmp_path.glob("checkpoint-*"))
+        hub.lock.release()
+
+    options = {"hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 3}
+    trainer = trainer_for(tmp_path, **PUSHING, **options, callbacks=[AtEnd(let_push)])
+    hub.lock.acquire()
     trainer.train()
-    assert kept.checkpoints == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert {path.name for path in kept} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     trainer.push_folder()
     assert "has failed" not in caplog.text
     assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
 from ..conversion import open_clip_config, save_open_clip
-from ..conversion.folders import CONFIG, WEIGHTS
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 
@@ -61,10 +59,3 @@ def save_other_formats(
     """Writes the formats of ``save_formats`` beside the files of transformers; see `save_open_clip`."""
     if "open_clip" in args.save_formats:
         save_open_clip(folder, encoder.base, processor, repository=repository or ".", state_dict=state_dict)
-
-
-def copy_other_formats(checkpoint: Path, folder: str | Path) -> None:
-    """Copies what `save_other_formats` has written, since Trainer pushes a copy of its own files only."""
-    for name in (CONFIG, WEIGHTS):
-        if (checkpoint / name).is_file():
-            shutil.copy(checkpoint / name, Path(folder, name))

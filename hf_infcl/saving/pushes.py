@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,27 @@ from huggingface_hub.errors import HFValidationError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
+from ..conversion import folders
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..shards.urls import without_secrets
-from .formats import copy_other_formats
+from .model_files import save_inputs
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
 NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
+# The files of a checkpoint that differ from one step to the next and belong to the model, in any of save_formats.
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", folders.CONFIG)
+MODEL_FILES = (*CONFIGS, "*.safetensors", "*.safetensors.index.json")
 
 logger = logging.get_logger(__name__)
 
 
 class Pushes:
     """The pushes of a run from its main process: which checkpoints have arrived, and which are pushed again.
+
+    They run in the background, one after the other. Each copies a model from its checkpoint into ``output_dir`` when
+    its turn comes, since files must not change while they are uploaded: Trainer would copy the next model at once, and
+    push the files of two steps in one commit.
 
     Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
     while an earlier push is running. Both are pushed at the next save, and at the latest with the final push, which
@@ -37,71 +47,105 @@ class Pushes:
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
+        self._hub = HfApi()  # it runs what it does in the background in order
         # For each folder of the repository that holds a checkpoint: the checkpoint that belongs there, and its upload.
         self._pushed: dict[str, tuple[Path, Future[Any] | None]] = {}
-        self._uploads: dict[Future[Any], Path] = {}  # the uploads of checkpoints, also those that have ended
+        self._uploads: dict[Future[Any], Path] = {}  # the uploads of models and checkpoints, also those that have ended
 
     def push_checkpoint(
         self,
         checkpoint: Path,
         step: int,
         repository: str | None,
-        push: Callable[[], None],
-        in_progress: Callable[[], Any],
+        processor: Any,
+        begin: Callable[[], None],
         save: Callable[[], None] | None = None,
     ) -> None:
         """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints.
+
+        Nothing is pushed while an earlier push is running, except with ``hub_always_push``.
 
         Args:
             checkpoint: its folder.
             step: its step.
             repository: the id of the repository; None on other processes than the main one.
-            push: Trainer's own push, which starts up to two uploads.
-            in_progress: returns Trainer's ``push_in_progress``, in which the uploads of earlier checkpoints are noted
-                that are started as well.
-            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
+            processor: the processor that is pushed with the model, or None.
+            begin: called on the main process before each push.
+            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective. It waits for the
+                pushes that are running.
         """
         if self._args.hub_strategy == HubStrategy.END:
             return
+        starts = self._args.hub_always_push or not self._running()
         if save is not None:
-            save()
+            starts = bool(Processes().agree([starts])[0][0])  # as the main process finds
+            if starts:
+                self.finish()
+                save()
         if self._args.process_index > 0:
             return
         assert repository is not None
-
-        def jobs() -> list[Future[Any]]:
-            return [] if (current := in_progress()) is None else list(current.jobs)
-
-        missing = self._not_on_hub()
         names = {HubStrategy.CHECKPOINT: LAST_CHECKPOINT, HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         name = names.get(HubStrategy(self._args.hub_strategy))
-        before = set(jobs())
-        try:
-            copy_other_formats(checkpoint, str(self._args.output_dir))
-            push()
-        except OSError as error:  # a file could not be copied; an upload fails in the background
-            logger.error(f"The push of step {step} could not start: {cause(error)}.")
-        started = [job for job in jobs() if job not in before]  # none while an earlier push is running
-        for job in started:
-            _report_failure(job, step, repository)
-        if name is not None:
-            missing.pop(name, None)
-            self._note(name, checkpoint, started[1] if len(started) == 2 else None)
-        for name, folder in missing.items() if started else ():
+        own = {} if name is None else {name: checkpoint}
+        others = {place: folder for place, folder in self._not_on_hub().items() if place not in own}
+        self._pushed |= dict.fromkeys(own, (checkpoint, None))
+        if not starts:
+            return
+        begin()
+        if save is None and not self._uploads:  # the same at all steps
+            save_inputs(self._args, processor)
+        source = checkpoint if save is None else None
+        message = f"Training in progress, step {step}"
+        self._start(step, repository, checkpoint, partial(self._push_model, repository, source, message))
+        for place, folder in {**own, **others}.items():
             if folder.is_dir():
-                repeated = HfApi().upload_folder(**self._upload(repository, name, folder), run_as_future=True)
-                _report_failure(repeated, step, repository)
-                self._note(name, folder, repeated)
-                in_progress().jobs.append(repeated)
+                said = f"{message}, checkpoint" if place in own else f"{folder.name}, pushed again"
+                push = partial(self._push_folder, repository, folder, said, place=place)
+                self._pushed[place] = folder, self._start(step, repository, folder, push)
 
-    def _note(self, name: str, checkpoint: Path, job: Future[Any] | None) -> None:
-        self._pushed[name] = checkpoint, job
-        if job is not None:
-            self._uploads[job] = checkpoint
+    def _push_model(self, repository: str, checkpoint: Path | None, message: str) -> None:
+        """Pushes ``output_dir``, with the model of a checkpoint if one is given."""
+        for path in checkpoint.iterdir() if checkpoint is not None else ():
+            if any(path.match(pattern) for pattern in MODEL_FILES):
+                shutil.copy(path, str(self._args.output_dir))
+        self._push_output_dir(repository, message)
+
+    def _push_output_dir(self, repository: str, message: str, **options: Any) -> None:
+        folder = Path(str(self._args.output_dir))
+        self._push_folder(repository, folder, message, ignore_patterns=list(NOT_PUSHED), **options)
+
+    def _push_folder(
+        self, repository: str, folder: Path, message: str, place: str | None = None, **options: Any
+    ) -> None:
+        """Pushes a folder into a folder of the repository, or into its root."""
+        self._hub.upload_folder(
+            repo_id=repository,
+            folder_path=str(folder),
+            path_in_repo=place,
+            commit_message=message,
+            token=self._args.hub_token,
+            revision=self._args.hub_revision,
+            **options,
+        )
+
+    def _start(self, step: int, repository: str, checkpoint: Path, push: Callable[[], None]) -> Future[None]:
+        """Lets a push of a checkpoint or of its model run after those that have been started before."""
+        job = self._hub.run_as_future(push)
+        self._uploads[job] = checkpoint
+        _report_failure(job, step, repository)
+        return job
+
+    def _running(self) -> list[Future[Any]]:
+        return [job for job in self._uploads if not job.done()]
+
+    def finish(self) -> None:
+        """Waits for the pushes that are running."""
+        wait(self._running())
 
     def uploading(self) -> list[Path]:
         """The checkpoints that are being pushed."""
-        return [checkpoint for job, checkpoint in self._uploads.items() if not job.done()]
+        return [self._uploads[job] for job in self._running()]
 
     def _not_on_hub(self) -> dict[str, Path]:
         """The checkpoints whose push has failed or never started, keyed by their folder in the repository."""
@@ -111,46 +155,29 @@ class Pushes:
 
         return {name: folder for name, (folder, job) in self._pushed.items() if failed(job)}
 
-    def _upload(self, repository: str, name: str, checkpoint: Path) -> dict[str, Any]:
-        return {
-            "repo_id": repository,
-            "folder_path": str(checkpoint),
-            "path_in_repo": name,
-            "commit_message": f"{checkpoint.name}, pushed again",
-            "token": self._args.hub_token,
-            "revision": self._args.hub_revision,
-        }
-
-    def push_missing(self, repository: str | None, finish: Callable[[], None]) -> None:
-        """Pushes the checkpoints that the Hub lacks.
+    def push_missing(self, repository: str | None) -> None:
+        """Waits for the pushes that are running, and pushes the checkpoints that the Hub lacks.
 
         Args:
             repository: as above.
-            finish: waits for the pushes under way.
         """
-        finish()
+        self.finish()
         for name, folder in self._not_on_hub().items():
             assert repository is not None
             if folder.is_dir():
-                HfApi().upload_folder(**self._upload(repository, name, folder))
+                self._push_folder(repository, folder, f"{folder.name}, pushed again", place=name)
             else:
                 logger.warning(f"{folder} was removed because of save_total_limit before it could be pushed.")
             del self._pushed[name]
 
     def push_output_dir(
-        self,
-        repository: Callable[[], str | None],
-        create: Callable[[], None],
-        finish: Callable[[], None],
-        message: str,
-        delete: tuple[str, ...],
+        self, repository: Callable[[], str | None], create: Callable[[], None], message: str, delete: tuple[str, ...]
     ) -> None:
         """Pushes the current ``output_dir`` without its checkpoints in one commit, after what the Hub lacks.
 
         Args:
             repository: returns the id of the repository; None before it is created, without ``push_to_hub``.
             create: creates it.
-            finish: as above.
             message: the summary of the commit.
             delete: patterns of files that the commit removes from the repository.
 
@@ -162,16 +189,8 @@ class Pushes:
         with _errors_of_push(self._args, repository):
             if repository() is None:
                 create()
-            self.push_missing(repository(), finish)
-            HfApi().upload_folder(
-                repo_id=str(repository()),
-                folder_path=str(self._args.output_dir),
-                commit_message=message,
-                token=self._args.hub_token,
-                revision=self._args.hub_revision,
-                ignore_patterns=list(NOT_PUSHED),
-                delete_patterns=list(delete) or None,
-            )
+            self.push_missing(repository())
+            self._push_output_dir(str(repository()), message, delete_patterns=list(delete) or None)
 
 
 def _report_failure(job: Future[Any], step: int, repository: str) -> None:

@@ -425,24 +425,24 @@ class InfCLTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Pushes a complete checkpoint in the background, as ``hub_strategy`` asks for; see `Pushes`."""
-        if self.checkpoints.partial_dir is not None:
-            return  # it is pushed once it is complete
-        self._pushes.push_checkpoint(
-            *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id),
-            push=partial(super()._push_from_checkpoint, checkpoint_folder),
-            in_progress=partial(getattr, self, "push_in_progress", None),
-            save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
-        )
+        if self.checkpoints.partial_dir is None:  # the checkpoint is complete
+            self._pushes.push_checkpoint(
+                *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id, self.processing_class),
+                begin=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
+                save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
+            )
+
+    def _finish_current_push(self) -> None:
+        self._pushes.finish()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
         """Pushes the model like Trainer, after the checkpoints whose push has failed."""
-        self._pushes.push_missing(self.hub_model_id, self._finish_current_push)
+        self._pushes.push_missing(self.hub_model_id)
         return super().push_to_hub(*args, **kwargs)
 
     def push_folder(self, message: str = "End of training", delete: tuple[str, ...] = ()) -> None:
         """Pushes the current ``output_dir`` without its checkpoints; see `Pushes.push_output_dir`."""
-        create, finish = self.init_hf_repo, self._finish_current_push
-        self._pushes.push_output_dir(lambda: self.hub_model_id, create, finish, message, delete)
+        self._pushes.push_output_dir(lambda: self.hub_model_id, self.init_hf_repo, message, delete)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""

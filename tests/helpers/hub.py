@@ -35,6 +35,8 @@ class Hub:
         licences: the licence that the card of each data set states.
         shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
+        lock: every commit needs it.
+        asks: whether the double asks for the content of files, for which a client waits after it has listed them.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -47,6 +49,8 @@ class Hub:
         self.shortened: set[str] = set()
         self.failures = 0
         self.lock = threading.Lock()
+        self.asks = threading.Event()
+        self.asks.set()
 
     def files(self, repository: str, revision: str = "main") -> dict[str, bytes]:
         """The newest tree of a revision."""
@@ -133,6 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.commits[match.groups()] = [dict(self.hub.files(match[1]))]
             return self._json({})
         if re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
+            self.hub.asks.wait(60)
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
                 for file in json.loads(body)["files"]
