@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
 import transformers
@@ -155,50 +160,41 @@ def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub,
 
 def test_checkpoints_whose_push_fails_or_never_starts_are_pushed_again(tmp_path, monkeypatch, caplog):
     """`Pushes` alone, with pushes that end when the test says so."""
-    pushed: list[tuple[str, Future]] = []
-    models: list[Future] = []
+    started: list[tuple[str | None, Future]] = []  # None for a model
 
-    def run_later(hub: HfApi, push: partial) -> Future:
-        job: Future = Future()
-        if "place" in push.keywords:
-            pushed.append((push.keywords["place"], job))
-        else:
-            models.append(job)
-        return job
+    def start(hub: HfApi, push: partial) -> Future:
+        started.append((push.keywords.get("place"), Future()))
+        return started[-1][1]
 
-    monkeypatch.setattr(HfApi, "run_as_future", run_later)
-    monkeypatch.setattr(HfApi, "upload_folder", lambda hub, **options: pushed.append((options["path_in_repo"], None)))
+    monkeypatch.setattr(HfApi, "run_as_future", start)
+    monkeypatch.setattr(HfApi, "upload_folder", lambda hub, **o: started.append((o["path_in_repo"], Future())))
     of_run = Pushes(arguments(tmp_path, hub_strategy="all_checkpoints"))
 
-    def save(step: int) -> Path:
-        folder = tmp_path / f"checkpoint-{step}"
+    def save(step: int) -> tuple[Path, list[Future]]:
+        folder, before = tmp_path / f"checkpoint-{step}", len(started)
         folder.mkdir()
-        of_run.push_checkpoint(folder, step, "me/mine", None, begin=lambda: None)
-        return folder
+        of_run.push_checkpoint(folder, step, "me/mine", None, tell=lambda: None)
+        return folder, [job for _, job in started[before:]]
 
-    def names() -> list[str]:
-        return [name for name, _ in pushed]
-
-    one = save(1)
-    assert names() == ["checkpoint-1"]
-    assert of_run.uploading() == [one, one]
-    two = save(2)  # an earlier push is running
-    assert names() == ["checkpoint-1"]
-    pushed[0][1].set_exception(OSError("403"))
+    one, (of_model, of_checkpoint) = save(1)
+    assert of_run.uploading() == [one]
+    of_checkpoint.set_exception(OSError("403"))
     assert "A push of step 1 to me/mine has failed: OSError: 403. It is repeated at the next save." in caplog.text
-    models[0].set_result(None)
     assert of_run.uploading() == []
-    three = save(3)
-    assert names()[1:] == ["checkpoint-3", "checkpoint-1", "checkpoint-2"]
-    assert of_run.uploading() == [three, three, one, two]
-    models[1].set_result(None)
-    pushed[2][1].set_result(None)
-    for job in (pushed[1][1], pushed[3][1]):
+    two, nothing = save(2)  # the push of the model is still running
+    assert nothing == []
+    of_model.set_result(None)
+    three, (of_model, *of_checkpoints) = save(3)
+    assert [place for place, _ in started[2:]] == [None, "checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert of_run.uploading() == [one, two, three]
+    for job in (of_model, of_checkpoints[0]):
+        job.set_result(None)
+    for job in of_checkpoints[1:]:
         job.set_exception(OSError("503"))
     two.rmdir()
     for _ in range(2):
         of_run.push_missing("me/mine")
-        assert names()[4:] == ["checkpoint-3"]
+        assert [place for place, _ in started[6:]] == ["checkpoint-3"]
     assert f"{two} was removed because of save_total_limit before it could be pushed." in caplog.text
 
 
@@ -212,19 +208,56 @@ class AtEnd(TrainerCallback):
         self.function()
 
 
+class Versions(TrainerCallback):
+    """Writes a card at each push, and keeps the files of each checkpoint."""
+
+    def __init__(self) -> None:
+        self.files: list[dict[str, bytes]] = []
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        Path(args.output_dir, "README.md").write_text(f"After step {state.global_step}.")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        files = {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+        self.files.append({**files, "README.md": f"After step {state.global_step}.".encode()})
+
+
+@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("always", [True, False])
-def test_files_do_not_change_while_they_are_uploaded(hub, tmp_path, always):
-    """The first push reads its files only at the end of the training, which saves others after each step."""
-    options = {**PUSHING, "hub_always_push": always, "save_formats": ["transformers", "open_clip"], "max_steps": 3}
-    trainer = trainer_for(tmp_path, **options, processing_class=clip_processor(), callbacks=[AtEnd(hub.asks.set)])
+@pytest.mark.parametrize("weights", ["adapter_model", "model open_clip_model"])
+def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, weights, always, links):
+    """The first push reads its files only at the end of the training, in which each step has written others."""
+    if not links:
+        monkeypatch.setattr("os.link", mock.Mock(side_effect=OSError("this file system has no hard links")))
+    model, formats = models.clip(), ["transformers", "open_clip"]
+    if weights == "adapter_model":
+        model, formats = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=r".*q_proj")), formats[:1]
+    options = {**PUSHING, "hub_always_push": always, "save_formats": formats, "save_total_limit": 1, "max_steps": 3}
+    versions = Versions()
+    callbacks = [versions, AtEnd(hub.asks.set)]
+    trainer = trainer_for(tmp_path, model, **options, processing_class=clip_processor(), callbacks=callbacks)
+    (tmp_path / "_push-of-a-killed-run").mkdir()
     hub.asks.clear()
     trainer.train()
     trees = hub.commits["me/mine", "main"][1:]
     assert len(trees) == (3 if always else 1)
-    for step, tree in enumerate(trees, 1):
-        for name in ("model.safetensors", "open_clip_model.safetensors", "config.json"):
-            assert tree[name] == (tmp_path / f"checkpoint-{step}" / name).read_bytes(), (step, name)
+    for tree, files in zip(trees, versions.files, strict=False):
+        assert files.keys() == {"README.md", *(f"{name}.safetensors" for name in weights.split())}
+        assert files.items() <= tree.items()
         assert {"training_args.bin", "tokenizer.json"} <= tree.keys()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-3"]
+    assert (tmp_path / "checkpoint-3" / f"{weights.split()[0]}.safetensors").stat().st_nlink == 1
+
+
+def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monkeypatch, caplog):
+    full, copytree = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), shutil.copytree
+    copies = mock.Mock(side_effect=[full, mock.DEFAULT], wraps=copytree)
+    monkeypatch.setattr(shutil, "copytree", copies)
+    trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints").train()
+    assert "The push of step 1 could not start: OSError: [Errno 28] No space left on device." in caplog.text
+    assert folders(hub.files("me/mine")) == {"checkpoint-1", "checkpoint-2"}, "what was missing is pushed with the next"
+    assert not list(tmp_path.glob("_push-*"))
 
 
 def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):

@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..checkpoints.files import Checkpoint
@@ -69,13 +68,6 @@ def save_weights(
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
             write_sentence_files(folder, model.config.model_type, collator.processor, **collator.text_options)
-
-
-def save_inputs(args: InfCLTrainingArguments, processor: Any) -> None:
-    """Saves in ``output_dir`` what Trainer saves beside a model: its processor, or None, and the arguments."""
-    if processor is not None:
-        processor.save_pretrained(args.output_dir)
-    torch.save(args, Path(str(args.output_dir), TRAINING_ARGS_NAME))
 
 
 def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:

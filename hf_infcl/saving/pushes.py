@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -10,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import HFValidationError
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 
@@ -19,13 +23,15 @@ from ..conversion import folders
 from ..options.arguments import InfCLTrainingArguments
 from ..processes.collectives import Processes
 from ..shards.urls import without_secrets
-from .model_files import save_inputs
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
 NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
-# The files of a checkpoint that differ from one step to the next and belong to the model, in any of save_formats.
-CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", folders.CONFIG)
-MODEL_FILES = (*CONFIGS, "*.safetensors", "*.safetensors.index.json")
+SNAPSHOT = "_push-"  # how the names of the folders begin that hold what is pushed
+# The files of the model in a checkpoint, in any of save_formats.
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "adapter_config.json", folders.CONFIG),
+    *("*.safetensors", "*.safetensors.index.json"),
+)
 
 logger = logging.get_logger(__name__)
 
@@ -33,9 +39,8 @@ logger = logging.get_logger(__name__)
 class Pushes:
     """The pushes of a run from its main process: which checkpoints have arrived, and which are pushed again.
 
-    They run in the background, one after the other. Each copies a model from its checkpoint into ``output_dir`` when
-    its turn comes, since files must not change while they are uploaded: Trainer would copy the next model at once, and
-    push the files of two steps in one commit.
+    They run in the background, one after the other. Files must not change while they are uploaded, so each pushes a
+    snapshot of ``output_dir``; Trainer uploads ``output_dir`` itself, and copies the next model into it meanwhile.
 
     Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
     while an earlier push is running. Both are pushed at the next save, and at the latest with the final push, which
@@ -49,8 +54,9 @@ class Pushes:
         self._args = args
         self._hub = HfApi()  # it runs what it does in the background in order
         # For each folder of the repository that holds a checkpoint: the checkpoint that belongs there, and its upload.
-        self._pushed: dict[str, tuple[Path, Future[Any] | None]] = {}
-        self._uploads: dict[Future[Any], Path] = {}  # the uploads of models and checkpoints, also those that have ended
+        self._checkpoints: dict[str, tuple[Path, Future[None] | None]] = {}
+        # All pushes, also those that have ended, with the checkpoints that must stay until then.
+        self._pushes: dict[Future[None], Path | None] = {}
 
     def push_checkpoint(
         self,
@@ -58,62 +64,83 @@ class Pushes:
         step: int,
         repository: str | None,
         processor: Any,
-        begin: Callable[[], None],
+        tell: Callable[[], None],
         save: Callable[[], None] | None = None,
     ) -> None:
         """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints.
 
-        Nothing is pushed while an earlier push is running, except with ``hub_always_push``.
+        Nothing is pushed while earlier pushes wait or run, except with ``hub_always_push``.
 
         Args:
             checkpoint: its folder.
             step: its step.
             repository: the id of the repository; None on other processes than the main one.
             processor: the processor that is pushed with the model, or None.
-            begin: called on the main process before each push.
-            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective. It waits for the
-                pushes that are running.
+            tell: tells the callbacks of a push.
+            save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
         """
         if self._args.hub_strategy == HubStrategy.END:
             return
-        starts = self._args.hub_always_push or not self._running()
+        starts = self._args.hub_always_push or not self._open()
         if save is not None:
             starts = bool(Processes().agree([starts])[0][0])  # as the main process finds
             if starts:
-                self.finish()
                 save()
         if self._args.process_index > 0:
             return
         assert repository is not None
         names = {HubStrategy.CHECKPOINT: LAST_CHECKPOINT, HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
         name = names.get(HubStrategy(self._args.hub_strategy))
-        own = {} if name is None else {name: checkpoint}
-        others = {place: folder for place, folder in self._not_on_hub().items() if place not in own}
-        self._pushed |= dict.fromkeys(own, (checkpoint, None))
+        if name is not None:
+            self._checkpoints[name] = checkpoint, None
         if not starts:
             return
-        begin()
-        if save is None and not self._uploads:  # the same at all steps
-            save_inputs(self._args, processor)
-        source = checkpoint if save is None else None
+        try:
+            tell()
+            snapshot = self._snapshot(checkpoint, processor)
+        except OSError as error:  # such as a full disk
+            logger.error(f"The push of step {step} could not start: {cause(error)}.")
+            return
         message = f"Training in progress, step {step}"
-        self._start(step, repository, checkpoint, partial(self._push_model, repository, source, message))
-        for place, folder in {**own, **others}.items():
+        self._start(step, repository, partial(self._push_snapshot, repository, snapshot, message))
+        for place, folder in self._not_on_hub().items():
             if folder.is_dir():
-                said = f"{message}, checkpoint" if place in own else f"{folder.name}, pushed again"
-                push = partial(self._push_folder, repository, folder, said, place=place)
-                self._pushed[place] = folder, self._start(step, repository, folder, push)
+                summary = f"{message}, checkpoint" if folder == checkpoint else f"{folder.name}, pushed again"
+                push = partial(self._push_folder, repository, folder, summary, place=place)
+                self._checkpoints[place] = folder, self._start(step, repository, push, stays=folder)
 
-    def _push_model(self, repository: str, checkpoint: Path | None, message: str) -> None:
-        """Pushes ``output_dir``, with the model of a checkpoint if one is given."""
-        for path in checkpoint.iterdir() if checkpoint is not None else ():
-            if any(path.match(pattern) for pattern in MODEL_FILES):
-                shutil.copy(path, str(self._args.output_dir))
-        self._push_output_dir(repository, message)
+    def _snapshot(self, checkpoint: Path, processor: Any) -> Path:
+        """A folder with what is pushed of ``output_dir``, into which the model of a checkpoint is copied before."""
+        whole = Path(str(self._args.output_dir))
+        if not self._pushes:  # those of a run that was killed
+            for left in whole.glob(f"{SNAPSHOT}*"):
+                shutil.rmtree(left)
+        models = [path for path in checkpoint.iterdir() if any(path.match(pattern) for pattern in MODEL_FILES)]
+        for path in models:
+            shutil.copy(path, whole)
+        if processor is not None:
+            processor.save_pretrained(whole)
+        torch.save(self._args, whole / TRAINING_ARGS_NAME)
+        snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=whole))
+        left_out = shutil.ignore_patterns(*NOT_PUSHED, *(path.name for path in models))
+        try:
+            shutil.copytree(
+                *(whole, snapshot),
+                ignore=lambda parent, names: left_out(parent, names) if Path(parent) == whole else set(),
+                dirs_exist_ok=True,
+            )
+            for path in models:
+                _link_or_copy(path, snapshot / path.name)
+        except OSError:
+            shutil.rmtree(snapshot, ignore_errors=True)
+            raise
+        return snapshot
 
-    def _push_output_dir(self, repository: str, message: str, **options: Any) -> None:
-        folder = Path(str(self._args.output_dir))
-        self._push_folder(repository, folder, message, ignore_patterns=list(NOT_PUSHED), **options)
+    def _push_snapshot(self, repository: str, snapshot: Path, message: str) -> None:
+        try:
+            self._push_folder(repository, snapshot, message)
+        finally:
+            shutil.rmtree(snapshot, ignore_errors=True)
 
     def _push_folder(
         self, repository: str, folder: Path, message: str, place: str | None = None, **options: Any
@@ -129,23 +156,25 @@ class Pushes:
             **options,
         )
 
-    def _start(self, step: int, repository: str, checkpoint: Path, push: Callable[[], None]) -> Future[None]:
-        """Lets a push of a checkpoint or of its model run after those that have been started before."""
+    def _start(self, step: int, repository: str, push: Callable[[], None], stays: Path | None = None) -> Future[None]:
+        """Lets a push run after those that have been started before; the checkpoint ``stays`` until it has ended."""
         job = self._hub.run_as_future(push)
-        self._uploads[job] = checkpoint
+        self._pushes[job] = stays
         _report_failure(job, step, repository)
         return job
 
-    def _running(self) -> list[Future[Any]]:
-        return [job for job in self._uploads if not job.done()]
+    def _open(self) -> list[Future[None]]:
+        return [job for job in self._pushes if not job.done()]
 
     def finish(self) -> None:
-        """Waits for the pushes that are running."""
-        wait(self._running())
+        """Waits for the pushes that have been started."""
+        if jobs := self._open():
+            logger.info("Waiting for the pushes to the Hub, which may take some minutes.")
+            wait(jobs)
 
     def uploading(self) -> list[Path]:
-        """The checkpoints that are being pushed."""
-        return [self._uploads[job] for job in self._running()]
+        """The checkpoints whose push waits or runs."""
+        return [checkpoint for job in self._open() if (checkpoint := self._pushes[job]) is not None]
 
     def _not_on_hub(self) -> dict[str, Path]:
         """The checkpoints whose push has failed or never started, keyed by their folder in the repository."""
@@ -153,7 +182,7 @@ class Pushes:
         def failed(job: Future[Any] | None) -> bool:
             return job is None or (job.done() and (job.cancelled() or job.exception() is not None))
 
-        return {name: folder for name, (folder, job) in self._pushed.items() if failed(job)}
+        return {name: folder for name, (folder, job) in self._checkpoints.items() if failed(job)}
 
     def push_missing(self, repository: str | None) -> None:
         """Waits for the pushes that are running, and pushes the checkpoints that the Hub lacks.
@@ -168,7 +197,7 @@ class Pushes:
                 self._push_folder(repository, folder, f"{folder.name}, pushed again", place=name)
             else:
                 logger.warning(f"{folder} was removed because of save_total_limit before it could be pushed.")
-            del self._pushed[name]
+            del self._checkpoints[name]
 
     def push_output_dir(
         self, repository: Callable[[], str | None], create: Callable[[], None], message: str, delete: tuple[str, ...]
@@ -190,7 +219,16 @@ class Pushes:
             if repository() is None:
                 create()
             self.push_missing(repository())
-            self._push_output_dir(str(repository()), message, delete_patterns=list(delete) or None)
+            patterns: dict[str, Any] = {"ignore_patterns": list(NOT_PUSHED), "delete_patterns": list(delete) or None}
+            self._push_folder(str(repository()), Path(str(self._args.output_dir)), message, **patterns)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file of a checkpoint, which never changes, another name; copies it where the file system cannot do so."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)
 
 
 def _report_failure(job: Future[Any], step: int, repository: str) -> None:

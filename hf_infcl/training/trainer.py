@@ -1,8 +1,7 @@
 """`InfCLTrainer`: one optimizer step is one contrastive batch.
 
-Here are the methods of transformers' Trainer that are overridden, each with a few lines that call a part. The step is
-in `windows/step.py`, the data in `loading/training_data.py` and `loading/loaders.py`, evaluations in `evaluating.py`,
-checkpoints in `checkpoints/` and `resuming.py`, files and pushes in `saving/`.
+Here are the overridden methods of Trainer. The step is in `windows/step.py`, the data in `loading/`, evaluations in
+`evaluating.py`, checkpoints in `checkpoints/` and `resuming.py`, files and pushes in `saving/`.
 """
 
 from __future__ import annotations
@@ -181,7 +180,8 @@ class InfCLTrainer(Trainer):
     def _saved_early(self, number: int, trial: Any) -> Preempted:
         save = partial(self._save_checkpoint, self.model_wrapped, trial)
         tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
-        return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
+        trained, finish = self.steps_trained > 0, self._pushes.finish
+        return saved_early(number, self.state, self.checkpoints, trained=trained, saves=(save, tell), finish=finish)
 
     @property
     def steps_trained(self) -> int:
@@ -428,7 +428,7 @@ class InfCLTrainer(Trainer):
         if self.checkpoints.partial_dir is None:  # the checkpoint is complete
             self._pushes.push_checkpoint(
                 *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id, self.processing_class),
-                begin=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
+                tell=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
                 save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
             )
 

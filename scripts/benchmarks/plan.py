@@ -28,9 +28,9 @@ compiled rows below were known. The memory of kept graphs with texts put togethe
 e74afb7. These rows are no test of the two, although they are marked as new. Those of 058df7e are: on one host with two
 H100s, a benchmark on each, the memory of 24 steps was predicted within 4%, and the time of the ten with all or half of
 the patches of a ViT-B/16 or with 160 pixels within 15%. The others took up to 2.1 times as long as predicted. Twelve
-compiled steps followed at 1a94d03 on two such hosts, and 18 others at a8f0f35 and 9788094 on two more: the memory of
-all was predicted within 5%, and the time of the ten with all or half of the patches or with 160 pixels of a ViT-B/16
-within 9%. The others took 1.2 to 2.0 times as long.
+compiled steps followed at 1a94d03 on two such hosts, and at a8f0f35 and 9788094, on two more, 14 compiled steps and
+four eager ones with 160 pixels: the memory of all was predicted within 5%, and the time of the ten with all or half of
+the patches or with 160 pixels of a ViT-B/16 within 11%. The others took 1.2 to 2.0 times as long.
 
 Until c444e05 the first pass kept the graph of one micro-batch while the others were encoded, so the predicted memory of
 older rows includes a forward without a graph, 1.28 GiB for 256 pairs. Brackets contain the first and last decile.

@@ -36,7 +36,7 @@ class Hub:
         shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
         lock: every commit needs it.
-        asks: whether the double asks for the content of files, for which a client waits after it has listed them.
+        asks: is set unless the double waits before it asks a client for the files of a commit.
     """
 
     def __init__(self, endpoint: str) -> None:
