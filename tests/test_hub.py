@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
 
 from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.saving import pushes
 from hf_infcl.saving.pushes import Pushes
 
 TOKEN = "hf_" + "s3cr3t" * 6
@@ -238,6 +239,11 @@ def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, w
     callbacks = [versions, AtEnd(hub.asks.set)]
     trainer = trainer_for(tmp_path, model, **options, processing_class=clip_processor(), callbacks=callbacks)
     (tmp_path / "_push-of-a-killed-run").mkdir()
+    (tmp_path / "_push-notes.txt").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/events").touch()
+    (tmp_path / "whole").symlink_to(tmp_path)
+    (tmp_path / "latest").symlink_to(tmp_path / "checkpoint-0")
     hub.asks.clear()
     trainer.train()
     trees = hub.commits["me/mine", "main"][1:]
@@ -245,19 +251,67 @@ def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, w
     for tree, files in zip(trees, versions.files, strict=False):
         assert files.keys() == {"README.md", *(f"{name}.safetensors" for name in weights.split())}
         assert files.items() <= tree.items()
-        assert {"training_args.bin", "tokenizer.json"} <= tree.keys()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-3"]
+        assert {"training_args.bin", "tokenizer.json", "runs/events"} <= tree.keys()
+        assert folders(tree) == {"runs"}, "links are not followed"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-3", "runs", "whole"]
     assert (tmp_path / "checkpoint-3" / f"{weights.split()[0]}.safetensors").stat().st_nlink == 1
 
 
-def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monkeypatch, caplog):
-    full, copytree = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), shutil.copytree
-    copies = mock.Mock(side_effect=[full, mock.DEFAULT], wraps=copytree)
-    monkeypatch.setattr(shutil, "copytree", copies)
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), RuntimeError("enforce fail")])
+def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monkeypatch, caplog, error):
+    """torch.save raises a RuntimeError if the disk is full."""
+    begun = mock.Mock(side_effect=[error, mock.DEFAULT], wraps=tempfile.mkdtemp)
+    monkeypatch.setattr(pushes.tempfile, "mkdtemp", begun)
     trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints").train()
-    assert "The push of step 1 could not start: OSError: [Errno 28] No space left on device." in caplog.text
+    assert f"The push of step 1 could not start: {type(error).__name__}: {error}." in caplog.text
     assert folders(hub.files("me/mine")) == {"checkpoint-1", "checkpoint-2"}, "what was missing is pushed with the next"
     assert not list(tmp_path.glob("_push-*"))
+
+
+class FailAt(TrainerCallback):
+    """Raises an error at the end of a step, and later lets the pushes go on."""
+
+    def __init__(self, step: int, hub: Hub) -> None:
+        self.step, self.hub = step, hub
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            threading.Timer(0.5, self.hub.asks.set).start()
+            raise KeyboardInterrupt
+
+
+def test_no_push_outlives_a_training(hub, tmp_path):
+    """Otherwise another training in the same folder could replace what is being pushed."""
+    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", callbacks=[FailAt(2, hub)])
+    hub.asks.clear()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert len(hub.commits["me/mine", "main"]) == 1 + 4
+    assert b'"step": 2' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+
+
+class AtLastLog(TrainerCallback):
+    """Calls a function when the training logs its last metrics, before it loads the best model."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "train_runtime" in logs:
+            self.function()
+
+
+def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(hub, tmp_path, caplog):
+    """The loss falls, so that the first checkpoint has the greatest."""
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    options = {**best, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": models.Pairs(9), "max_steps": 3}
+    options |= {"hub_strategy": "checkpoint", "save_total_limit": 1, "callbacks": [AtLastLog(hub.asks.set)]}
+    trainer = trainer_for(tmp_path, **PUSHING, **options)
+    hub.asks.clear()
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    assert "has failed" not in caplog.text
+    assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
 def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):

@@ -144,19 +144,16 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     ],
 )
 def test_a_signal_ends_a_training_with_one_checkpoint_of_its_last_step(caplog, trained, saved_step, expected):
-    checkpoints, saves = Checkpoints(completes=False, flushes=False), list[Any]()
+    checkpoints, saves = Checkpoints(completes=False, flushes=False), []
     checkpoints.saved_step = saved_step
 
     def save() -> None:
         saves.append(checkpoints.saved_step)
         checkpoints.saved_step = 3
 
-    def finish() -> None:
-        saves.append("pushes")
-
-    ended = saved_early(15, TrainerState(global_step=3), checkpoints, trained=trained, saves=(save,), finish=finish)
+    ended = saved_early(15, TrainerState(global_step=3), checkpoints, trained=trained, saves=(save,))
     assert ended.code == 128 + 15
-    assert saves == ([2, "pushes"] if saved_step == 2 else ["pushes"])
+    assert saves == ([2] if saved_step == 2 else [])
     assert f"SIGTERM has ended the training after step 3. {expected}." in caplog.text
 
 

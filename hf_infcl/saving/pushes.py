@@ -7,7 +7,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ class Pushes:
         try:
             tell()
             snapshot = self._snapshot(checkpoint, processor)
-        except OSError as error:  # such as a full disk
+        except Exception as error:  # a full disk is reported differently by files, torch.save and tokenizers
             logger.error(f"The push of step {step} could not start: {cause(error)}.")
             return
         message = f"Training in progress, step {step}"
@@ -114,24 +115,22 @@ class Pushes:
         whole = Path(str(self._args.output_dir))
         if not self._pushes:  # those of a run that was killed
             for left in whole.glob(f"{SNAPSHOT}*"):
-                shutil.rmtree(left)
-        models = [path for path in checkpoint.iterdir() if any(path.match(pattern) for pattern in MODEL_FILES)]
-        for path in models:
+                shutil.rmtree(left, ignore_errors=True)
+        models = {path.name: path for path in checkpoint.iterdir() if _is_like(path.name, MODEL_FILES)}
+        for path in models.values():
             shutil.copy(path, whole)
         if processor is not None:
             processor.save_pretrained(whole)
         torch.save(self._args, whole / TRAINING_ARGS_NAME)
+        files = [path.relative_to(whole) for path in whole.glob("**/*") if path.is_file()]  # as the Hub's client does
         snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=whole))
-        left_out = shutil.ignore_patterns(*NOT_PUSHED, *(path.name for path in models))
         try:
-            shutil.copytree(
-                *(whole, snapshot),
-                ignore=lambda parent, names: left_out(parent, names) if Path(parent) == whole else set(),
-                dirs_exist_ok=True,
-            )
-            for path in models:
-                _link_or_copy(path, snapshot / path.name)
-        except OSError:
+            for name in files:
+                if not _is_like(name.parts[0], NOT_PUSHED):
+                    (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+                    with suppress(FileNotFoundError):  # a temporary file, which has been renamed meanwhile
+                        _link_or_copy(models.get(str(name)), whole / name, snapshot / name)
+        except BaseException:
             shutil.rmtree(snapshot, ignore_errors=True)
             raise
         return snapshot
@@ -223,12 +222,17 @@ class Pushes:
             self._push_folder(str(repository()), Path(str(self._args.output_dir)), message, **patterns)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
-    """Gives a file of a checkpoint, which never changes, another name; copies it where the file system cannot do so."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy(source, target)
+def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
+    """Copies a file, or gives another name to one of the same content that never changes, where this is possible."""
+    if unchanging is not None:
+        with suppress(OSError):
+            os.link(unchanging, target)
+            return
+    shutil.copy(file, target)
 
 
 def _report_failure(job: Future[Any], step: int, repository: str) -> None:

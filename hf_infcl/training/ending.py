@@ -41,13 +41,7 @@ def full_disk_told(folder: Path) -> Iterator[None]:
 
 
 def saved_early(
-    number: int,
-    state: TrainerState,
-    checkpoints: Checkpoints,
-    *,
-    trained: bool,
-    saves: Iterable[Callable[[], Any]],
-    finish: Callable[[], None],
+    number: int, state: TrainerState, checkpoints: Checkpoints, *, trained: bool, saves: Iterable[Callable[[], Any]]
 ) -> Preempted:
     """The end of a training by a signal, for which it saves a checkpoint; collective.
 
@@ -57,13 +51,10 @@ def saved_early(
         checkpoints: those of the training.
         trained: whether it has trained any step.
         saves: save a checkpoint of the last step, and tell the callbacks of it.
-        finish: waits for pushes to the Hub. The machine may be gone afterwards, and what ends a launched process at
-            once would cut them off.
     """
     step = state.global_step
     for save in saves if trained and checkpoints.saved_step != step else ():
         save()
-    finish()
     saved = checkpoints.saved_step == step
     return end_early(number, step, trained=trained, saved=saved, tells=state.is_world_process_zero)
 

@@ -144,6 +144,7 @@ class InfCLTrainer(Trainer):
                     raise self._saved_early(asked.number, trial) from None
                 finally:
                     self.window_step.close()
+                    self._pushes.finish()  # another training could replace what they push
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
@@ -180,8 +181,7 @@ class InfCLTrainer(Trainer):
     def _saved_early(self, number: int, trial: Any) -> Preempted:
         save = partial(self._save_checkpoint, self.model_wrapped, trial)
         tell = partial(self.callback_handler.on_save, self.args, self.state, self.control)
-        trained, finish = self.steps_trained > 0, self._pushes.finish
-        return saved_early(number, self.state, self.checkpoints, trained=trained, saves=(save, tell), finish=finish)
+        return saved_early(number, self.state, self.checkpoints, trained=self.steps_trained > 0, saves=(save, tell))
 
     @property
     def steps_trained(self) -> int:
@@ -397,6 +397,7 @@ class InfCLTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         switch_weights(self.optimizer, "eval")  # before the weights change
+        self._pushes.finish()  # with save_total_limit=1, Trainer then removes the other checkpoints
         super()._load_best_model()
 
     def _roll_back(self, reason: str) -> None:
@@ -431,9 +432,6 @@ class InfCLTrainer(Trainer):
                 tell=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
                 save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
             )
-
-    def _finish_current_push(self) -> None:
-        self._pushes.finish()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:
         """Pushes the model like Trainer, after the checkpoints whose push has failed."""
