@@ -39,8 +39,8 @@ def fast_collections() -> None:
 
 
 @pytest.fixture(autouse=True)
-def memory_of_others() -> Iterator[None]:
-    """Frees what a test has cached on a GPU, because tests in other processes need it."""
+def memory_for_other_tests() -> Iterator[None]:
+    """Frees the memory of a GPU that a test has cached, because tests in other processes need it."""
     yield
     torch.cuda.empty_cache()
 

@@ -200,12 +200,12 @@ def test_checkpoints_whose_push_fails_or_never_starts_are_pushed_again(tmp_path,
 
 
 class AtEnd(TrainerCallback):
-    """Calls a function at the end of the training, just before Trainer waits for the pushes."""
+    """Calls a function after the last step, before the training loads its best model and waits for the pushes."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self.function()
 
 
@@ -224,9 +224,16 @@ class Versions(TrainerCallback):
         self.files.append({**files, "README.md": f"After step {state.global_step}.".encode()})
 
 
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("always", [True, False])
-@pytest.mark.parametrize("weights", ["adapter_model", "model open_clip_model"])
+@pytest.mark.parametrize(
+    ("weights", "always", "links"),
+    [
+        ("adapter_model", True, True),
+        ("adapter_model", False, True),
+        ("model open_clip_model", True, True),
+        ("model open_clip_model", False, True),
+        ("model open_clip_model", True, False),
+    ],
+)
 def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, weights, always, links):
     """The first push reads its files only at the end of the training, in which each step has written others."""
     if not links:
@@ -236,7 +243,7 @@ def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, w
         model, formats = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=r".*q_proj")), formats[:1]
     options = {**PUSHING, "hub_always_push": always, "save_formats": formats, "save_total_limit": 1, "max_steps": 3}
     versions = Versions()
-    callbacks = [versions, AtEnd(hub.asks.set)]
+    callbacks = [versions, AtEnd(hub.takes_files.set)]
     trainer = trainer_for(tmp_path, model, **options, processing_class=clip_processor(), callbacks=callbacks)
     (tmp_path / "_push-of-a-killed-run").mkdir()
     (tmp_path / "_push-notes.txt").touch()
@@ -244,7 +251,7 @@ def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, w
     (tmp_path / "runs/events").touch()
     (tmp_path / "whole").symlink_to(tmp_path)
     (tmp_path / "latest").symlink_to(tmp_path / "checkpoint-0")
-    hub.asks.clear()
+    hub.takes_files.clear()
     trainer.train()
     trees = hub.commits["me/mine", "main"][1:]
     assert len(trees) == (3 if always else 1)
@@ -268,46 +275,35 @@ def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monke
     assert not list(tmp_path.glob("_push-*"))
 
 
-class FailAt(TrainerCallback):
-    """Raises an error at the end of a step, and later lets the pushes go on."""
+class InterruptAt(TrainerCallback):
+    """Interrupts the training when a step is saved, and half a second later lets the pushes go on."""
 
     def __init__(self, step: int, hub: Hub) -> None:
         self.step, self.hub = step, hub
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            threading.Timer(0.5, self.hub.asks.set).start()
+            threading.Timer(0.5, self.hub.takes_files.set).start()
             raise KeyboardInterrupt
 
 
 def test_no_push_outlives_a_training(hub, tmp_path):
     """Otherwise another training in the same folder could replace what is being pushed."""
-    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", callbacks=[FailAt(2, hub)])
-    hub.asks.clear()
+    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", callbacks=[InterruptAt(2, hub)])
+    hub.takes_files.clear()
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert len(hub.commits["me/mine", "main"]) == 1 + 4
     assert b'"step": 2' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
-class AtLastLog(TrainerCallback):
-    """Calls a function when the training logs its last metrics, before it loads the best model."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "train_runtime" in logs:
-            self.function()
-
-
 def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(hub, tmp_path, caplog):
     """The loss falls, so that the first checkpoint has the greatest."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     options = {**best, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": models.Pairs(9), "max_steps": 3}
-    options |= {"hub_strategy": "checkpoint", "save_total_limit": 1, "callbacks": [AtLastLog(hub.asks.set)]}
+    options |= {"hub_strategy": "checkpoint", "save_total_limit": 1, "callbacks": [AtEnd(hub.takes_files.set)]}
     trainer = trainer_for(tmp_path, **PUSHING, **options)
-    hub.asks.clear()
+    hub.takes_files.clear()
     trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     assert "has failed" not in caplog.text

@@ -27,7 +27,7 @@ from ..shards.urls import without_secrets
 
 LAST_CHECKPOINT = "last-checkpoint"  # where hub_strategy="checkpoint" puts the newest checkpoint
 NOT_PUSHED = ("_*", f"{PREFIX_CHECKPOINT_DIR}-*")  # of an output_dir
-SNAPSHOT = "_push-"  # how the names of the folders begin that hold what is pushed
+SNAPSHOT = "_push-"  # the prefix of the snapshots of output_dir, which lie in it
 # The files of the model in a checkpoint, in any of save_formats.
 MODEL_FILES = (
     *("config.json", "generation_config.json", "adapter_config.json", folders.CONFIG),
@@ -40,8 +40,8 @@ logger = logging.get_logger(__name__)
 class Pushes:
     """The pushes of a run from its main process: which checkpoints have arrived, and which are pushed again.
 
-    They run in the background, one after the other. Files must not change while they are uploaded, so each pushes a
-    snapshot of ``output_dir``; Trainer uploads ``output_dir`` itself, and copies the next model into it meanwhile.
+    They run in the background, one after the other. Files must not change while they are uploaded. Trainer uploads
+    ``output_dir`` itself, and meanwhile copies the next model into it. Here a snapshot of ``output_dir`` is uploaded.
 
     Trainer itself does not report a push that fails during the training, and never pushes a checkpoint that is saved
     while an earlier push is running. Both are pushed at the next save, and at the latest with the final push, which
@@ -53,10 +53,10 @@ class Pushes:
 
     def __init__(self, args: InfCLTrainingArguments) -> None:
         self._args = args
-        self._hub = HfApi()  # it runs what it does in the background in order
+        self._hub = HfApi()  # runs its jobs in the background one after the other
         # For each folder of the repository that holds a checkpoint: the checkpoint that belongs there, and its upload.
         self._checkpoints: dict[str, tuple[Path, Future[None] | None]] = {}
-        # All pushes, also those that have ended, with the checkpoints that must stay until then.
+        # All pushes that were started. Where one reads a checkpoint, the checkpoint must stay until it has ended.
         self._pushes: dict[Future[None], Path | None] = {}
 
     def push_checkpoint(
@@ -70,21 +70,21 @@ class Pushes:
     ) -> None:
         """Pushes the model in the background, and the checkpoint if ``hub_strategy`` asks for checkpoints.
 
-        Nothing is pushed while earlier pushes wait or run, except with ``hub_always_push``.
+        While earlier pushes wait or run, none is started, except with ``hub_always_push``.
 
         Args:
             checkpoint: its folder.
             step: its step.
             repository: the id of the repository; None on other processes than the main one.
             processor: the processor that is pushed with the model, or None.
-            tell: tells the callbacks of a push.
+            tell: tells the callbacks that a push begins.
             save: saves the model in ``output_dir``, if the checkpoint has no whole model; collective.
         """
         if self._args.hub_strategy == HubStrategy.END:
             return
-        starts = self._args.hub_always_push or not self._open()
+        starts = self._args.hub_always_push or not self._unfinished()
         if save is not None:
-            starts = bool(Processes().agree([starts])[0][0])  # as the main process finds
+            starts = bool(Processes().agree([starts])[0][0])  # only the main process knows
             if starts:
                 save()
         if self._args.process_index > 0:
@@ -111,22 +111,23 @@ class Pushes:
                 self._checkpoints[place] = folder, self._start(step, repository, push, stays=folder)
 
     def _snapshot(self, checkpoint: Path, processor: Any) -> Path:
-        """A folder with what is pushed of ``output_dir``, into which the model of a checkpoint is copied before."""
+        """Copies the model of a checkpoint into ``output_dir``, and what is pushed of ``output_dir`` into a folder."""
         whole = Path(str(self._args.output_dir))
-        if not self._pushes:  # those of a run that was killed
+        if not self._pushes:  # snapshots here are left from a run that was killed
             for left in whole.glob(f"{SNAPSHOT}*"):
                 shutil.rmtree(left, ignore_errors=True)
-        models = {path.name: path for path in checkpoint.iterdir() if _is_like(path.name, MODEL_FILES)}
+        models = {path.name: path for path in checkpoint.iterdir() if _matches(path.name, MODEL_FILES)}
         for path in models.values():
             shutil.copy(path, whole)
         if processor is not None:
             processor.save_pretrained(whole)
         torch.save(self._args, whole / TRAINING_ARGS_NAME)
-        files = [path.relative_to(whole) for path in whole.glob("**/*") if path.is_file()]  # as the Hub's client does
+        # Like an upload by the Hub's client, this does not enter folders that are links.
+        files = [path.relative_to(whole) for path in whole.glob("**/*") if path.is_file()]
         snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=whole))
         try:
             for name in files:
-                if not _is_like(name.parts[0], NOT_PUSHED):
+                if not _matches(name.parts[0], NOT_PUSHED):
                     (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
                     with suppress(FileNotFoundError):  # a temporary file, which has been renamed meanwhile
                         _link_or_copy(models.get(str(name)), whole / name, snapshot / name)
@@ -162,18 +163,18 @@ class Pushes:
         _report_failure(job, step, repository)
         return job
 
-    def _open(self) -> list[Future[None]]:
+    def _unfinished(self) -> list[Future[None]]:
         return [job for job in self._pushes if not job.done()]
 
     def finish(self) -> None:
         """Waits for the pushes that have been started."""
-        if jobs := self._open():
+        if jobs := self._unfinished():
             logger.info("Waiting for the pushes to the Hub, which may take some minutes.")
             wait(jobs)
 
     def uploading(self) -> list[Path]:
         """The checkpoints whose push waits or runs."""
-        return [checkpoint for job in self._open() if (checkpoint := self._pushes[job]) is not None]
+        return [checkpoint for job in self._unfinished() if (checkpoint := self._pushes[job]) is not None]
 
     def _not_on_hub(self) -> dict[str, Path]:
         """The checkpoints whose push has failed or never started, keyed by their folder in the repository."""
@@ -184,7 +185,7 @@ class Pushes:
         return {name: folder for name, (folder, job) in self._checkpoints.items() if failed(job)}
 
     def push_missing(self, repository: str | None) -> None:
-        """Waits for the pushes that are running, and pushes the checkpoints that the Hub lacks.
+        """Waits for the pushes that have been started, and pushes the checkpoints that the Hub lacks.
 
         Args:
             repository: as above.
@@ -222,12 +223,12 @@ class Pushes:
             self._push_folder(str(repository()), Path(str(self._args.output_dir)), message, **patterns)
 
 
-def _is_like(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
-    """Copies a file, or gives another name to one of the same content that never changes, where this is possible."""
+    """Links a file that never changes, if one of the same content is given and the file system can; else copies."""
     if unchanging is not None:
         with suppress(OSError):
             os.link(unchanging, target)

@@ -144,7 +144,7 @@ class InfCLTrainer(Trainer):
                     raise self._saved_early(asked.number, trial) from None
                 finally:
                     self.window_step.close()
-                    self._pushes.finish()  # another training could replace what they push
+                    self._pushes.finish()  # a later training could replace the files that they read
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
@@ -397,7 +397,7 @@ class InfCLTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         switch_weights(self.optimizer, "eval")  # before the weights change
-        self._pushes.finish()  # with save_total_limit=1, Trainer then removes the other checkpoints
+        self._pushes.finish()  # with save_total_limit=1, Trainer next removes all other checkpoints
         super()._load_best_model()
 
     def _roll_back(self, reason: str) -> None:

@@ -36,7 +36,7 @@ class Hub:
         shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
         lock: every commit needs it.
-        asks: is set unless the double waits before it asks a client for the files of a commit.
+        takes_files: while it is not set, clients that have listed the files of a commit wait before they send them.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -49,8 +49,8 @@ class Hub:
         self.shortened: set[str] = set()
         self.failures = 0
         self.lock = threading.Lock()
-        self.asks = threading.Event()
-        self.asks.set()
+        self.takes_files = threading.Event()
+        self.takes_files.set()
 
     def files(self, repository: str, revision: str = "main") -> dict[str, bytes]:
         """The newest tree of a revision."""
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.commits[match.groups()] = [dict(self.hub.files(match[1]))]
             return self._json({})
         if re.fullmatch(r"/api/models/(.+)/preupload/(.+)", path):
-            self.hub.asks.wait(60)
+            self.hub.takes_files.wait(60)
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
                 for file in json.loads(body)["files"]
