@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -273,6 +274,23 @@ def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monke
     assert f"The push of step 1 could not start: {type(error).__name__}: {error}." in caplog.text
     assert folders(hub.files("me/mine")) == {"checkpoint-1", "checkpoint-2"}, "what was missing is pushed with the next"
     assert not list(tmp_path.glob("_push-*"))
+
+
+def test_an_earlier_push_may_end_while_the_next_one_starts(hub, tmp_path, monkeypatch, caplog):
+    """Its snapshot is removed then: here, just before the training reads it, if it does."""
+    training, read = threading.get_ident(), os.scandir
+
+    def read_later(folder: Any) -> Any:
+        if threading.get_ident() == training and str(folder).startswith(str(tmp_path / pushes.SNAPSHOT)):
+            shutil.rmtree(folder)
+        return read(folder)
+
+    trainer = trainer_for(tmp_path, **PUSHING, callbacks=[AtEnd(hub.takes_files.set)])
+    hub.takes_files.clear()
+    monkeypatch.setattr(os, "scandir", read_later)
+    trainer.train()
+    assert "could not start" not in caplog.text
+    assert len(hub.commits["me/mine", "main"]) == 1 + 2
 
 
 class InterruptAt(TrainerCallback):

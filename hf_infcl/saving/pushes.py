@@ -122,15 +122,13 @@ class Pushes:
         if processor is not None:
             processor.save_pretrained(whole)
         torch.save(self._args, whole / TRAINING_ARGS_NAME)
-        # Like an upload by the Hub's client, this does not enter folders that are links.
-        files = [path.relative_to(whole) for path in whole.glob("**/*") if path.is_file()]
+        files = list(_pushed_files(whole))
         snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=whole))
         try:
             for name in files:
-                if not _matches(name.parts[0], NOT_PUSHED):
-                    (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-                    with suppress(FileNotFoundError):  # a temporary file, which has been renamed meanwhile
-                        _link_or_copy(models.get(str(name)), whole / name, snapshot / name)
+                (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+                with suppress(FileNotFoundError):  # a temporary file, which has been renamed meanwhile
+                    _link_or_copy(models.get(str(name)), whole / name, snapshot / name)
         except BaseException:
             shutil.rmtree(snapshot, ignore_errors=True)
             raise
@@ -225,6 +223,17 @@ class Pushes:
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _pushed_files(output_dir: Path) -> Iterator[Path]:
+    """The files that are pushed, relative to ``output_dir``; like the Hub's client, it does not follow linked folders.
+
+    Folders that are not pushed are not read: some are snapshots, which are removed as soon as their push has ended.
+    """
+    for path in output_dir.iterdir():
+        if not _matches(path.name, NOT_PUSHED):
+            inside = () if path.is_symlink() else path.rglob("*")
+            yield from (file.relative_to(output_dir) for file in (path, *inside) if file.is_file())
 
 
 def _link_or_copy(unchanging: Path | None, file: Path, target: Path) -> None:
