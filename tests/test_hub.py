@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -293,15 +294,20 @@ def test_an_earlier_push_may_end_while_the_next_one_starts(hub, tmp_path, monkey
     assert len(hub.commits["me/mine", "main"]) == 1 + 2
 
 
+def take_files_soon(hub: Hub) -> None:
+    """Lets the pushes go on when the training already waits for them."""
+    threading.Timer(0.5, hub.takes_files.set).start()
+
+
 class InterruptAt(TrainerCallback):
-    """Interrupts the training when a step is saved, and half a second later lets the pushes go on."""
+    """Interrupts the training when a step is saved, and soon lets the pushes go on."""
 
     def __init__(self, step: int, hub: Hub) -> None:
         self.step, self.hub = step, hub
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            threading.Timer(0.5, self.hub.takes_files.set).start()
+            take_files_soon(self.hub)
             raise KeyboardInterrupt
 
 
@@ -315,17 +321,26 @@ def test_no_push_outlives_a_training(hub, tmp_path):
     assert b'"step": 2' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
-def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(hub, tmp_path, caplog):
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(hub, tmp_path, caplog, loads):
     """The loss falls, so that the first checkpoint has the greatest."""
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    best = {"load_best_model_at_end": loads, "metric_for_best_model": "loss", "greater_is_better": True}
     options = {**best, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": models.Pairs(9), "max_steps": 3}
-    options |= {"hub_strategy": "checkpoint", "save_total_limit": 1, "callbacks": [AtEnd(hub.takes_files.set)]}
-    trainer = trainer_for(tmp_path, **PUSHING, **options)
+    options |= {"hub_strategy": "checkpoint", "save_total_limit": 1}
+    trainer = trainer_for(tmp_path, **PUSHING, **options, callbacks=[AtEnd(partial(take_files_soon, hub))])
     hub.takes_files.clear()
     trainer.train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     assert "has failed" not in caplog.text
     assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+
+
+def test_the_wait_for_pushes_is_no_time_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(Pushes, "finish_before_removals", lambda pushes: 1000.0)
+    trainer = trainer_for(tmp_path, **SAVING)
+    begin = time.time()
+    took = trainer.train().metrics["train_runtime"]
+    assert took <= time.time() - begin - 999.9
 
 
 def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
@@ -334,11 +349,11 @@ def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
 
     def let_push() -> None:
         kept.extend(tmp_path.glob("checkpoint-*"))
-        hub.lock.release()
+        hub.takes_files.set()
 
     options = {"hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 3}
     trainer = trainer_for(tmp_path, **PUSHING, **options, callbacks=[AtEnd(let_push)])
-    hub.lock.acquire()
+    hub.takes_files.clear()
     trainer.train()
     assert {path.name for path in kept} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     trainer.push_folder()

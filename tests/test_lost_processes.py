@@ -202,6 +202,15 @@ def test_a_process_that_waits_for_a_killed_one_without_an_error_ends(tmp_path):
     assert code == 1
 
 
+def test_pushes_end_although_another_process_is_lost(tmp_path):
+    """They take longer here than a process may wait for a lost one."""
+    actions = {0: ("_pushes.finish", 1, functools.partial(time.sleep, 6)), 1: (*PHASES["saving after step 2"], KILLED)}
+    told, code = interrupted(str(tmp_path), actions, grace=1)
+    message = "Rank 1 does not answer; its last phase was saving after step 2."
+    assert told == [message, f"OtherRankFailedError: {message}"]
+    assert code == 2, "it has not been ended"
+
+
 def test_a_process_that_hangs_is_named_after_the_timeout(tmp_path):
     place = PHASES["the first pass after step 1"]
     told, _ = interrupted(str(tmp_path), {1: (*place, STOPPED)}, seconds=8)
@@ -263,9 +272,10 @@ def rank_is_stopped(rank: int, world_size: int) -> set[str]:
     """Rank 1 makes no progress and its thread does not watch, as after SIGSTOP, while rank 0 waits for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "POLL", (0.01, 100)[rank])
-        with phases.Phases(timeout=0.5) as of_training:
+        with phases.Phases() as of_training:
             of_training.enter(f"the {('first', 'second')[rank]} pass after step 3")
             Processes().gather_text("both are in their phases")
+            of_training._timeout = 0.5
             end = time.monotonic() + 60
             while rank == 0 and not of_training.told and time.monotonic() < end:
                 threading.Event().wait(0.05)

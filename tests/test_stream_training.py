@@ -180,15 +180,29 @@ def test_one_process_goes_on_where_two_stopped(ranks, tmp_path):
         )
 
 
-def serve(rank, port, folder, output):
-    """One of two processes of a training, as started by a launcher, which resumes where the last one was killed."""
+class WaitAt(TrainerCallback):
+    """Waits to be killed at the end of a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            time.sleep(60)
+
+
+def serve(rank, port, folder, output, last):
+    """One of two processes of a training, as started by a launcher, which resumes where the last one was killed.
+
+    It does not get further than the end of step ``last``, where it waits to be killed.
+    """
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in launched.items()})
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     multiprocessing.set_start_method("fork", force=True)  # for the workers; otherwise that of this process
-    options = {"dataloader_num_workers": 2, "save_steps": 1}
+    options = {"dataloader_num_workers": 2, "save_steps": 1, "callbacks": [WaitAt(last)]}
     made = train(folder, output, 12, f"windows-{rank}", "auto", **options)
     torch.save(parameters(made), f"{output}/weights-{rank}.pt")
     made.accelerator.end_training()
@@ -202,8 +216,8 @@ def test_three_hard_kills_leave_no_trace(tmp_path):
     def launch(output, kill_after=None):
         output.mkdir(exist_ok=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        places = str(tmp_path / "shards"), str(output)
-        processes = [context().Process(target=serve, args=(rank, store.port, *places)) for rank in (0, 1)]
+        given = store.port, str(tmp_path / "shards"), str(output), kill_after and kill_after + 3
+        processes = [context().Process(target=serve, args=(rank, *given)) for rank in (0, 1)]
         for process in processes:
             process.start()
         while kill_after is not None and all(process.is_alive() for process in processes):

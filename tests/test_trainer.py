@@ -396,6 +396,8 @@ def rank_timeout(rank: int, world_size: int, folder: str) -> str:
     forget()
     # The store already exists, as under torchrun.
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+    store.set(f"rank {rank} is here", "")
+    store.wait([f"rank {rank} is here" for rank in range(world_size)])
     arguments(folder, ddp_timeout=2)
     if rank == 1:
         store.wait(["heard"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +23,20 @@ class Interruptions:
         self._evaluates = False
 
     @contextmanager
-    def watched(self, timeout: float) -> Iterator[None]:
+    def watched(self, timeout: float, finish: Callable[[], None]) -> Iterator[None]:
         """The context of a training.
 
         Args:
             timeout: of the group's collectives, in seconds.
+            finish: is called after the training, also after one that has failed. It may take as long as it needs, even
+                if another process is lost.
         """
-        with Preemption() as self._preemption, Phases(timeout) as self.phases:
-            yield
+        with Preemption() as self._preemption:
+            try:
+                with Phases(timeout) as self.phases:
+                    yield
+            finally:
+                finish()
 
     @property
     def is_ending(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -165,10 +166,21 @@ class Pushes:
         return [job for job in self._pushes if not job.done()]
 
     def finish(self) -> None:
-        """Waits for the pushes that have been started."""
+        """Waits for the pushes that have been started: a later training could replace the files that they read."""
         if jobs := self._unfinished():
             logger.info("Waiting for the pushes to the Hub, which may take some minutes.")
             wait(jobs)
+
+    def finish_before_removals(self) -> float:
+        """With ``save_total_limit=1``, waits like `finish`, because Trainer then removes all checkpoints but the best.
+
+        Returns:
+            the seconds of the wait, which are no part of the training's time.
+        """
+        begin = time.monotonic()
+        if self._args.save_total_limit == 1:
+            self.finish()
+        return time.monotonic() - begin
 
     def uploading(self) -> list[Path]:
         """The checkpoints whose push waits or runs."""

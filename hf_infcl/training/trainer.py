@@ -133,7 +133,7 @@ class InfCLTrainer(Trainer):
         """
         if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
-        with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout)):
+        with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
@@ -144,7 +144,6 @@ class InfCLTrainer(Trainer):
                     raise self._saved_early(asked.number, trial) from None
                 finally:
                     self.window_step.close()
-                    self._pushes.finish()  # a later training could replace the files that they read
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
@@ -397,8 +396,10 @@ class InfCLTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         switch_weights(self.optimizer, "eval")  # before the weights change
-        self._pushes.finish()  # with save_total_limit=1, Trainer next removes all other checkpoints
         super()._load_best_model()
+
+    def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
+        return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:
         """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""

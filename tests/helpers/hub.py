@@ -35,7 +35,6 @@ class Hub:
         licences: the licence that the card of each data set states.
         shortened: paths of files of which the double sends one byte less than it announces.
         failures: the number of commits to refuse next, with status 403, which the client does not retry.
-        lock: every commit needs it.
         takes_files: while it is not set, clients that have listed the files of a commit wait before they send them.
     """
 
@@ -48,7 +47,7 @@ class Hub:
         self.licences: dict[str, str | list[str]] = {}
         self.shortened: set[str] = set()
         self.failures = 0
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # of the commits
         self.takes_files = threading.Event()
         self.takes_files.set()
 
