@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import errno
 import logging
 import os
@@ -9,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,19 @@ ZERO = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
         yield hub
+
+
+@pytest.fixture
+def slow_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A double that takes no files before the training waits for its pushes."""
+
+    def wait(jobs: list[Future]) -> None:
+        hub.takes_files.set()
+        concurrent.futures.wait(jobs)
+
+    hub.takes_files.clear()
+    monkeypatch.setattr(pushes, "wait", wait)
+    return hub
 
 
 def folders(files: dict[str, bytes]) -> set[str]:
@@ -201,16 +215,6 @@ def test_checkpoints_whose_push_fails_or_never_starts_are_pushed_again(tmp_path,
     assert f"{two} was removed because of save_total_limit before it could be pushed." in caplog.text
 
 
-class AtEnd(TrainerCallback):
-    """Calls a function after the last step, before the training loads its best model and waits for the pushes."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.function = function
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.function()
-
-
 class Versions(TrainerCallback):
     """Writes a card at each push, and keeps the files of each checkpoint."""
 
@@ -236,7 +240,7 @@ class Versions(TrainerCallback):
         ("model open_clip_model", True, False),
     ],
 )
-def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, weights, always, links):
+def test_files_do_not_change_while_they_are_pushed(slow_hub, tmp_path, monkeypatch, weights, always, links):
     """The first push reads its files only at the end of the training, in which each step has written others."""
     if not links:
         monkeypatch.setattr("os.link", mock.Mock(side_effect=OSError("this file system has no hard links")))
@@ -245,17 +249,15 @@ def test_files_do_not_change_while_they_are_pushed(hub, tmp_path, monkeypatch, w
         model, formats = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=r".*q_proj")), formats[:1]
     options = {**PUSHING, "hub_always_push": always, "save_formats": formats, "save_total_limit": 1, "max_steps": 3}
     versions = Versions()
-    callbacks = [versions, AtEnd(hub.takes_files.set)]
-    trainer = trainer_for(tmp_path, model, **options, processing_class=clip_processor(), callbacks=callbacks)
+    trainer = trainer_for(tmp_path, model, **options, processing_class=clip_processor(), callbacks=[versions])
     (tmp_path / "_push-of-a-killed-run").mkdir()
     (tmp_path / "_push-notes.txt").touch()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/events").touch()
     (tmp_path / "whole").symlink_to(tmp_path)
     (tmp_path / "latest").symlink_to(tmp_path / "checkpoint-0")
-    hub.takes_files.clear()
     trainer.train()
-    trees = hub.commits["me/mine", "main"][1:]
+    trees = slow_hub.commits["me/mine", "main"][1:]
     assert len(trees) == (3 if always else 1)
     for tree, files in zip(trees, versions.files, strict=False):
         assert files.keys() == {"README.md", *(f"{name}.safetensors" for name in weights.split())}
@@ -277,7 +279,7 @@ def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monke
     assert not list(tmp_path.glob("_push-*"))
 
 
-def test_an_earlier_push_may_end_while_the_next_one_starts(hub, tmp_path, monkeypatch, caplog):
+def test_an_earlier_push_may_end_while_the_next_one_starts(slow_hub, tmp_path, monkeypatch, caplog):
     """Its snapshot is removed then: here, just before the training reads it, if it does."""
     training, read = threading.get_ident(), os.scandir
 
@@ -286,79 +288,60 @@ def test_an_earlier_push_may_end_while_the_next_one_starts(hub, tmp_path, monkey
             shutil.rmtree(folder)
         return read(folder)
 
-    trainer = trainer_for(tmp_path, **PUSHING, callbacks=[AtEnd(hub.takes_files.set)])
-    hub.takes_files.clear()
     monkeypatch.setattr(os, "scandir", read_later)
-    trainer.train()
+    trainer_for(tmp_path, **PUSHING).train()
     assert "could not start" not in caplog.text
-    assert len(hub.commits["me/mine", "main"]) == 1 + 2
-
-
-def take_files_soon(hub: Hub) -> None:
-    """Lets the pushes go on when the training already waits for them."""
-    threading.Timer(0.5, hub.takes_files.set).start()
+    assert len(slow_hub.commits["me/mine", "main"]) == 1 + 2
 
 
 class InterruptAt(TrainerCallback):
-    """Interrupts the training when a step is saved, and soon lets the pushes go on."""
+    """Interrupts the training when a step is saved."""
 
-    def __init__(self, step: int, hub: Hub) -> None:
-        self.step, self.hub = step, hub
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            take_files_soon(self.hub)
             raise KeyboardInterrupt
 
 
-def test_no_push_outlives_a_training(hub, tmp_path):
+def test_no_push_outlives_a_training(slow_hub, tmp_path):
     """Otherwise another training in the same folder could replace what is being pushed."""
-    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", callbacks=[InterruptAt(2, hub)])
-    hub.takes_files.clear()
+    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", callbacks=[InterruptAt(2)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert len(hub.commits["me/mine", "main"]) == 1 + 4
-    assert b'"step": 2' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+    assert len(slow_hub.commits["me/mine", "main"]) == 1 + 4
+    assert b'"step": 2' in slow_hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(hub, tmp_path, caplog, loads):
+def test_a_checkpoint_arrives_before_it_is_removed_in_favour_of_the_best(slow_hub, tmp_path, caplog, loads):
     """The loss falls, so that the first checkpoint has the greatest."""
     best = {"load_best_model_at_end": loads, "metric_for_best_model": "loss", "greater_is_better": True}
     options = {**best, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": models.Pairs(9), "max_steps": 3}
     options |= {"hub_strategy": "checkpoint", "save_total_limit": 1}
-    trainer = trainer_for(tmp_path, **PUSHING, **options, callbacks=[AtEnd(partial(take_files_soon, hub))])
-    hub.takes_files.clear()
-    trainer.train()
+    trainer_for(tmp_path, **PUSHING, **options).train()
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     assert "has failed" not in caplog.text
-    assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+    assert b'"step": 3' in slow_hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
 def test_the_wait_for_pushes_is_no_time_of_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(Pushes, "finish_before_removals", lambda pushes: 1000.0)
+    monkeypatch.setattr(pushes, "time", mock.Mock(monotonic=mock.Mock(side_effect=[0, 1000])))
     trainer = trainer_for(tmp_path, **SAVING)
     begin = time.time()
     took = trainer.train().metrics["train_runtime"]
     assert took <= time.time() - begin - 999.9
 
 
-def test_a_checkpoint_stays_until_it_has_arrived(hub, tmp_path, caplog):
+def test_a_checkpoint_stays_until_it_has_arrived(slow_hub, tmp_path, caplog):
     """save_total_limit deletes two checkpoints, while the pushes wait for the end of the training."""
-    kept: list[Path] = []
-
-    def let_push() -> None:
-        kept.extend(tmp_path.glob("checkpoint-*"))
-        hub.takes_files.set()
-
-    options = {"hub_strategy": "checkpoint", "save_total_limit": 1, "max_steps": 3}
-    trainer = trainer_for(tmp_path, **PUSHING, **options, callbacks=[AtEnd(let_push)])
-    hub.takes_files.clear()
+    trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="checkpoint", save_total_limit=1, max_steps=3)
     trainer.train()
-    assert {path.name for path in kept} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
     trainer.push_folder()
     assert "has failed" not in caplog.text
-    assert b'"step": 3' in hub.files("me/mine")["last-checkpoint/trainer_state.json"]
+    assert b'"step": 3' in slow_hub.files("me/mine")["last-checkpoint/trainer_state.json"]
 
 
 def test_the_final_push_brings_what_is_missing_or_raises(hub, tmp_path):

@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import itertools
 import logging
+import math
 import os
 import re
 import resource
@@ -27,6 +28,7 @@ from helpers.trainers import parameters, trainer_for
 from hf_infcl.checkpoints.files import choose
 from hf_infcl.processes import phases
 from hf_infcl.processes.collectives import Processes
+from hf_infcl.processes.interruptions import Interruptions
 
 WAIT = 120  # seconds within which rank 0 has to end; the group's timeout is shorter
 
@@ -202,15 +204,6 @@ def test_a_process_that_waits_for_a_killed_one_without_an_error_ends(tmp_path):
     assert code == 1
 
 
-def test_pushes_end_although_another_process_is_lost(tmp_path):
-    """They take longer here than a process may wait for a lost one."""
-    actions = {0: ("_pushes.finish", 1, functools.partial(time.sleep, 6)), 1: (*PHASES["saving after step 2"], KILLED)}
-    told, code = interrupted(str(tmp_path), actions, grace=1)
-    message = "Rank 1 does not answer; its last phase was saving after step 2."
-    assert told == [message, f"OtherRankFailedError: {message}"]
-    assert code == 2, "it has not been ended"
-
-
 def test_a_process_that_hangs_is_named_after_the_timeout(tmp_path):
     place = PHASES["the first pass after step 1"]
     told, _ = interrupted(str(tmp_path), {1: (*place, STOPPED)}, seconds=8)
@@ -266,6 +259,26 @@ def rank_takes_long_to_end(rank: int, world_size: int) -> None:
 
 def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
     ranks.run(rank_takes_long_to_end, 2)
+
+
+def rank_has_work_after_its_training(rank: int, world_size: int) -> None:
+    lost, interruptions = threading.Event(), Interruptions()
+
+    def finish() -> None:
+        lost.set()
+        time.sleep(0.5)  # much longer than a process may wait for a lost one
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "POLL", 0.01)
+        patch.setattr(phases, "GRACE", 0.0)
+        patch.setattr(phases, "has_ended", lambda process: lost.is_set())
+        with interruptions.watched(math.inf, finish):
+            Processes().gather_text("both are in their trainings")
+    assert lost.is_set()
+
+
+def test_work_after_a_training_ends_although_another_process_is_lost(ranks):
+    ranks.run(rank_has_work_after_its_training, 2)
 
 
 def rank_is_stopped(rank: int, world_size: int) -> set[str]:

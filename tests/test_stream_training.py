@@ -194,7 +194,7 @@ class WaitAt(TrainerCallback):
 def serve(rank, port, folder, output, last):
     """One of two processes of a training, as started by a launcher, which resumes where the last one was killed.
 
-    It does not get further than the end of step ``last``, where it waits to be killed.
+    At the end of step ``last``, if it is given, it waits to be killed.
     """
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in launched.items()})
@@ -216,7 +216,7 @@ def test_three_hard_kills_leave_no_trace(tmp_path):
     def launch(output, kill_after=None):
         output.mkdir(exist_ok=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = store.port, str(tmp_path / "shards"), str(output), kill_after and kill_after + 3
+        given = store.port, str(tmp_path / "shards"), str(output), kill_after and kill_after + 2
         processes = [context().Process(target=serve, args=(rank, *given)) for rank in (0, 1)]
         for process in processes:
             process.start()

@@ -28,8 +28,8 @@ class Interruptions:
 
         Args:
             timeout: of the group's collectives, in seconds.
-            finish: is called after the training, also after one that has failed. It may take as long as it needs, even
-                if another process is lost.
+            finish: is called after the training, also after one that has failed. While it runs, `Phases` no longer ends
+                this process because another one is lost.
         """
         with Preemption() as self._preemption:
             try:

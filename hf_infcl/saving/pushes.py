@@ -238,7 +238,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _pushed_files(output_dir: Path) -> Iterator[Path]:
-    """The files that are pushed, relative to ``output_dir``; like the Hub's client, it does not follow linked folders.
+    """The files that are pushed, relative to ``output_dir``; without linked folders, as in the Hub's client.
 
     Folders that are not pushed are not read: some are snapshots, which are removed as soon as their push has ended.
     """

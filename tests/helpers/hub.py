@@ -47,7 +47,7 @@ class Hub:
         self.licences: dict[str, str | list[str]] = {}
         self.shortened: set[str] = set()
         self.failures = 0
-        self.lock = threading.Lock()  # of the commits
+        self._lock = threading.Lock()  # one commit after the other
         self.takes_files = threading.Event()
         self.takes_files.set()
 
@@ -147,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"error": f"unknown: {path}"}, 404)
 
     def _commit(self, repository: str, revision: str, body: bytes) -> None:
-        with self.hub.lock:
+        with self.hub._lock:
             if self.hub.failures:
                 self.hub.failures -= 1
                 return self._json({"error": "the double was told to refuse"}, 403)
