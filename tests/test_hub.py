@@ -280,7 +280,7 @@ def test_a_push_that_cannot_start_does_not_end_the_training(hub, tmp_path, monke
 
 
 def test_an_earlier_push_may_end_while_the_next_one_starts(slow_hub, tmp_path, monkeypatch, caplog):
-    """Its snapshot is removed then: here, just before the training reads it, if it does."""
+    """Its snapshot is removed when it ends. If the training reads that folder, it is removed just before."""
     training, read = threading.get_ident(), os.scandir
 
     def read_later(folder: Any) -> Any:

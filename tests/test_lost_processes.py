@@ -288,7 +288,7 @@ def rank_is_stopped(rank: int, world_size: int) -> set[str]:
         with phases.Phases() as of_training:
             of_training.enter(f"the {('first', 'second')[rank]} pass after step 3")
             Processes().gather_text("both are in their phases")
-            of_training._timeout = 0.5
+            of_training._timeout = 0.5  # from here on, since rank 1 may come late
             end = time.monotonic() + 60
             while rank == 0 and not of_training.told and time.monotonic() < end:
                 threading.Event().wait(0.05)

@@ -216,7 +216,8 @@ def test_three_hard_kills_leave_no_trace(tmp_path):
     def launch(output, kill_after=None):
         output.mkdir(exist_ok=True)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        given = store.port, str(tmp_path / "shards"), str(output), kill_after and kill_after + 2
+        last = None if kill_after is None else kill_after + 2
+        given = store.port, str(tmp_path / "shards"), str(output), last
         processes = [context().Process(target=serve, args=(rank, *given)) for rank in (0, 1)]
         for process in processes:
             process.start()

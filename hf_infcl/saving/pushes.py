@@ -113,23 +113,23 @@ class Pushes:
 
     def _snapshot(self, checkpoint: Path, processor: Any) -> Path:
         """Copies the model of a checkpoint into ``output_dir``, and what is pushed of ``output_dir`` into a folder."""
-        whole = Path(str(self._args.output_dir))
+        output_dir = Path(str(self._args.output_dir))
         if not self._pushes:  # snapshots here are left from a run that was killed
-            for left in whole.glob(f"{SNAPSHOT}*"):
+            for left in output_dir.glob(f"{SNAPSHOT}*"):
                 shutil.rmtree(left, ignore_errors=True)
         models = {path.name: path for path in checkpoint.iterdir() if _matches(path.name, MODEL_FILES)}
         for path in models.values():
-            shutil.copy(path, whole)
+            shutil.copy(path, output_dir)
         if processor is not None:
-            processor.save_pretrained(whole)
-        torch.save(self._args, whole / TRAINING_ARGS_NAME)
-        files = list(_pushed_files(whole))
-        snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=whole))
+            processor.save_pretrained(output_dir)
+        torch.save(self._args, output_dir / TRAINING_ARGS_NAME)
+        files = list(_pushed_files(output_dir))
+        snapshot = Path(tempfile.mkdtemp(prefix=SNAPSHOT, dir=output_dir))
         try:
             for name in files:
                 (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
                 with suppress(FileNotFoundError):  # a temporary file, which has been renamed meanwhile
-                    _link_or_copy(models.get(str(name)), whole / name, snapshot / name)
+                    _link_or_copy(models.get(str(name)), output_dir / name, snapshot / name)
         except BaseException:
             shutil.rmtree(snapshot, ignore_errors=True)
             raise

@@ -399,6 +399,7 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
+        """Ends the training like Trainer, but removes no checkpoint that is being pushed."""
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:
