@@ -373,12 +373,12 @@ def test_progress_bar_counts_pairs(tmp_path, capsys):
 
 
 def test_graphs_are_planned_anew_for_each_batch(tmp_path, monkeypatch):
-    from hf_infcl.windows import step as steps
+    from hf_infcl.windows import memory
 
     made, forgotten = [], []
-    real = steps.GraphBudget
-    monkeypatch.setattr(steps, "GraphBudget", lambda *args: made.append(args) or real(*args))
-    monkeypatch.setattr(steps, "forget_recordings", lambda: forgotten.append(True))
+    real = memory.GraphBudget
+    monkeypatch.setattr(memory, "GraphBudget", lambda *args: made.append(args) or real(*args))
+    monkeypatch.setattr(memory, "forget_recordings", lambda: forgotten.append(True))
     trainer = trainer_for(tmp_path, models.clip(), models.Pairs(100), **GROWS)
     before = len(made)
     trainer.train()

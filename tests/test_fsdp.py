@@ -267,7 +267,7 @@ def rank_skips(rank: int, world_size: int, folder: str) -> None:
     expected = trainer_for(folder, data=good, use_cpu=False, callbacks=[StopAt(2)], **options)
     for run in (trainer, expected):
         run.train()
-    assert trainer.window_step.skipped.count == 1
+    assert trainer.window_step.checks.skipped.count == 1
     assert trainer.lr_scheduler.last_epoch == expected.lr_scheduler.last_epoch == 2
     for one, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())

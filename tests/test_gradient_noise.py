@@ -11,21 +11,25 @@ from torch import nn
 
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.windows.extensions import of_kind
 from hf_infcl.windows.gradient_noise import GradientNoise
+from hf_infcl.windows.window import Window
+
+WINDOW = Window([{"pixel_values": torch.zeros(8, 1), "input_ids": torch.zeros(8, 1)} for _ in range(4)])
 
 
 def test_estimate_of_known_gradients():
     torch.manual_seed(0)
     mean, spread = torch.full((50,), 0.3), torch.linspace(0.5, 2.0, 50)
     parameter = nn.Parameter(torch.zeros(50))
-    noise, every = GradientNoise([parameter], 1), []
+    noise, every = GradientNoise([parameter], 1, 1), []
     for _ in range(300):
         gradients = mean + spread * torch.randn(4, 8, 50)  # of 4 micro-batches of 8 pairs
-        noise.begin_window(8, 4, 1, 0)
+        noise.begin_window(WINDOW, 0)
         parameter.grad = gradients[0].mean(0) / 4
-        noise.after_first(1.0)
+        noise.after_backward(0, 1.0)
         parameter.grad = gradients.mean((0, 1))
-        noise.after_last(1.0)
+        noise.end_window(WINDOW, 1.0)
         every.append(noise.logs().get("gradient_noise_scale"))
     expected = (spread**2).sum() / (mean**2).sum()
     seen = torch.tensor([one for one in every[20:] if one is not None])
@@ -35,13 +39,13 @@ def test_estimate_of_known_gradients():
 def test_a_gradient_that_is_not_finite_is_left_out():
     """As that of a step that the scaler of fp16 skips."""
     parameter = nn.Parameter(torch.zeros(3))
-    noise, logged = GradientNoise([parameter], 1), []
+    noise, logged = GradientNoise([parameter], 1, 1), []
     for factor in (float("inf"), 1.0):
-        noise.begin_window(8, 4, 1, 0)
+        noise.begin_window(WINDOW, 0)
         parameter.grad = factor * torch.full((3,), 0.3)
-        noise.after_first(1.0)
+        noise.after_backward(0, 1.0)
         parameter.grad = torch.ones(3)
-        noise.after_last(1.0)
+        noise.end_window(WINDOW, 1.0)
         logged.append(noise.logs())
     # |G_8|² = 4.32 and |G_32|² = 3, so that |g|² = 2.56 and tr(Σ) = 14.08.
     assert logged == [{}, {"gradient_noise_scale": 5.5}]
@@ -49,13 +53,13 @@ def test_a_gradient_that_is_not_finite_is_left_out():
 
 def test_a_signal_below_its_error_has_no_scale():
     parameter = nn.Parameter(torch.zeros(3))
-    noise = GradientNoise([parameter], 1)
+    noise = GradientNoise([parameter], 1, 1)
     assert noise.logs() == {}
-    noise.begin_window(8, 4, 1, 0)
+    noise.begin_window(WINDOW, 0)
     parameter.grad = torch.ones(3)
-    noise.after_first(1.0)
+    noise.after_backward(0, 1.0)
     parameter.grad = torch.full((3,), 0.01)
-    noise.after_last(1.0)
+    noise.end_window(WINDOW, 1.0)
     assert noise.logs() == {}
 
 
@@ -63,7 +67,8 @@ def rank_noise(rank: int, world_size: int, folder: str, objective: str) -> tuple
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
     trainer = trainer_for(folder, MODELS[objective](), models.Pairs(48), **given, gradient_noise_steps=1)
     trainer.train()
-    signal, noise = trainer.window_step.noise.estimates()
+    (observer,) = of_kind(trainer.window_step.extensions, GradientNoise)
+    signal, noise = observer.estimates()
     (logs,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if signal > 0 else None)
     return signal, noise
@@ -97,29 +102,26 @@ def test_contributions_of_micro_batches_are_those_of_plain_autograd(ranks, tmp_p
 
 def test_measuring_changes_no_weight_and_follows_its_interval(tmp_path, monkeypatch):
     measured = []
-    real = GradientNoise.after_last
-    monkeypatch.setattr(GradientNoise, "after_last", lambda self, scale: measured.append(1) or real(self, scale))
+    real = GradientNoise._norm
+    monkeypatch.setattr(GradientNoise, "_norm", lambda self: measured.append(1) or real(self))
     ends = []
     for steps in (None, 2):
         trainer = trainer_for(tmp_path, models.clip(), models.Pairs(40), max_steps=5, gradient_noise_steps=steps)
         trainer.train()
         ends.append(parameters(trainer))
     assert torch.equal(*ends)
-    assert len(measured) == 3
+    assert len(measured) == 6, "twice in steps 0, 2 and 4"
 
 
 def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        GradientNoise,
-        "after_first",
-        lambda self, scale, real=GradientNoise.after_first: measured.append(scale) or real(self, scale),
-    )
+    real = GradientNoise._norm
+    monkeypatch.setattr(GradientNoise, "_norm", lambda self: measured.append(1) or real(self))
     options = {"max_steps": 6, "gradient_noise_steps": 3, "save_strategy": "steps", "save_steps": 2}
     trainer_for(tmp_path, models.clip(), models.Pairs(40), **options, callbacks=[StopAt(2)]).train()
-    assert len(measured) == 1
+    assert len(measured) == 2
     trainer_for(tmp_path, models.clip(), models.Pairs(40), **options).train(resume_from_checkpoint=True)
-    assert len(measured) == 2, "steps 0 and 3"
+    assert len(measured) == 4, "twice in steps 0 and 3"
 
 
 def test_steps_of_one_micro_batch_have_no_scale(tmp_path):

@@ -183,11 +183,11 @@ def test_the_data_have_the_size_of_their_step_also_after_a_resume(tmp_path, work
     options = {"dataloader_num_workers": workers, "dataloader_prefetch_factor": 4 if workers else None}
     seen, model = Seen(), models.clip(dropout=0.1)
     whole = seen.watch(trainer_of(tmp_path / "whole", pairs(augmentation="crop"), model, callbacks=[seen], **options))
-    budget = whole.window_step.graph_budget
+    budget = whole.window_step.memory.graph_budget
     whole.train()
     expected = [{8}, {8}, {16}, {16}, {24}, set()]
     assert (seen.arrived, seen.encoded) == (expected, expected), "the workers read ahead across the changes"
-    assert whole.window_step.graph_budget is not budget, "graphs of another size are measured again"
+    assert whole.window_step.memory.graph_budget is not budget, "graphs of another size are measured again"
     for step in (1, 2, 3) if workers == 0 else (2,):
         place = tmp_path / str(step)
         stopped = trainer_of(place, pairs(augmentation="crop"), callbacks=[StopAt(step)], **options)

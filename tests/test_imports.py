@@ -109,6 +109,7 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *rooms("reference", "kernels", "data", "evaluation", "optimizers", "publishing"),
     ),
+    "hf_infcl.windows.observers": (*TRAINER[:2], *MODELS, *rooms("kernels", "data", "optimizers", "options")),
     "hf_infcl.windows.start": (*TRAINER[:2], *MODELS, *rooms("kernels", "loss", "data", "optimizers", "options")),
     "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *rooms("kernels", "data", "options")),
     "hf_infcl.windows.nonfinite": (*HUGGING_FACE, *rooms("kernels", "loss", "data", "options")),

@@ -11,9 +11,8 @@ from helpers import models
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
-from hf_infcl.windows import step
 from hf_infcl.windows.skipping import WINDOWS_COMPARED, SkippedWindows
-from hf_infcl.windows.window import window_loss
+from hf_infcl.windows.window import WindowLoss
 
 # The second of three windows is bad. Rows are not shuffled.
 OPTIONS = {"max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
@@ -34,10 +33,11 @@ def rank_refused(rank: int, world_size: int, folder: str, row: int, where: str) 
         data.images[row] = math.nan
     trainer = trainer_for(folder, data=data, max_steps=4)
     before: list[torch.Tensor] = []
+    backwards: list[int] = []  # the step of each
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        # This is the gradient of the first micro-batch in the second window.
-        first = trainer.state.global_step == 1 and trainer.training_data.window.next_micro_batch == 1
+        backwards.append(trainer.state.global_step)
+        first = backwards.count(1) == 1  # the first micro-batch in the second window
         return gradient * math.nan if rank == 1 and first else gradient
 
     if where == "gradient":
@@ -92,10 +92,12 @@ def test_the_rows_whose_gradient_is_not_finite_are_named(tmp_path, monkeypatch):
             gradient[6] = math.inf
             return gradient
 
-    def spoilt(window: Any, features: Any, *others: Any, **options: Any) -> torch.Tensor:
-        return window_loss(window, (features[0], Spoil.apply(features[1])), *others, **options)
+    plain = WindowLoss.of
 
-    monkeypatch.setattr(step, "window_loss", spoilt)
+    def spoilt(loss: Any, window: Any, features: Any, *others: Any) -> torch.Tensor:
+        return plain(loss, window, (features[0], Spoil.apply(features[1])), *others)
+
+    monkeypatch.setattr(WindowLoss, "of", spoilt)
     with pytest.raises(ValueError, match=r"rank 0: text embeddings of micro-batch 1, row 2 \(6 of the training set\)"):
         trainer.train()
 
@@ -152,7 +154,7 @@ def test_a_skipped_window_changes_no_running_statistics(tmp_path):
     trainer = trainer_for(tmp_path, models.align(), data, **{**OPTIONS, **options}, skip_nonfinite=1)
     trainer.train()
     assert all(value.isfinite().all() for value in trainer.model.state_dict().values())
-    assert trainer.window_step.skipped.count == 1
+    assert trainer.window_step.checks.skipped.count == 1
 
 
 def test_a_resume_goes_on_counting_the_windows_that_were_skipped_after_the_last_log(tmp_path):
@@ -191,9 +193,9 @@ def test_a_resume_remembers_the_losses_and_the_windows_skipped_in_a_row(tmp_path
     resumed = trainer_for(tmp_path, data=pairs(24, [8, 16]), **options)
     with pytest.raises(ValueError, match=r"after step 2 is nan, .*\. Steps skipped just before it: 1\."):
         resumed.train(resume_from_checkpoint=True)
-    assert len(resumed.window_step.skipped.losses) == 1
-    assert resumed.window_step.skipped.losses == first.window_step.skipped.losses
-    assert resumed.window_step.skipped.last_loss == first.window_step.skipped.last_loss
+    assert len(resumed.window_step.checks.skipped.losses) == 1
+    assert resumed.window_step.checks.skipped.losses == first.window_step.checks.skipped.losses
+    assert resumed.window_step.checks.skipped.last_loss == first.window_step.checks.skipped.last_loss
 
 
 def scaled(trainer: Any, scale: float) -> Any:
@@ -206,7 +208,7 @@ def test_a_scaler_that_skips_a_step_is_counted(tmp_path):
     trainer = scaled(trainer_for(tmp_path, data=models.Pairs(24), **OPTIONS, max_grad_norm=0.0), 1024.0)
     NotFinite(trainer, [1])
     trainer.train()
-    assert trainer.window_step.skipped.count == 1
+    assert trainer.window_step.checks.skipped.count == 1
     assert trainer.lr_scheduler.last_epoch == 2
     assert trainer.accelerator.scaler.get_scale() == 512.0
 
@@ -215,7 +217,7 @@ def test_a_scaler_skips_a_window_whose_loss_is_not_finite(tmp_path):
     options = {**OPTIONS, "skip_nonfinite": 1, "max_grad_norm": 0.0}
     trainer = scaled(trainer_for(tmp_path, data=pairs(24, [9]), **options), 1024.0)
     trainer.train()
-    assert trainer.window_step.skipped.count == 1
+    assert trainer.window_step.checks.skipped.count == 1
     assert parameters(trainer).isfinite().all()
     assert trainer.lr_scheduler.last_epoch == 2
     assert trainer.accelerator.scaler.get_scale() == 512.0
@@ -283,7 +285,7 @@ def test_after_an_explosion_the_training_goes_back_to_its_last_checkpoint_once(t
     trainer, explode = exploding(tmp_path, [22, 44], on_divergence="roll_back", save_total_limit=1)
     trainer.train()
     assert trainer.state.global_step == 50
-    assert trainer.window_step.skipped.count == 2
+    assert trainer.window_step.checks.skipped.count == 2
     assert torch.equal(explode.weights[23], explode.weights[20])
     assert explode.rates[23] == explode.rates[20]
     assert torch.equal(explode.weights[45], explode.weights[40])

@@ -124,10 +124,10 @@ def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_alwa
     model = models.clip(dropout=0.1)
     widths = Widths(model)
     whole = trainer_for(tmp_path / "whole", model, callbacks=[widths], **options)
-    budget = whole.window_step.graph_budget
+    budget = whole.window_step.memory.graph_budget
     whole.train()
     assert widths.steps == [{2}, {2}, {2}, {5}, {5}, set()]
-    assert whole.window_step.graph_budget is not budget, "graphs of another size are measured again"
+    assert whole.window_step.memory.graph_budget is not budget, "graphs of another size are measured again"
     model.train()(**models.Pairs(4).batch())
     assert widths.steps[-1] == {5}, "after the training nothing is dropped"
     for step in (2, 4):

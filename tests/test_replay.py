@@ -30,7 +30,7 @@ from hf_infcl.data.overlap import shared_images
 from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.replay import Replayed
-from hf_infcl.windows.window import Window, window_loss
+from hf_infcl.windows.window import Window, WindowLoss
 
 NEW, OLD = range(60), range(500, 540)  # the numbers of the pairs, which their images hold
 KINDS = [(new, old) for new in ("table", "stream") for old in ("table", "stream")]
@@ -236,7 +236,7 @@ def test_two_losses_keep_ids_captions_and_negative_captions(equal_ids):
     features = [torch.randn(n, 5, generator=generator, requires_grad=True) for n in (8, texts)]
     options = {"in_bf16": False, "rank": 0, "equal_ids": equal_ids, "objective": "softmax", "strategy": "ring"}
     scale = torch.tensor(2.0)
-    found = window_loss(window, tuple(features), scale, None, **options, replay_as="own", backend="torch")
+    found = WindowLoss(**options, replay_as="own", backend="torch").of(window, tuple(features), scale, None)
     images, captions = features
     belongs = window.caption_image()
     expected = torch.zeros(())
@@ -247,7 +247,7 @@ def test_two_losses_keep_ids_captions_and_negative_captions(equal_ids):
             ids = {"image_ids": window.pair_ids()[chosen], "text_ids": window.pair_ids()[belongs[own]]}
             ids["negative_texts"] = captions[belongs < 0]
         expected = expected + reference.contrastive_loss(images[chosen], captions[own], scale, **ids) / 2
-    assert torch.equal(torch.stack(window.losses).mean(), found.detach())
+    assert torch.equal(torch.stack(window.part_losses).mean(), found.detach())
     torch.testing.assert_close(found, expected)
     for a, b in zip(*(torch.autograd.grad(loss, features) for loss in (found, expected)), strict=True):
         torch.testing.assert_close(a, b)

@@ -46,10 +46,8 @@ def window_of(data: models.Pairs, count: int) -> Window:
 
 
 def run(step: WindowStep, model: nn.Module, window: Window) -> Tensor:
-    """The loss of a whole window, whose gradient is added to the parameters'."""
-    losses = [step.run(model, window, 0) for _ in range(len(window))]
-    assert losses[:-1] == [0] * (len(window) - 1), "Trainer adds them up"
-    return losses[-1]
+    """The loss of a window, whose gradient is added to the parameters'."""
+    return step.run(model, window, 0)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -135,7 +133,6 @@ def test_batch_norms_advance_once_for_each_micro_batch(tmp_path, retain):
 def test_images_are_let_go_after_their_last_use(tmp_path):
     model, window = models.clip(), window_of(models.Pairs(8), 2)
     run(step_of(tmp_path, model), model, window)
-    assert window.cached is None
     assert all("pixel_values" not in batch and "input_ids" in batch for batch in window.batches)
 
 
@@ -165,6 +162,6 @@ def test_windows_are_skipped_and_counted(tmp_path):
     assert run(step, model, window_of(bad, 2)) == loss
     assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(model).items())
     step.after_optimizer_step(torch.optim.SGD(model.parameters()))
-    assert (step.windows, step.skipped.count, list(step.skipped.losses)) == (1, 1, [loss.item()])
+    assert (step.windows, step.checks.skipped.count, list(step.checks.skipped.losses)) == (1, 1, [loss.item()])
     with pytest.raises(ValueError, match="Steps skipped just before it: 1"):
         run(step, model, window_of(bad, 2))

@@ -8,7 +8,7 @@ knows callables and tensors: a function that encodes a micro-batch, and a loss o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,21 +16,22 @@ from torch import Tensor
 from .random_state import seeded
 
 Features = tuple[Tensor, ...]
+MicroBatchT = TypeVar("MicroBatchT")
 
 
-class CachedWindow:
+class CachedWindow(Generic[MicroBatchT]):
     """One loss over the features of a window of micro-batches, and its gradient, in three steps.
 
     1. `encode` is the first pass: it computes the features of all micro-batches.
-    2. `evaluate` computes the loss of the whole window's features and keeps its gradient with respect to them.
-    3. `surrogate` is the second pass, for one micro-batch at a time. The gradients of the surrogates of all
+    2. `differentiate` computes the loss of the whole window's features and keeps its gradient with respect to them.
+    3. `encode_again` is the second pass, for one micro-batch at a time. The gradients of the surrogates of all
        micro-batches add up to the gradient of the loss, exactly.
 
         window = CachedWindow(encode, micro_batches)
         window.encode()
-        loss = window.evaluate(loss_function)
+        loss = window.differentiate(loss_function)
         for index in range(len(micro_batches)):
-            window.surrogate(index).backward()
+            window.encode_again(index).backward()
 
     The first ``retain`` micro-batches keep the autograd graph of their first pass for the second pass; the others are
     encoded again. A window of K micro-batches therefore costs K - retain more forwards than one large batch. The first
@@ -49,13 +50,13 @@ class CachedWindow:
 
     Attributes:
         order: the indices of the micro-batches in the order in which both passes encode them.
-        loss: the detached loss, once `evaluate` has computed it.
+        loss: the detached loss, once `differentiate` has computed it.
     """
 
     def __init__(
         self,
-        encode: Callable[[Any], Features],
-        micro_batches: Sequence[Any],
+        encode: Callable[[MicroBatchT], Features],
+        micro_batches: Sequence[MicroBatchT],
         *,
         device: torch.device | None = None,
         retain: int = 1,
@@ -65,14 +66,14 @@ class CachedWindow:
         count = len(micro_batches)
         self._encode, self._device, self._keep_grad_mode = encode, device, keep_grad_mode
         self._buffers = list(buffers)
-        self._micro_batches: list[Any] = list(micro_batches)
+        self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
         kept, others = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
         self._kept, self._others = kept, others
         self.order = [*others, *kept, *others]
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
         self._graphs: dict[int, Features] = {}
-        self._features: Features = ()  # of the whole window, until `evaluate`
+        self._features: Features = ()  # of the whole window, until `differentiate`
         self._sizes: list[list[int]] = []  # rows of each micro-batch, for each feature
         self._parameters: Callable[[], Sequence[Tensor]] = tuple
         self._parameter_gradients: list[Tensor | None] = []
@@ -101,7 +102,7 @@ class CachedWindow:
         self._features = tuple(torch.cat(column) for column in columns)
         return self._features
 
-    def evaluate(
+    def differentiate(
         self,
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         parameters: Callable[[], Sequence[Tensor]] = tuple,
@@ -140,7 +141,7 @@ class CachedWindow:
     def finite_rows(self) -> list[Tensor]:
         """For each feature, whether its gradient is finite in each row of the window: [all rows] bool.
 
-        Call this after `evaluate`. For a feature without a gradient, the tensor is empty.
+        Call this after `differentiate`. For a feature without a gradient, the tensor is empty.
         """
         return [
             torch.cat(
@@ -152,12 +153,12 @@ class CachedWindow:
             for parts in zip(*self._feature_gradients, strict=True)
         ]
 
-    def surrogate(self, index: int) -> Tensor | None:
+    def encode_again(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient; None if there is none.
 
-        After `evaluate`, call this once for each index, in order, and run the backward before the next call. Unless its
-        graph was kept, the micro-batch is encoded again with the random seed of the first pass. A backward with
-        ``create_graph=True`` raises a RuntimeError.
+        After `differentiate`, call this once for each index, in order, and run the backward before the next call.
+        Unless its graph was kept, the micro-batch is encoded again with the random seed of the first pass. A backward
+        with ``create_graph=True`` raises a RuntimeError.
         """
         if index in self._graphs:
             features = self._graphs.pop(index)
@@ -177,8 +178,10 @@ class CachedWindow:
         return surrogate
 
     def _forward(self, index: int) -> Features:
+        micro_batch = self._micro_batches[index]
+        assert micro_batch is not None
         with seeded(self._seeds[index], self._device):
-            return self._encode(self._micro_batches[index])
+            return self._encode(micro_batch)
 
 
 def _refuse_graph(gradient: Tensor) -> None:

@@ -100,10 +100,10 @@ def cached_backward(
     wrapper.begin_window()
     with wrapper.gradient_sync(last=count == 1):
         window.encode()
-        window.evaluate(checked_loss, lambda: parameters)
+        window.differentiate(checked_loss, lambda: parameters)
     for index in range(count):
         with wrapper.gradient_sync(last=index == count - 1):
-            surrogate = window.surrogate(index)
+            surrogate = window.encode_again(index)
             if surrogate is not None:
                 backward(surrogate)
     wrapper.check_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -86,7 +86,6 @@ class DDP(Wrapper):
             self.model._sync_buffers()
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        # Trainer has entered accelerate's no_sync, which does nothing for a launched group of one process.
         return contextlib.nullcontext() if last else self.model.no_sync()
 
     def check_gradients(self) -> None:
@@ -103,9 +102,17 @@ class DDP(Wrapper):
 
 
 class FSDP2(Wrapper):
-    """A model sharded by `torch.distributed.fsdp.fully_shard`, for which Trainer enters accelerate's no_sync."""
+    """A model sharded by `torch.distributed.fsdp.fully_shard`."""
 
     synchronises = True
+
+    @contextlib.contextmanager
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        self.model.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
 
 
 class DeepSpeed(Wrapper):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor
@@ -24,6 +25,8 @@ from ..encoders.sharding import stock_shapes
 from ..options.arguments import InfCLTrainingArguments
 from .formats import save_other_formats
 from .peft_saving import add_beside_adapters
+
+STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
 
 
 def save_weights(
@@ -91,6 +94,7 @@ def save_checkpoint(
     checkpoints: Checkpoints,
     output_dir: str,
     record: RunRecord,
+    states: Mapping[str, Any],
     state: Any,
     args: InfCLTrainingArguments,
     save: Callable[[], None],
@@ -105,6 +109,7 @@ def save_checkpoint(
         checkpoints: those of the training.
         output_dir: their folder.
         record: the run and its progress.
+        states: of the extensions of the step, equal on all processes.
         state: Trainer's, which names the best checkpoint.
         args: the arguments of the training.
         save: Trainer's own method.
@@ -115,6 +120,8 @@ def save_checkpoint(
     def write(checkpoint: Checkpoint) -> None:
         with best_checkpoint_kept(state, args, checkpoint):
             save()
+        if states and args.should_save:
+            torch.save(dict(states), checkpoint.partial / STATES_NAME)
 
     best_before = state.best_model_checkpoint
     saved = checkpoints.save(output_dir, state.global_step, record, write)
@@ -136,6 +143,13 @@ def _restore_end_of_text(encoder: DualEncoder) -> None:
     trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
     if trained is not None and hasattr(encoder.base, "config"):
         encoder.base.config.text_config.eos_token_id = trained
+
+
+def saved_states(checkpoint: str | None) -> dict[str, Any]:
+    """The states of the extensions in a checkpoint; empty where it has none."""
+    path = Path(checkpoint or "", STATES_NAME)
+    states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    return states
 
 
 @contextmanager

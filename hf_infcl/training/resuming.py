@@ -85,7 +85,7 @@ def record_of(
     return RunRecord(
         run_of(setup),
         **data.position(),
-        **window_step.skipped.record(),
+        **window_step.checks.skipped.record(),
         processes=setup.args.world_size,
         only_model=setup.args.save_only_model,
         optimizer=options.record,

@@ -30,8 +30,9 @@ from ..options.metric_sums import with_sum
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
+from ..saving import model_files as files
 from ..saving import pushes
-from ..saving.model_files import checkpoints_of, locked_for, save_checkpoint, save_weights, save_whole, saves_shards
+from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
@@ -64,9 +65,9 @@ class InfCLTrainer(Trainer):
             `ContrastiveCollator` over ``processing_class``. ``caption_image`` [texts] int64 is the index of each text's
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
         **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
-            length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``); and the
-            other arguments of `transformers.Trainer`. ``compute_metrics`` receives an EvalPrediction with the
-            predictions and labels of the whole set that `Evaluator.embed` describes for a batch.
+            length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``);
+            ``extensions`` of the step (see `hf_infcl.windows.extensions`); and the other arguments of
+            `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
@@ -100,13 +101,14 @@ class InfCLTrainer(Trainer):
         self._evaluating: Evaluator | None = None
         self._pushes = pushes.Pushes(args)
         self.optimization = Optimization(args)
+        self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
         add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
-        self.checkpoints = checkpoints_of(args, self.accelerator)
+        self.checkpoints = files.checkpoints_of(args, self.accelerator)
         self._begin_training()
 
     # ---- The life of a training ----
@@ -116,8 +118,8 @@ class InfCLTrainer(Trainer):
     ) -> TrainOutput:
         """Trains like Trainer, but resumes only from complete checkpoints (see `hf_infcl.checkpoints.files`).
 
-        If the run is already complete, nothing is trained, saved or evaluated. When any process receives SIGTERM,
-        SIGUSR1 or SIGINT (Ctrl-C), all processes finish the step and save a checkpoint.
+        A complete run trains, saves and evaluates nothing. When any process receives SIGTERM, SIGUSR1 or SIGINT
+        (Ctrl-C), all processes finish the step and save a checkpoint.
 
         Args:
             resume_from_checkpoint: the folder of a checkpoint; True for the newest complete one in ``output_dir``;
@@ -133,10 +135,10 @@ class InfCLTrainer(Trainer):
         """
         if self.compute_metrics is None and type(self).evaluate is InfCLTrainer.evaluate:
             check_metric_of_training(self.args, self.eval_dataset)
-        with locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
+        with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints = checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
+            self.checkpoints = files.checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.errors_of_lost():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
@@ -163,7 +165,9 @@ class InfCLTrainer(Trainer):
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
             steps=steps,
+            extensions=self._extensions,
         )
+        self.window_step.load_state_dict(files.saved_states(self.resumption.checkpoint))
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
@@ -310,17 +314,17 @@ class InfCLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Adds the gradient of one micro-batch: see `WindowStep.run`, in which a whole step can be read.
+        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
 
-        Trainer's loop calls this once for each micro-batch of the window that `get_batch_samples` returned, in order;
-        with ``global_batch_schedule`` once for the whole window. ``inputs`` is ignored: the data comes from the window.
+        Trainer's loop calls this for each micro-batch that `get_batch_samples` returned, which are those of the window.
         """
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        window, step = self.training_data.window, self.state.global_step
-        if self.args.global_batch_schedule is None:
-            return self.window_step.run(model, window, step)
-        self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)  # Trainer adds those of one
-        return self.window_step.run_whole(model, window, step)
+        window = self.training_data.window
+        if self.args.global_batch_schedule is not None:  # Trainer adds the operations of one micro-batch
+            self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)
+        return self.window_step.run(model, window, self.state.global_step)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Trainer's count, made once for each shape of a batch; see `Progress.operations`."""
@@ -384,8 +388,9 @@ class InfCLTrainer(Trainer):
         self.interruptions.phases.enter("saving", self.state.global_step)
         parts = self.training_data, self.window_step, self.optimization.options
         record = record_of(self.setup, *parts, self.samples_seen, self.state.global_step)
-        save_checkpoint(
-            *(self.checkpoints, super()._get_output_dir(trial), record, self.state, self.args),
+        files.save_checkpoint(
+            *(self.checkpoints, super()._get_output_dir(trial), record, self.window_step.state_dict()),
+            *(self.state, self.args),
             save=partial(super()._save_checkpoint, model, trial),
             push=self._push_from_checkpoint,
             uploading=self._pushes.uploading,
@@ -411,12 +416,12 @@ class InfCLTrainer(Trainer):
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `save_whole`."""
         switch_weights(self.optimizer, "eval")
         if self.checkpoints.partial_dir is None:
-            save_whole(self.model, self.accelerator, self.args, partial(self._save, output_dir))
+            files.save_whole(self.model, self.accelerator, self.args, partial(self._save, output_dir))
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         others = self.processing_class, self.hub_model_id if self.args.push_to_hub else None, self.data_collator
-        save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *others)
+        files.save_weights(self.dual_encoder, self.args, output_dir, state_dict, super()._save, *others)
 
     # ---- The Hub ----
 
@@ -432,7 +437,7 @@ class InfCLTrainer(Trainer):
             self._pushes.push_checkpoint(
                 *(Path(checkpoint_folder), self.state.global_step, self.hub_model_id, self.processing_class),
                 tell=partial(self.callback_handler.on_push_begin, self.args, self.state, self.control),
-                save=partial(self.save_model, _internal_call=True) if saves_shards(self.accelerator) else None,
+                save=partial(self.save_model, _internal_call=True) if files.saves_shards(self.accelerator) else None,
             )
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> CommitInfo:

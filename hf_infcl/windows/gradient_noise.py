@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from ..processes.collectives import Processes
+from .extensions import StepObserver
+from .window import Window
 
 KEPT = 0.95  # of the weight of a measurement, with each further one: a mean over about the last 20
 
 
-class GradientNoise:
+class GradientNoise(StepObserver):
     """Estimates how many pairs a global batch needs before its gradient is more signal than noise.
 
     With the gradient g_i of the loss by the rows of pair i, the gradient of a batch of B pairs is their mean, and its
@@ -30,33 +32,35 @@ class GradientNoise:
     Args:
         parameters: those that the micro-batches train, without the temperature.
         every: the number of steps of which one is measured.
-
-    Attributes:
-        measures: whether the window that has begun is measured.
+        processes: the number of processes.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], every: int) -> None:
+    name = "gradient_noise"
+
+    def __init__(self, parameters: Iterable[nn.Parameter], every: int, processes: int) -> None:
         self._parameters, self._every = [p for p in parameters if p.requires_grad], every
-        self.measures = False
+        self._processes = processes
+        self._measures = False  # the window that has begun
         self._pairs: tuple[int, int] = 0, 0  # of a micro-batch and of a global batch
         self._small: Tensor | None = None
         self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
 
-    def begin_window(self, micro_batch: int, micro_batches: int, processes: int, step: int) -> None:
-        """Begins the window of a step: so many micro-batches, of so many pairs, on each of the processes."""
-        pairs = micro_batch, micro_batch * micro_batches * processes
+    def begin_window(self, window: Window, step: int) -> None:
+        micro_batch, micro_batches = window.sizes[0][0], len(window)
+        pairs = micro_batch, micro_batch * micro_batches * self._processes
         if pairs != self._pairs:  # other negatives
             self._pairs, self._sums = pairs, None
         # The gradient of a single micro-batch is reduced as soon as it is there.
-        self.measures = micro_batches > 1 and step % self._every == 0
+        self._measures = micro_batches > 1 and step % self._every == 0
         self._share, self._small = 1 / micro_batches, None
 
-    def after_first(self, scale: float) -> None:
-        """Measures this process's gradient so far; ``scale`` is that of a gradient scaler."""
-        self._small = (self._norm() / (scale * self._share)) ** 2
+    def after_backward(self, index: int, scale: float) -> None:
+        if self._measures and index == 0:
+            self._small = (self._norm() / (scale * self._share)) ** 2
 
-    def after_last(self, scale: float) -> None:
-        """Measures the gradient of the window, before clipping."""
+    def end_window(self, window: Window, scale: float) -> None:
+        if not self._measures:
+            return
         assert self._small is not None
         (b, whole), big = self._pairs, (self._norm() / scale) ** 2
         signal, spread = (whole * big - b * self._small) / (whole - b), (self._small - big) / (1 / b - 1 / whole)

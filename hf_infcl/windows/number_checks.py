@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import CachedWindow
 from .nonfinite import all_finite, describe_rows, of_all_ranks, parameters_not_finite
 from .skipping import SkippedWindows
-from .window import Window
+from .window import MicroBatch, Window
+
+logger = logging.get_logger(__name__)
 
 RowsOfDataset = Callable[[Sequence[tuple[int, int]]], list[int]]
 
@@ -42,7 +45,8 @@ class NumberChecks:
         skipped: decides what is skipped, and counts it.
         encoder: the model.
         accelerator: of the training.
-        rolls_back: whether the training goes back to a checkpoint when its loss has exploded, instead of ending.
+        roll_back: restores the last checkpoint when the loss has exploded, for the reason that it is given; with None
+            the training ends.
         rows_of_dataset: the rows of the training set at places (micro-batch, row) of this process's window; empty if
             they are not known.
     """
@@ -53,12 +57,12 @@ class NumberChecks:
         encoder: DualEncoder,
         accelerator: Accelerator,
         *,
-        rolls_back: bool,
+        roll_back: Callable[[str], None] | None,
         rows_of_dataset: RowsOfDataset,
     ) -> None:
         self.skipped = skipped
         self._encoder, self._accelerator = encoder, accelerator
-        self._rolls_back, self._rows_of_dataset = rolls_back, rows_of_dataset
+        self._roll_back, self._rows_of_dataset = roll_back, rows_of_dataset
         self._deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         self._fsdp = accelerator.distributed_type == DistributedType.FSDP
         self._loss = math.nan
@@ -66,6 +70,7 @@ class NumberChecks:
         self._parameters: list[nn.Parameter] = []  # of the model, listed once for a window
         # For each micro-batch, whether this process's gradient is finite after its backward.
         self._finite_gradients: list[Tensor] = []
+        self._has_warned_of_zero = False
 
     def begin_window(self, model: nn.Module) -> None:
         """Begins a window, before its first forward."""
@@ -73,17 +78,14 @@ class NumberChecks:
         self._parameters = list(model.parameters())
         self._finite_gradients, self._loss = [], math.nan
 
-    def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> str:
-        """Refuses or skips the window if its loss is not finite or has exploded.
+    def check_loss(self, loss: Tensor, finite_rows: Sequence[Tensor], window: Window, step: int) -> None:
+        """Refuses or skips the window if its loss is not finite or has exploded, and goes back to a checkpoint then.
 
         Args:
             loss: the global loss.
             finite_rows: for images and texts, whether the embedding of each row is finite, [rows of the window] bool.
             window: the window.
             step: the number of trained optimizer steps.
-
-        Returns:
-            Why the training has to go back to a checkpoint; empty if it does not.
 
         Raises:
             ValueError: the window must not be trained, and no more windows may be skipped.
@@ -96,17 +98,18 @@ class NumberChecks:
             cause = f"these are not finite: {cause}" if cause else f"logit_scale is {scale:g}"
             self.skipped.refuse(f"The loss of the global batch after step {step} is {value}, because {cause}.")
         elif reason := self.skipped.divergence(value):
-            if not self._rolls_back:
+            if self._roll_back is None:
                 raise ValueError(
                     f"{reason} The weights are those after step {step}. Lower the learning rate, look at the data of "
                     "this batch, or use on_divergence='roll_back'."
                 )
             self.skipped.skip()
             self.skipped.forget_losses()
-            return reason
-        return ""
+            self._roll_back(reason)
 
-    def check_gradient(self, model: Any, cached: CachedWindow, window: Window, step: int, *, last: bool) -> None:
+    def check_gradient(
+        self, model: Any, passes: CachedWindow[MicroBatch], window: Window, step: int, *, last: bool
+    ) -> None:
         """Refuses or skips the window if its gradient is not finite.
 
         Call it after the backward of each micro-batch; the gradient is complete after the ``last``. A message can name
@@ -134,7 +137,7 @@ class NumberChecks:
         if not last or finite:
             return
         first = next((index for index, finite in enumerate(self._finite_gradients) if not finite), None)
-        places = describe_rows(window.in_order(cached.finite_rows()), window.sizes, self._rows_of_dataset)
+        places = describe_rows(window.in_order(passes.finite_rows()), window.sizes, self._rows_of_dataset)
         places = places or of_all_ranks("" if first is None else f"micro-batch {first}")
         parameters = of_all_ranks(parameters_not_finite(self._encoder.model))
         self.skipped.refuse(
@@ -172,3 +175,18 @@ class NumberChecks:
             self.skipped.skipped_by_scaler(scale)
         else:
             self.skipped.end_window(self._loss)
+
+    def logs(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """Those of `SkippedWindows`. Warns once of a loss and a gradient that are exactly 0.
+
+        Args:
+            logs: Trainer's, with ``loss`` and ``grad_norm``.
+        """
+        if logs["loss"] == logs.get("grad_norm") == 0 and not self.skipped.skipping and not self._has_warned_of_zero:
+            self._has_warned_of_zero = True
+            logger.warning(
+                "The loss and its gradient are exactly 0, so the model learns nothing. Either the pairs of a global "
+                "batch have no negatives, as with a single pair or with equal pair_ids, or the model tells them apart "
+                "so well that the loss rounds to 0."
+            )
+        return self.skipped.logs()

@@ -122,18 +122,6 @@ class Start:
         return start
 
 
-def squared_distance(features: Features, start: Features) -> Tensor:
-    """Σ‖f − f₀‖² over the normalised embeddings of both towers, divided by the number of images; a scalar in fp32.
-
-    With equal numbers of images on all processes, the mean over processes is that of the global batch.
-
-    Args:
-        features, start: image and text embeddings of this process, [images, D] and [texts, D].
-    """
-    distances = [(f.float() - f0.float()).square().sum() for f, f0 in zip(features, start, strict=True)]
-    return torch.stack(distances).sum() / len(features[0])
-
-
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
-from ..passes.grad_cache import CachedWindow, Features
+from ..passes.grad_cache import Features
 from ..passes.offload import Fetcher
 from .texts import deal_texts
 
 
 @dataclass
 class MicroBatch:
-    """A batch of the data loader; the outputs of its frozen towers and its embeddings at the start of the training."""
+    """A batch of the data loader; the outputs of its frozen towers, and for each term what it is compared with."""
 
     inputs: dict[str, Any]
     frozen_outputs: dict[str, Any] = field(default_factory=dict)
-    at_start: Features = ()
+    references: list[Features] | None = None  # until the first pass
 
 
 class Window:
@@ -34,10 +34,9 @@ class Window:
 
     Attributes:
         sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
-        cached: the two passes, from the first pass to the last backward.
         encoded: the number of forwards so far, in both passes.
-        next_micro_batch: the index of the micro-batch whose backward comes next.
-        losses: with ``replay_as="own"`` the losses of the global batch's new pairs and of its old ones, once known.
+        part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
+        term_values: the value of each term of the loss on this process, by its name, once known.
     """
 
     def __init__(
@@ -51,19 +50,13 @@ class Window:
         self.batches = batches
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
-        self.cached: CachedWindow | None = None
         self.encoded = 0
-        self.next_micro_batch = 0
-        self.losses: list[Tensor] = []
+        self.part_losses: list[Tensor] = []
+        self.term_values: dict[str, Tensor] = {}
         self._arriving: Iterator[dict[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def advance(self) -> tuple[int, bool]:
-        """The index of the micro-batch whose backward comes now, and whether it is the last of the window."""
-        index, self.next_micro_batch = self.next_micro_batch, self.next_micro_batch + 1
-        return index, index == len(self.batches) - 1
 
     def fetch(self, fetcher: Fetcher, order: list[int]) -> None:
         """Lets the micro-batches arrive on the device one by one, in the order in which both passes encode them."""
@@ -112,44 +105,90 @@ class Window:
         return torch.cat(parts)
 
 
-def window_loss(
-    window: Window,
-    features: Features,
-    logit_scale: Tensor,
-    logit_bias: Tensor | None,
-    *,
-    rank: int,
-    equal_ids: str,
-    in_bf16: bool,
-    replay_as: str | None = None,
-    **options: Any,
-) -> Tensor:
-    """The loss of the global batch as a function of this process's features; collective.
+@dataclass(frozen=True)
+class WindowLoss:
+    """The contrastive loss of the global batch as a function of this process's features.
 
     Args:
-        window: the window, which holds the ids and the images of the texts.
-        features: image and text embeddings of the window, [images, D] and [texts, D].
-        logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
         rank: of this process.
         equal_ids: ``"exclude"`` or ``"positive"``, as in `InfCLTrainingArguments`.
         in_bf16: whether the loss multiplies in bf16. It must not multiply in fp16: divided by the global batch,
             gradients of features would underflow where no loss scale helps.
+        objective, strategy, backend: as for `hf_infcl.contrastive_loss`.
         replay_as: with ``"own"`` new and old pairs are not each other's negatives: the loss is the mean of the losses
             of both parts of the global batch, weighted by their pairs. Negative captions belong to both.
-        options: objective, strategy and backend of `hf_infcl.contrastive_loss`.
     """
-    images, texts = (feature.bfloat16() if in_bf16 else feature for feature in features)
-    parts = _Part(images, texts, window.caption_image(), window.pair_ids())
-    with_ids = {"rank": rank, "equal_ids": equal_ids, **options}
-    replayed = window.replayed() if replay_as == "own" else None
-    if replayed is None:
-        return _loss_of(parts, logit_scale, logit_bias, **with_ids)
-    new, old = (_loss_of(parts.only(chosen), logit_scale, logit_bias, **with_ids) for chosen in (~replayed, replayed))
-    window.losses = [new.detach(), old.detach()]
-    return torch.lerp(new, old, replayed.float().mean().item())
+
+    rank: int
+    equal_ids: str
+    in_bf16: bool
+    objective: str
+    strategy: str = "ring"
+    backend: str = "auto"
+    replay_as: str | None = None
+
+    def of(
+        self,
+        window: Window,
+        features: Features,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None,
+        taking_part: Tensor | None = None,
+    ) -> Tensor:
+        """The loss, the same on every process; collective.
+
+        Args:
+            window: the window, which holds the ids and the images of the texts.
+            features: image and text embeddings of the window, [images, D] and [texts, D].
+            logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
+            taking_part: [images] bool on the CPU, the images whose pairs make up the batch; None for all.
+        """
+        images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
+        pairs = _Pairs(images, texts, window.caption_image(), window.pair_ids())
+        replayed = window.replayed() if self.replay_as == "own" else None
+        if taking_part is not None:
+            pairs = pairs.only(taking_part)
+            replayed = None if replayed is None else replayed[taking_part]
+        if replayed is None:
+            return self._of_pairs(pairs, logit_scale, logit_bias)
+        new, old = (self._of_pairs(pairs.only(part), logit_scale, logit_bias) for part in (~replayed, replayed))
+        window.part_losses = [new.detach(), old.detach()]
+        return torch.lerp(new, old, replayed.float().mean().item())
+
+    def _of_pairs(self, pairs: _Pairs, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
+        images, texts, caption_image, pair_ids = pairs
+        device = texts.device
+        negatives = texts[:0]
+        if caption_image is not None:
+            order = caption_image.argsort(stable=True)  # negative captions first
+            count = int((caption_image < 0).sum())
+            sorted_texts = texts[order.to(device)]
+            negatives, texts = sorted_texts[:count], sorted_texts[count:]
+            caption_image = caption_image[order[count:]]
+        ids: dict[str, Any] = {}
+        if self.equal_ids == "exclude":
+            if pair_ids is not None:
+                ids = {"pair_ids": pair_ids.to(device)}
+        else:
+            count = len(images)
+            places = torch.arange(count, device=device) + self.rank * count
+            image_ids = places if pair_ids is None else pair_ids.to(device)
+            text_ids = image_ids if caption_image is None else image_ids[caption_image.to(device)]
+            ids = {"image_ids": image_ids, "text_ids": text_ids}
+        return contrastive_loss(
+            images,
+            texts,
+            logit_scale,
+            logit_bias,
+            objective=self.objective,
+            strategy=self.strategy,
+            backend=self.backend,
+            negative_texts=negatives,  # even if this process has none, because another process may have some
+            **ids,
+        )
 
 
-class _Part(NamedTuple):
+class _Pairs(NamedTuple):
     """The pairs of this process of which one loss is computed."""
 
     images: Tensor  # [images, D]
@@ -157,7 +196,7 @@ class _Part(NamedTuple):
     caption_image: Tensor | None  # as `Window.caption_image`
     pair_ids: Tensor | None  # [images] int64
 
-    def only(self, chosen: Tensor) -> _Part:
+    def only(self, chosen: Tensor) -> _Pairs:
         """Those of some images, [images] bool on the CPU, with their captions and all negative ones."""
         places = chosen.nonzero().flatten()
         texts, caption_image = places, self.caption_image
@@ -167,32 +206,7 @@ class _Part(NamedTuple):
             caption_image = torch.where(caption_image < 0, -1, (chosen.cumsum(0) - 1)[caption_image])
         ids = None if self.pair_ids is None else self.pair_ids[places.to(self.pair_ids.device)]
         device = self.images.device
-        return _Part(self.images[places.to(device)], self.texts[texts.to(device)], caption_image, ids)
-
-
-def _loss_of(
-    part: _Part, logit_scale: Tensor, logit_bias: Tensor | None, *, rank: int, equal_ids: str, **options: Any
-) -> Tensor:
-    images, texts, caption_image, pair_ids = part
-    device = texts.device
-    negatives = texts[:0]
-    if caption_image is not None:
-        order = caption_image.argsort(stable=True)  # negative captions first
-        count = int((caption_image < 0).sum())
-        sorted_texts = texts[order.to(device)]
-        negatives, texts = sorted_texts[:count], sorted_texts[count:]
-        caption_image = caption_image[order[count:]]
-    ids: dict[str, Any] = {}
-    if equal_ids == "exclude":
-        if pair_ids is not None:
-            ids = {"pair_ids": pair_ids.to(device)}
-    else:
-        count = len(images)
-        image_ids = torch.arange(count, device=device) + rank * count if pair_ids is None else pair_ids.to(device)
-        text_ids = image_ids if caption_image is None else image_ids[caption_image.to(device)]
-        ids = {"image_ids": image_ids, "text_ids": text_ids}
-    # Negative texts are passed even if this process has none, because another process may have some.
-    return contrastive_loss(images, texts, logit_scale, logit_bias, **ids, negative_texts=negatives, **options)
+        return _Pairs(self.images[places.to(device)], self.texts[texts.to(device)], caption_image, ids)
 
 
 def positive_cosines(window: Window, features: Features) -> Tensor:

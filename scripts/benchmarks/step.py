@@ -147,7 +147,7 @@ def measured(
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
         if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.retain_graphs == "auto":
-            row["note"] = f"keeps {min(trainer.window_step.graph_budget.affordable or 1, accumulation)} graphs"
+            row["note"] = f"keeps {min(trainer.window_step.memory.graph_budget.affordable or 1, accumulation)} graphs"
     del trainer
     torch.compiler.reset()  # compiled code and its memory belong to this row only
     gc.collect()  # trainers and models refer to each other

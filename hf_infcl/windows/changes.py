@@ -1,0 +1,81 @@
+"""Changes of the step: patches that are dropped, and images that are smaller at first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ..encoders.dual_encoder import DualEncoder
+from ..encoders.image_size import OtherSizes, resized
+from ..encoders.patch_dropout import PatchDropout
+from ..options.image_sizes import ImageSizes
+from .extensions import StepChange
+from .window import Window
+
+
+class DroppedPatches(StepChange):
+    """Drops a share of the patches of each image (``patch_dropout``), except in the last steps.
+
+    Args:
+        encoder: the model, whose image tower gets a hook with the first window.
+        share: of the patches to drop.
+        full_last: the share of the steps, at the end, that see all patches (``full_tokens_last``).
+        steps: the optimizer steps of the whole training.
+
+    Attributes:
+        graphs: the share that the present window drops.
+    """
+
+    name = "patch_dropout"
+
+    def __init__(self, encoder: DualEncoder, share: float, full_last: float | None, steps: int) -> None:
+        self._encoder, self._share = encoder, share
+        self._first_full = steps - math.ceil(full_last * steps) if full_last else math.inf
+        self._dropout: PatchDropout | None = None
+        self.graphs: float = 0.0
+
+    def begin_window(self, window: Window, step: int) -> None:
+        self.graphs = self._share if step < self._first_full else 0.0
+        if self._dropout is None:
+            self._dropout = PatchDropout(self._encoder, self.graphs)
+        self._dropout.share = self.graphs
+
+    def close(self) -> None:
+        if self._dropout is not None:
+            self._dropout.remove()
+        self._dropout = None
+
+
+class ImageSizeOfStep(StepChange):
+    """Gives the images the size of the step (``image_size_schedule``).
+
+    Args:
+        encoders: the models that see these images; their image towers get hooks with the first window.
+        sizes: the size of each step.
+
+    Attributes:
+        graphs: the size of the images of the present window in pixels.
+    """
+
+    name = "image_size_schedule"
+    resizes = True
+
+    def __init__(self, encoders: Sequence[DualEncoder], sizes: ImageSizes) -> None:
+        self._encoders, self._sizes = encoders, sizes
+        self._hooks: list[OtherSizes] = []
+        self.graphs: int | None = None
+
+    def begin_window(self, window: Window, step: int) -> None:
+        self.graphs = self._sizes.at(step)
+        if not self._hooks:
+            self._hooks = [OtherSizes(encoder) for encoder in self._encoders]
+
+    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        assert self.graphs is not None
+        return {**inputs, "pixel_values": resized(inputs["pixel_values"], self.graphs)}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,130 @@
+"""What can be plugged into the step of a training: terms of the loss, changes, observers and a selection of pairs.
+
+`InfCLTrainer(..., extensions=[...])` takes objects of these classes; the package's own options are some, too. A method
+that is not overridden does nothing. All of them are called on every process, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from ..passes.grad_cache import Features
+from .window import Window
+
+
+class Extension:
+    """A part of the step.
+
+    Attributes:
+        name: under which checkpoints keep its state; no two extensions of a training have the same.
+    """
+
+    name = ""
+
+    def begin_window(self, window: Window, step: int) -> None:
+        """Called before the first forward of the window that follows so many optimizer steps."""
+
+    def logs(self) -> dict[str, float]:
+        """Numbers about the last trained windows for Trainer's logs; collective."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed training goes on from, the same on every process: tensors, numbers and texts; collective."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state that `state_dict` has returned."""
+
+    def close(self) -> None:
+        """Called at the end of the training; the model has to be as it was before, but for its weights."""
+
+
+class LossTerm(Extension):
+    """A scalar that is added to the contrastive loss of a window, and logged apart as ``{name}_loss``.
+
+    The loss that Trainer logs does not contain it.
+    """
+
+    def reference(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        """What the features of a micro-batch are compared with, such as a teacher's embeddings, without a graph.
+
+        It is called once for each micro-batch, in the first pass.
+
+        Args:
+            inputs: of the micro-batch, on the device.
+            frozen_outputs: what the model's frozen towers have returned for it, by ``"image"`` and ``"text"``.
+
+        Returns:
+            Tensors [rows, ...], those of the window's micro-batches get concatenated.
+        """
+        return ()
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        """The term, a scalar in fp32, of which the mean over the processes is minimised.
+
+        Args:
+            features: normalised image and text embeddings of this process, [images, D] and [texts, D].
+            references: what `reference` has returned for the same rows.
+        """
+        raise NotImplementedError
+
+
+class StepChange(Extension):
+    """A change of the inputs or of the towers that depends on the step, the same in both passes.
+
+    Attributes:
+        graphs: a number or other value that differs where the graph of a micro-batch takes another amount of memory.
+        resizes: whether the micro-batches of different steps have other shapes.
+    """
+
+    graphs: Any = None
+    resizes = False
+
+    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a micro-batch, on the device, as they are to be encoded."""
+        return inputs
+
+
+class StepObserver(Extension):
+    """Looks at features and gradients for the logs, and changes nothing."""
+
+    def after_first_pass(self, window: Window, features: Features) -> None:
+        """Sees the features of the window, [images, D] and [texts, D] without a graph, in the order of its rows."""
+
+    def after_backward(self, index: int, scale: float) -> None:
+        """Called after the backward of each micro-batch; the gradients are multiplied by ``scale`` (that of fp16)."""
+
+    def end_window(self, window: Window, scale: float) -> None:
+        """Called when the gradient of a window that is not skipped is complete, before it is clipped."""
+
+
+class PairSelection(Extension):
+    """Decides between the first pass and the loss which pairs of a window are trained."""
+
+    def select(
+        self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
+    ) -> Tensor | None:
+        """Which images of this process take part in the contrastive loss with their captions; collective.
+
+        The others are neither positives nor negatives. Terms see all of them.
+
+        Args:
+            window: the window.
+            features: image and text embeddings of this process, [images, D] and [texts, D] without a graph.
+            logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`, without a graph.
+
+        Returns:
+            [images] bool on the CPU; None for all of them.
+        """
+        raise NotImplementedError
+
+
+Kind = TypeVar("Kind", bound=Extension)
+
+
+def of_kind(extensions: Iterable[Extension], kind: type[Kind]) -> list[Kind]:
+    """Those of the extensions that are of a kind."""
+    return [extension for extension in extensions if isinstance(extension, kind)]

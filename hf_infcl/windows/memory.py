@@ -1,0 +1,81 @@
+"""The memory of the device during a window: kept graphs, arriving inputs, and what is let go of."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils.memory import clear_device_cache
+
+from ..loss.cuda_graphs import forget_recordings
+from ..options.arguments import InfCLTrainingArguments
+from ..passes.graph_budget import GraphBudget
+from ..passes.offload import Fetcher
+from .window import Window
+
+
+class WindowMemory:
+    """Decides what windows keep on the device.
+
+    Args:
+        args: the arguments of the training.
+        compiled: whether the model is compiled.
+
+    Attributes:
+        graph_budget: decides for how many micro-batches the graph is kept.
+    """
+
+    def __init__(self, args: InfCLTrainingArguments, *, compiled: bool) -> None:
+        self._args = args
+        self._fetcher = Fetcher(args.device) if args.offload_inputs else None
+        self._compiles = compiled  # until the first window has been trained
+        self._batch: list[int] | None = None  # the images of the micro-batches of the last window
+        self._graphs: Sequence[Any] | None = None  # what the memory of a graph depended on in the last window
+        self.graph_budget = self._new_budget()
+
+    def _new_budget(self) -> GraphBudget:
+        retain = self._args.retain_graphs
+        return GraphBudget(None if retain == "auto" else int(retain), self._args.device)
+
+    def begin_window(self, window: Window, graphs: Sequence[Any]) -> None:
+        """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.
+
+        Args:
+            window: the window that begins.
+            graphs: what the memory of a graph depends on, besides the micro-batch.
+        """
+        grows = self._args.global_batch_schedule is not None and self._batch not in (None, window.sizes[0])
+        if grows or self._graphs not in (None, graphs):
+            self.graph_budget = self._new_budget()
+        if grows:
+            forget_recordings()
+            clear_device_cache()
+        self._batch, self._graphs = list(window.sizes[0]), graphs
+
+    def fetch(self, window: Window, order: list[int]) -> None:
+        """With ``offload_inputs``, lets the inputs arrive on the device in the order in which they are encoded."""
+        if self._fetcher is not None:
+            window.fetch(self._fetcher, order)
+
+    def after_backward(self, window: Window, index: int, step: int) -> None:
+        """Lets go of a micro-batch after its backward."""
+        window.release(index)
+        every = self._args.torch_empty_cache_steps
+        if every is not None and step % every == 0:
+            clear_device_cache()
+        if index in (0, len(window) - 1):
+            self.collect_after_compiling()
+
+    def collect_after_compiling(self) -> None:
+        """Frees activations in the first window of a compiled model.
+
+        Compilation leaves reference cycles that hold the activations of a micro-batch, so the window would hold the
+        activations of two micro-batches. This is called after the first forward, the first backward and the last one.
+        """
+        if self._compiles:
+            gc.collect()
+
+    def end_window(self) -> None:
+        """Called when a window has been trained."""
+        self._compiles = False

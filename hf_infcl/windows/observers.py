@@ -1,0 +1,92 @@
+"""Observers of the step that every training has: gradients of the towers, cosines of positives, parts of the loss."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from ..encoders.dual_encoder import TOWERS, DualEncoder
+from ..passes.grad_cache import Features
+from ..processes.collectives import Processes
+from .extensions import StepObserver
+from .window import Window, positive_cosines
+
+
+class TowerNorms(StepObserver):
+    """The norms of the gradients of the image tower and of the text tower, with their projections.
+
+    It reads every gradient once and does not wait for the device; `logs` fetches the values. DeepSpeed does not expose
+    the gradients, so there is nothing to measure.
+
+    Args:
+        encoder: the model as it trains, after a wrapper such as FSDP2 has replaced its parameters.
+    """
+
+    name = "tower_norms"
+
+    def __init__(self, encoder: DualEncoder) -> None:
+        modules = {
+            tower: [module for name in names if (module := getattr(encoder.model, name, None)) is not None]
+            for tower, names in TOWERS.items()
+        }
+        self._parameters = {
+            tower: [p for module in parts for p in module.parameters() if p.requires_grad]
+            for tower, parts in modules.items()
+        }
+        self._norms: dict[str, Tensor] = {}
+
+    def end_window(self, window: Window, scale: float) -> None:
+        for tower, parameters in self._parameters.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if gradients:
+                self._norms[tower] = get_total_norm(gradients) / scale
+
+    def logs(self) -> dict[str, float]:
+        """``grad_norm_image`` and ``grad_norm_text`` of the last window, before clipping; collective under FSDP2."""
+        whole = {t: norm.full_tensor() if isinstance(norm, DTensor) else norm for t, norm in self._norms.items()}
+        return {f"grad_norm_{tower}": norm.item() for tower, norm in whole.items()}
+
+
+class PositiveCosines(StepObserver):
+    """The mean cosine of the positives of the global batch."""
+
+    name = "positive_cosines"
+
+    def __init__(self) -> None:
+        self._of_window: Tensor | None = None
+        self._of_trained: Tensor | None = None
+
+    def after_first_pass(self, window: Window, features: Features) -> None:
+        self._of_window = positive_cosines(window, features)
+
+    def end_window(self, window: Window, scale: float) -> None:
+        self._of_trained = self._of_window
+
+    def logs(self) -> dict[str, float]:
+        """``positive_cosine`` of the last window; with replay also that of its new and of its old pairs; collective."""
+        if self._of_trained is None:
+            return {}
+        sums, counts = Processes().sum(self._of_trained)
+        names = ("positive_cosine", "new_positive_cosine", "replay_positive_cosine")
+        return dict(zip(names, (sums / counts).tolist(), strict=False))
+
+
+class LossParts(StepObserver):
+    """The terms of the loss, and with ``replay_as="own"`` the losses of new and of old pairs."""
+
+    name = "loss_parts"
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+        self._terms: dict[str, Tensor] = {}
+
+    def end_window(self, window: Window, scale: float) -> None:
+        self._parts, self._terms = window.part_losses, window.term_values
+
+    def logs(self) -> dict[str, float]:
+        """``new_loss`` and ``replay_loss``, and ``{name}_loss`` for each term, in the last window; collective."""
+        parts = {name: loss.item() for name, loss in zip(("new_loss", "replay_loss"), self._parts, strict=False)}
+        processes = Processes()
+        means = {name: processes.sum(value).item() / processes.world_size for name, value in self._terms.items()}
+        return parts | {f"{name}_loss": mean for name, mean in means.items()}

@@ -1,0 +1,160 @@
+"""What is plugged into the step from outside of the package: a term, a change, an observer and a selection of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from helpers import models
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hf_infcl import InfCLTrainer, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.passes.grad_cache import Features
+from hf_infcl.windows.extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver
+from hf_infcl.windows.window import Window
+
+RATE, WEIGHT = 5e-3, 2.0
+PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
+ROWS = 24
+
+
+class NearBrightness(LossTerm):
+    """Draws the first number of each embedding of an image to the image's mean."""
+
+    name = "brightness"
+
+    def reference(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        return (inputs["pixel_values"].flatten(1).mean(1),)
+
+    def value(self, features: Features, references: Features) -> Tensor:
+        return WEIGHT * (features[0][:, 0] - references[0]).square().mean()
+
+
+class Dimmed(StepChange):
+    """Halves the images in every second step."""
+
+    name = "dimmed"
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def begin_window(self, window: Window, step: int) -> None:
+        self._factor = 0.5 if step % 2 else 1.0
+
+    def inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "pixel_values": self._factor * inputs["pixel_values"]}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class WindowsSeen(StepObserver):
+    """Counts windows and backwards, also after a resume."""
+
+    name = "windows_seen"
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        self._windows = torch.zeros((), dtype=torch.int64)
+
+    def after_backward(self, index: int, scale: float) -> None:
+        self.backwards += 1
+
+    def end_window(self, window: Window, scale: float) -> None:
+        self._windows += 1
+
+    def logs(self) -> dict[str, float]:
+        return {"windows_seen": self._windows.item()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self._windows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._windows = state["windows"]
+
+
+class FirstTokens(PairSelection):
+    """Lets pairs take part whose second token is even."""
+
+    name = "first_tokens"
+
+    def select(self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
+        return torch.cat([batch["input_ids"][:, 1] % 2 == 0 for batch in window.batches]).cpu()
+
+
+def pairs() -> models.Pairs:
+    """Every third pair does not take part."""
+    data = models.Pairs(ROWS)
+    data.tokens[:, 1] = 2 * (data.tokens[:, 1] // 2)
+    data.tokens[::3, 1] += 1
+    return data
+
+
+def trainer(folder: Any, *extensions: Extension, build: Any = models.clip, **options: Any) -> InfCLTrainer:
+    args = arguments(folder, **{**PLAIN, "max_logit_scale": 1e6, **options})
+    return InfCLTrainer(build(), args, default_collate, train_dataset=pairs(), extensions=extensions)
+
+
+def expected(objective: str) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """The weights after two steps of plain gradient descent, and the loss and the term of each."""
+    model, data = {"softmax": models.clip, "sigmoid": models.siglip}[objective](), pairs()
+    encoder, takes_part = DualEncoder(model), data.tokens[:, 1] % 2 == 0
+    encoder.initialise_sigmoid()
+    told = []
+    for factor in (1.0, 0.5):
+        batch = data.batch() | {"pixel_values": factor * data.images}
+        images, texts = encoder.embed(model, batch)
+        term = WEIGHT * (images[:, 0] - batch["pixel_values"].flatten(1).mean(1)).square().mean()
+        chosen = images[takes_part], texts[takes_part]
+        loss = reference.contrastive_loss(*chosen, *encoder.scale_and_bias(), objective=objective).sum()
+        (loss + term).backward()
+        told.append((loss.item(), term.item()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                    parameter.grad = None
+    return dict(model.named_parameters()), told
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("size", "steps", "retain"), [(ROWS, 1, "1"), (6, 4, "1"), (6, 4, "3")])
+def test_steps_with_extensions_are_those_of_autograd(tmp_path, objective, size, steps, retain):
+    build = {"softmax": models.clip, "sigmoid": models.siglip}[objective]
+    begin, change, seen = dict(build().named_parameters()), Dimmed(), WindowsSeen()
+    batch = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "retain_graphs": retain}
+    run = trainer(tmp_path, NearBrightness(), change, seen, FirstTokens(), build=build, **batch)
+    run.train()
+    weights, told = expected(objective)
+    logs = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [value for entry in logs for value in (entry["loss"], entry["brightness_loss"])] == pytest.approx(
+        [value for values in told for value in values], rel=1e-4
+    )
+    assert [entry["windows_seen"] for entry in logs] == [1, 2]
+    assert (seen.backwards, change.closed) == (2 * steps, True)
+    for name, found in run.model.named_parameters():
+        moved = (weights[name].reshape(found.shape) - begin[name]).norm()
+        assert (found - weights[name].reshape(found.shape)).norm() <= 1e-4 * moved + 1e-7, name
+
+
+def test_the_states_of_extensions_are_in_checkpoints(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "per_device_train_batch_size": 3}
+    whole = trainer(tmp_path / "whole", WindowsSeen(), **options)
+    whole.train()
+    part = trainer(tmp_path / "part", WindowsSeen(), **options)
+    part.add_callback(StopAt(2))
+    part.train()
+    rest = trainer(tmp_path / "part", WindowsSeen(), **options)
+    rest.train(resume_from_checkpoint=True)
+    assert torch.equal(parameters(whole), parameters(rest))
+    assert [e["windows_seen"] for e in rest.state.log_history if "windows_seen" in e] == [1, 2, 3, 4]
+
+
+def test_a_training_without_states_has_no_file_of_them(tmp_path):
+    trainer_for(tmp_path, save_strategy="steps", save_steps=2).train()
+    assert not list(tmp_path.rglob("infcl_extensions.pt"))
