@@ -51,8 +51,7 @@ class InfCLTrainer(Trainer):
 
     The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
     the gradient of every parameter, including logit_scale and logit_bias, equals the gradient of one process that holds
-    the whole batch. `hf_infcl.contrastive_loss` describes the loss, `hf_infcl.passes.grad_cache` the two passes that
-    train a window of micro-batches in the activation memory of a single one.
+    the whole batch. `WindowStep.run` is the step, and `hf_infcl.contrastive_loss` the loss.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
@@ -206,8 +205,8 @@ class InfCLTrainer(Trainer):
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        data, collator = self.train_dataset, self.data_collator
-        return setup_of(self.dual_encoder, self.accelerator, self.args, self._start, data, collator)
+        of_run = self.args, self._start, self.train_dataset, self.data_collator
+        return setup_of(self.dual_encoder, self.accelerator, *of_run)
 
     @property
     def batch_plan(self) -> BatchPlan | None:
@@ -255,9 +254,8 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched.
 
-        Each call returns a new loader, and looking into one does not change a training. Iterating it again shuffles the
-        rows anew, but leaves the epoch of the dataset as it is. A loader of an `ImageTextStream` begins where the
-        training began.
+        Each call returns a new loader, which may be looked into during a training: iterating it again shuffles the rows
+        anew. A loader of an `ImageTextStream` begins where the training began.
         """
         pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
         loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
@@ -274,7 +272,6 @@ class InfCLTrainer(Trainer):
         return loaders.sampler_of(self.train_dataset if train_dataset is None else train_dataset, self.args)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Trainer's columns that ``remove_unused_columns`` keeps, and those that the collator and the loss use."""
         super()._set_signature_columns_if_needed()
         loaders.add_used_columns(self._signature_columns, self.data_collator)
 
@@ -289,7 +286,6 @@ class InfCLTrainer(Trainer):
         return self.accelerator.prepare(loader) if is_training else loader
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
-        """Trainer's values, computed from full windows and trained samples only."""
         values = super().set_initial_training_values(args, dataloader)
         return loaders.initial_values(args, dataloader, self.batch_plan, values)
 
@@ -321,13 +317,12 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        window = self.training_data.window
+        window, step = self.training_data.window, self.state.global_step
         if self.args.global_batch_schedule is not None:  # Trainer adds the operations of one micro-batch
             self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)
-        return self.window_step.run(model, window, self.state.global_step)
+        return self.window_step.run(model, window, step)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Trainer's count, made once for each shape of a batch; see `Progress.operations`."""
         return self.progress.operations(inputs, super().floating_point_ops)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -404,7 +399,7 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
-        """Ends the training like Trainer, but removes no checkpoint that is being pushed."""
+        # No checkpoint that is being pushed is removed.
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:
