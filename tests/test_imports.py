@@ -28,11 +28,17 @@ def rooms(*names: str) -> tuple[str, ...]:
 # The rooms of the training.
 TRAINING = ("options", "windows", "loading", "saving", "training")
 
+# The modules of options that declare them.
+DECLARING = (
+    *("declared", "declaring", "facts", "theirs"),
+    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "tower_options"),
+)
+
 # Of modules that read options, so that a mistyped one is answered at once.
 WITHOUT_TORCH = (
     *("torch", *HUGGING_FACE),
     *rooms("reference", "kernels", "processes", "loss", "data", "windows", "loading", "training"),
-    *(f"hf_infcl.options.{path.stem}" for path in PACKAGE.glob("options/[a-z]*.py") if path.stem != "declared"),
+    *(f"hf_infcl.options.{path.stem}" for path in PACKAGE.glob("options/[a-z]*.py") if path.stem not in DECLARING),
 )
 
 # What a room, or a module in it, must neither import nor reach through an attribute of torch. If several names apply,
@@ -103,7 +109,10 @@ MUST_NOT_KNOW = {
         *rooms("data", "passes", "checkpoints", "optimizers"),
     ),
     "hf_infcl.options.combinations": ("torch", "transformers", "hf_infcl"),
-    "hf_infcl.options.declared": WITHOUT_TORCH,
+    **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
+    # Functions there import the tables of their choices.
+    "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *rooms("processes", "data", "windows", "training")),
+    "hf_infcl.options.tower_options": ("torch", *HUGGING_FACE, *rooms("processes", "data", "windows", "training")),
     "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import shlex
 from dataclasses import MISSING, fields
@@ -12,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli.commands import PARSERS
+from hf_infcl.options.declared import OURS
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [
@@ -137,13 +136,11 @@ def test_every_message_in_the_table_of_errors_is_said_by_the_package():
 
 def options_table() -> str:
     """The table of the options of this package, from their declarations."""
-    every = {option.name: option for option in fields(InfCLTrainingArguments)}
     rows = []
-    for name in inspect.get_annotations(InfCLTrainingArguments):
-        option = every[name]
+    for option in (one for part in OURS for one in fields(part)):
         default = option.default if option.default_factory is MISSING else " ".join(option.default_factory())
         shown = "" if default is None else "off" if default is False else f"`{default}`"
-        rows.append(f"| `{name}` | {shown} | {every[name].metadata['help']} |")
+        rows.append(f"| `{option.name}` | {shown} | {option.metadata['help']} |")
     return "\n".join(rows)
 
 

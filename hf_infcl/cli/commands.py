@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..embedding.options import EmbedOptions
-from ..options.declared import of_infcl, of_transformers
+from ..options.declared import facts_of_training, of_transformers
 from .command_options import (
     AverageOptions,
     CheckOptions,
@@ -33,19 +33,11 @@ COMMANDS = {
     "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
 }
 
-# transformers has renamed it, and keeps the old name.
+# transformers has renamed it, and keeps the old name, which the help does not list then.
 CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
+_OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
 # The options of a training that its short help lists: this package's own, and twenty that most trainings set.
-OF_TRAINING = (
-    (of_infcl() - {"logging_nan_inf_filter", "remove_unused_columns"})
-    | CHECKPOINTING
-    | {
-        *("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps"),
-        *("learning_rate", "warmup_steps", "lr_scheduler_type", "weight_decay", "optim", "bf16", "torch_compile"),
-        *("dataloader_num_workers", "save_steps", "load_best_model_at_end", "seed", "report_to"),
-        *("push_to_hub", "hub_model_id"),
-    }
-)
+OF_TRAINING = {name for name, facts in facts_of_training().items() if facts.first} - _OLD_NAMES
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = {
     *("objective", "strategy", "backend", "equal_ids"),
@@ -56,22 +48,7 @@ OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size
 # The options of a training that decide about embeddings.
 OF_EMBEDDING = {"output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers"}
 # The options of a training that decide about its plan.
-OF_PLAN = {
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
-    *(
-        "global_batch_schedule",
-        "image_size",
-        "image_size_schedule",
-        "patch_dropout",
-        "full_tokens_last",
-        "max_text_tokens",
-        "texts_at_once",
-        "freeze_layers",
-    ),
-    *("global_batch_schedule", "keep_features", "keep_weights", "ema_decay"),
-    *("replay_share", "torch_compile", "num_train_epochs", "max_steps"),
-    *CHECKPOINTING,
-}
+OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
 
 
 def train_parser() -> Parser:

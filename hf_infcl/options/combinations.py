@@ -87,8 +87,6 @@ def _check_parts(args: Any) -> None:
             f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
             "its own way. Leave one of them out."
         )
-    if args.ema_device is not None and args.ema_decay is None:
-        raise ValueError("ema_device says where the average of ema_decay is kept. Set ema_decay, or leave it out.")
     if args.keep_weights and args.weight_decay:
         raise ValueError(
             f"keep_weights={args.keep_weights:g} pulls the weights to the start, weight_decay={args.weight_decay:g} to "
@@ -111,16 +109,11 @@ def _check_parts(args: Any) -> None:
 
 
 def check_dropped_patches(args: Any) -> None:
-    """Raises a ValueError if ``patch_dropout`` or ``full_tokens_last`` would have no effect."""
+    """Raises a ValueError if ``patch_dropout`` would have no effect."""
     if args.patch_dropout and args.freeze == "image":
         raise ValueError(
             f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
             "in evaluation mode. Omit one of both."
-        )
-    if args.full_tokens_last is not None and not args.patch_dropout:
-        raise ValueError(
-            f"full_tokens_last={args.full_tokens_last:g} has no effect without patch_dropout: all steps see all "
-            "patches. Pass both or none."
         )
 
 

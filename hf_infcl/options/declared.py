@@ -1,7 +1,7 @@
-"""The fields of InfCLTrainingArguments and TrainingArguments, read from their source.
+"""The options of a training without torch: those of this package, and TrainingArguments' read from their source.
 
-Importing either class takes seconds, because it imports torch. A mistyped option and ``--help`` need no more than the
-names, types, defaults and help texts of the fields.
+Importing TrainingArguments takes seconds, because it imports torch. A mistyped option and ``--help`` need no more than
+the names, types, defaults and help texts of the fields.
 """
 
 from __future__ import annotations
@@ -19,8 +19,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from .batch_options import BatchOptions
+from .course_options import CourseOptions
+from .declaring import Facts
+from .facts import facts_by_name
+from .keeping_options import KeepingOptions
+from .loss_options import LossOptions
+from .rate_options import RateOptions
+from .tower_options import TowerOptions
+
 THEIRS = "transformers.training_args", "TrainingArguments"
-OURS = "hf_infcl.options.arguments", "InfCLTrainingArguments"
+# The parts of InfCLTrainingArguments, in the order of the help.
+OURS = (LossOptions, BatchOptions, RateOptions, TowerOptions, KeepingOptions, CourseOptions)
 
 
 @cache
@@ -32,7 +42,7 @@ def of_transformers() -> frozenset[str]:
 @cache
 def of_infcl() -> frozenset[str]:
     """The names of the options of InfCLTrainingArguments, which are new or have another default or meaning."""
-    return frozenset(_fields(*OURS))
+    return frozenset(_ours())
 
 
 @cache
@@ -41,8 +51,20 @@ def training_options() -> type:
 
     The type of `ParallelismConfig`, which no command line can express, is Any.
     """
-    every = _fields(*THEIRS) | _fields(*OURS)
+    every = _fields(*THEIRS) | _ours()
     return make_dataclass("TrainingOptions", [(name, *declared) for name, declared in every.items()])
+
+
+@cache
+def facts_of_training() -> dict[str, Facts]:
+    """What the package has to know of each option of a training, by its name."""
+    return facts_by_name(training_options())
+
+
+def _ours() -> dict[str, tuple[Any, Any]]:
+    """(type, field) of the fields of `OURS`, by their names."""
+    kinds = {name: kind for part in OURS for name, kind in typing.get_type_hints(part).items()}
+    return {one.name: (kinds[one.name], copy(one)) for part in OURS for one in fields(part)}
 
 
 def _fields(module: str, name: str) -> dict[str, tuple[Any, Any]]:

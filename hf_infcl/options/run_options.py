@@ -17,36 +17,13 @@ from transformers.utils import is_peft_available
 from ..data import ContrastiveCollator
 from .arguments import InfCLTrainingArguments
 from .combinations import WITHOUT_WARM_UP
+from .facts import facts_by_name
 
-# Beginnings of the names of arguments that do not decide what is trained. All others are compared, also those that a
-# later version of transformers may add.
-_UNDECISIVE = (
-    *(
-        "output_dir",
-        "log_",
-        "logging_",
-        "disable_tqdm",
-        "report_to",
-        "run_name",
-        "project",
-        "trackio_",
-        "debug",
-        "skip_memory_",
-        "_",
-    ),
-    *("eval_", "do_", "prediction_loss_only", "include_", "batch_eval_metrics", "per_device_", "label_names"),
-    *("save_", "enable_jit_", "push_to_hub", "hub_", "load_best_model_", "metric_for_best_", "greater_is_better"),
-    *("resume_", "ignore_data_skip", "restore_callback_", "overwrite_output_dir"),
-    *("use_cpu", "no_cuda", "local_rank", "ddp_", "fsdp", "deepspeed", "accelerator_config", "parallelism_config"),
-    *("dataloader_", "length_column_name", "gradient_accumulation_", "auto_find_batch_size", "average_tokens_"),
-    *("gradient_checkpointing", "activation_checkpointing", "torch_compile", "torch_empty_", "use_liger", "liger_"),
-    *("use_cache", "tf32", "full_determinism", "strategy", "backend", "retain_graphs", "offload_inputs"),
-    *("cache_features", "skip_nonfinite", "divergence_factor", "on_divergence", "early_stopping_", "ema_device"),
-    *("gradient_noise_", "texts_at_once"),
-    # Compared in another form: see `options_of_arguments` and `Run`.
-    *("bf16", "fp16", "max_steps", "num_train_epochs", "warmup_ratio", "objective", "equal_ids"),
-    *("train_sampling_strategy", "data_seed"),
-)
+# Options that decide what is trained, but are compared in another form: see `options_of_arguments` and `Run`.
+_IN_ANOTHER_FORM = {
+    *("bf16", "bf16_full_eval", "fp16", "fp16_opt_level", "fp16_full_eval", "max_steps", "num_train_epochs"),
+    *("warmup_ratio", "objective", "equal_ids", "train_sampling_strategy", "data_seed"),
+}
 # Schedules whose learning rate does not depend on the number of steps of the run.
 _ENDLESS = (*WITHOUT_WARM_UP, "constant_with_warmup", "inverse_sqrt")
 # In the groups of an optimizer: how it computes.
@@ -60,7 +37,8 @@ _OF_ORIGIN = ("_", "transformers_version", "dtype", "torch_dtype", "architecture
 
 def options_of_arguments(args: InfCLTrainingArguments, mixed_precision: str) -> dict[str, Any]:
     """The decisive arguments, and ``mixed_precision``, which the launcher can set as well, as JSON values."""
-    options = {name: value for name, value in args.to_dict().items() if not name.startswith(_UNDECISIVE)}
+    decisive = {name for name, facts in facts_by_name(args).items() if facts.decides} - _IN_ANOTHER_FORM
+    options = {name: value for name, value in args.to_dict().items() if name in decisive}
     options["optim"] = options["optim"].removesuffix("_fused")  # of the same state
     options["mixed_precision"] = mixed_precision
     if args.lr_scheduler_type not in _ENDLESS or 0 < args.warmup_steps < 1:

@@ -11,22 +11,7 @@ from typing import Any
 
 from ..optimizers import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
-
-_OF_PARTS = {
-    "image_learning_rate": "learning rate of the image tower",
-    "text_learning_rate": "learning rate of the text tower",
-    "layer_decay": "factor of the learning rate per layer",
-    "global_batch_schedule": "growth of the global batch, each size with its share of the samples",
-    "image_size": "height and width that images were resized to, for which positions were interpolated",
-    "image_size_schedule": "sizes of the images, each with its share of the steps",
-    "patch_dropout": "share of the patches of an image that training left out",
-    "full_tokens_last": "share of the steps with all patches, at the end",
-    "max_text_tokens": "tokens to which training cut captions",
-    "freeze_layers": "frozen layers of each tower, with the embeddings",
-    "no_decay_parameters": "no weight decay of",
-    "keep_features": "weight of the distance from the embeddings of the start",
-    "keep_weights": "pull to the weights of the start",
-}
+from ..options.facts import rows_of_card
 
 
 def training_settings(trainer: Any) -> dict[str, str]:
@@ -82,10 +67,7 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
         groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
-    for option, row in _OF_PARTS.items():
-        if (value := getattr(args, option)) is not None:
-            between = " " if option.endswith("_schedule") else " and "
-            rows[row] = between.join(value) if isinstance(value, list) else f"{value:g}"
+    rows |= rows_of_card(args)
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"

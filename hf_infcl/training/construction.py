@@ -16,7 +16,8 @@ from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import check_data_seed, check_planned
 from ..loading.replay import Replayed
-from ..options.arguments import RATES, InfCLTrainingArguments
+from ..options.arguments import InfCLTrainingArguments
+from ..options.rate_options import RATES
 from ..saving.formats import check_formats
 from ..windows.setup import Setup
 from ..windows.start import Start

@@ -22,6 +22,7 @@ from ..loading.batch_plan import BatchPlan
 from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
+from ..options.facts import facts_by_name
 from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..saving.pushes import checkpoint_of_hub_if_named
@@ -29,14 +30,6 @@ from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .early_stopping import why_complete
 from .loop_events import Decisions
-
-# Beginnings of the names of options that machines may set for themselves. All others decide what is trained, or when
-# the processes exchange something.
-_OF_ONE_MACHINE = (
-    *("output_dir", "logging_dir", "run_name", "local_rank", "log_level", "log_on_", "disable_tqdm", "debug", "hub_"),
-    *("report_to", "project", "trackio_", "push_to_hub", "dataloader_", "cache_features", "resume_from", "deepspeed"),
-    *("fsdp_config", "backend", "tf32", "offload_inputs", "retain_graphs"),
-)
 
 logger = logging.get_logger(__name__)
 
@@ -115,7 +108,9 @@ def check_same_on_all_ranks(args: InfCLTrainingArguments, run: Run, resumes: str
     different machines.
     """
     named = isinstance(resumes, str) and resumes != "auto"
-    of_this = {name: value for name, value in args.to_dict().items() if not name.startswith(_OF_ONE_MACHINE)}
+    facts = facts_by_name(args)
+    # What is no field, transformers adds, such as the version.
+    of_this = {name: value for name, value in args.to_dict().items() if name in facts and not facts[name].one_machine}
     described_run = asdict(run)
     of_this |= {**described_run.pop("options"), **described_run}
     of_this["resume_from_checkpoint"] = "a folder" if named else resumes or None

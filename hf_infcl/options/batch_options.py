@@ -1,0 +1,63 @@
+"""The global batch of a training, and the memory and time that its windows take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .declaring import FROM_1, option
+
+
+@dataclass
+class BatchOptions:
+    """The global batch of a training, and the memory and time that its windows take.
+
+    The ``help`` of each field describes it.
+    """
+
+    global_batch_schedule: list[str] | None = option(
+        help=(
+            "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
+            "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
+            "micro-batches keep per_device_train_batch_size, or are all pairs of a process where these are fewer. "
+            "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch."
+        ),
+        decides=True,
+        plans=True,
+        card="growth of the global batch, each size with its share of the samples",
+    )
+    retain_graphs: str = option(
+        default="1",
+        help=(
+            "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
+            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory that "
+            "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case."
+        ),
+        decides=False,
+        one_machine=True,
+        plans=True,
+    )
+    texts_at_once: int = option(
+        default=1,
+        help="Micro-batches whose texts are encoded at once. More of them save time and take memory.",
+        decides=False,
+        plans=True,
+        within=FROM_1,
+    )
+    offload_inputs: bool = option(
+        default=False,
+        help=(
+            "Keep the inputs of a step in pinned host memory and copy them to the GPU one micro-batch ahead. "
+            "GPU memory then grows with gradient_accumulation_steps only by the embeddings."
+        ),
+        decides=False,
+        one_machine=True,
+        plans=True,
+    )
+    gradient_noise_steps: int | None = option(
+        help=(
+            "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond "
+            "which more of them add little to its direction (arXiv 1812.06162). Such a step needs two micro-batches."
+        ),
+        decides=False,
+        within=FROM_1,
+    )

@@ -1,0 +1,81 @@
+"""The loss of a training, and how it is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from numbers import Real
+
+from .declaring import Range, option
+
+EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
+
+
+def objectives() -> Collection[str]:
+    from ..loss import OBJECTIVES  # which imports torch
+
+    return OBJECTIVES
+
+
+def strategies() -> Collection[str]:
+    from ..loss.strategies import STRATEGIES
+
+    return STRATEGIES
+
+
+def backends() -> Collection[str]:
+    from ..kernels import BACKENDS
+
+    return BACKENDS
+
+
+@dataclass
+class LossOptions:
+    """The loss of a training, and how it is computed.
+
+    The ``help`` of each field describes it.
+    """
+
+    objective: str | None = option(
+        help=(
+            "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP), which needs a model with a "
+            "logit_bias. Defaults to the one that the model was designed for."
+        ),
+        decides=True,
+        choices=objectives,
+    )
+    strategy: str = option(
+        default="ring",
+        help="How the processes share the batch: ring, disco, local or gather.",
+        decides=False,
+        choices=strategies,
+    )
+    backend: str = option(
+        default="auto",
+        help="Which kernels compute the loss: auto, triton or torch.",
+        decides=False,
+        one_machine=True,
+        choices=backends,
+    )
+    equal_ids: str | None = option(
+        help=(
+            "The role of pairs with equal pair ids: 'exclude' (neither positives nor negatives of each other) "
+            "or 'positive'. Defaults to 'positive' with several captions per image, which require it, else to "
+            "'exclude'. It also applies to the evaluation loss."
+        ),
+        decides=True,
+        choices=EQUAL_IDS,
+    )
+    max_logit_scale: float | None = option(
+        help=(
+            "Upper limit of logit_scale, the multiplier of the cosines, after each step. Defaults to 100 with "
+            "softmax, as in CLIP, and to none with sigmoid. The lower limit is then 1."
+        ),
+        decides=True,
+        within=Range(
+            Real,
+            f"a number of at least 1 ({math.inf} for no limit; it limits the multiplier, not its logarithm)",
+            lambda value: value >= 1,
+        ),
+    )

@@ -1,0 +1,89 @@
+"""What of the towers trains, and what they see of images and captions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from numbers import Real
+
+from .declaring import FROM_0, FROM_1, SHARE, Range, option
+
+
+def towers() -> Collection[str]:
+    from ..encoders.dual_encoder import TOWERS  # which imports torch
+
+    return TOWERS
+
+
+@dataclass
+class TowerOptions:
+    """What of the towers trains, and what they see of images and captions.
+
+    The ``help`` of each field describes it.
+    """
+
+    freeze: str | None = option(
+        help=(
+            "Tower to freeze, with its projection: image or text (LiT, arXiv 2111.07991). It runs once per "
+            "step, in evaluation mode."
+        ),
+        decides=True,
+        plans=True,
+        choices=towers,
+    )
+    freeze_layers: int | None = option(
+        help=(
+            "Number of layers to freeze at the beginning of each tower, with the embeddings before them; 0 for "
+            "these alone. They keep no graph, and frozen layers run in evaluation mode."
+        ),
+        decides=True,
+        plans=True,
+        within=FROM_0,
+        card="frozen layers of each tower, with the embeddings",
+    )
+    image_size: int | None = option(
+        help=(
+            "Height and width of the images in pixels, for example 336. The position embeddings of the model "
+            "are interpolated to this size, which is saved with the model and its processor. Defaults to the size of "
+            "the model."
+        ),
+        decides=True,
+        plans=True,
+        within=FROM_1,
+        card="height and width that images were resized to, for which positions were interpolated",
+    )
+    image_size_schedule: list[str] | None = option(
+        help=(
+            "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the steps, "
+            "then the size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). "
+            "Positions are interpolated in each forward, so what is saved is always of the full size."
+        ),
+        decides=True,
+        plans=True,
+        card="sizes of the images, each with its share of the steps",
+    )
+    patch_dropout: float | None = option(
+        help=(
+            "Share of the patches of each image that is left out at random, for example 0.5 (FLIP, arXiv "
+            "2212.00794). Evaluations see all patches."
+        ),
+        decides=True,
+        plans=True,
+        within=SHARE,
+        card="share of the patches of an image that training left out",
+    )
+    full_tokens_last: float | None = option(
+        help="With patch_dropout: share of the steps, at the end, that see all patches.",
+        decides=True,
+        needs="patch_dropout",
+        plans=True,
+        within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        card="share of the steps with all patches, at the end",
+    )
+    max_text_tokens: int | None = option(
+        help="Cut training captions to this many tokens, special ones included. Evaluations read all.",
+        decides=True,
+        plans=True,
+        within=FROM_1,
+        card="tokens to which training cut captions",
+    )
