@@ -32,7 +32,11 @@ TRAINING = ("options", "windows", "loading", "saving", "training")
 WITHOUT_TORCH = (
     *("torch", *HUGGING_FACE),
     *rooms("reference", "kernels", "processes", "loss", "data", "windows", "loading", "training"),
-    *(f"hf_infcl.options.{path.stem}" for path in PACKAGE.glob("options/[a-z]*.py") if path.stem != "declared"),
+    *(
+        f"hf_infcl.options.{path.stem}"
+        for path in PACKAGE.glob("options/[a-z]*.py")
+        if path.stem not in ("declared", "model_options")
+    ),
 )
 
 # What a room, or a module in it, must neither import nor reach through an attribute of torch. If several names apply,
@@ -104,6 +108,7 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.options.combinations": ("torch", "transformers", "hf_infcl"),
     "hf_infcl.options.declared": WITHOUT_TORCH,
+    "hf_infcl.options.model_options": WITHOUT_TORCH,
     "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
