@@ -76,7 +76,7 @@ def base_of_adapters(checkpoint: str) -> str | None:
     """
     if Path(checkpoint).is_file() or checkpoint.startswith(HUB):  # of OpenCLIP
         return None
-    with explained(checkpoint, needed=ADAPTER_CONFIG_NAME):
+    with explained(checkpoint):
         found = find_adapter_config_file(checkpoint)
         if found is None:
             return None
