@@ -11,6 +11,7 @@ import torch
 
 from .. import planning
 from ..conversion.models import load_config
+from ..conversion.pretrained import base_of_adapters
 from ..encoders.dual_encoder import TOWERS
 from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
@@ -113,7 +114,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
         f"A global batch of {choice.global_batch:,} pairs on {choice.gpus} × {name} with {memory_gib:g} GiB is "
         f"{choice.rows:,} per GPU.{rates}",
-        *not_predicted(options),
+        *not_predicted(options, base_of_adapters(options.model) is not None),
         *replay_lines(old, choice),
         "",
         f"Choose  {words_of(choice)}{further}",
