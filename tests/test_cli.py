@@ -35,6 +35,7 @@ from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import HfApi, constants
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 import hf_infcl
@@ -437,6 +438,108 @@ def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo,
     untrained = transformers.CLIPModel.from_pretrained(demo / "clip-init").state_dict()
     assert all(torch.equal(value, adapted[name]) for name, value in model.state_dict().items())
     assert any(not torch.equal(value, untrained[name]) for name, value in model.state_dict().items())
+
+
+def adapter_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_adapters_are_drawn_from_the_seed_and_train_on(small, demo, tmp_path, capsys):
+    words = ["--max_steps", 1, "--save_strategy", "no", "--check_samples", 0]
+    for number, seed in enumerate((1, 1, 2)):
+        torch.rand(number)  # the state of the process does not count
+        infcl(*small, *words, "--lora_rank", 4, "--seed", seed, "--output_dir", tmp_path / f"drawn{number}")
+    first, again, other = (adapter_of(tmp_path / f"drawn{number}") for number in range(3))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first if "lora_A" in name)
+
+    drawn = tmp_path / "drawn0"
+    on = [*small, *words, "--model", drawn]
+    line = mistake(capsys, *on, "--lora_rank", 4)
+    assert f"{drawn} holds adapters, and --lora_rank 4 would add new ones" in line
+    assert f"infcl convert {drawn} MERGED" in line
+    assert "average of their factors is not that of the weights" in mistake(
+        capsys, *on, "--save_strategy", "epoch", "--average_with_start", 0.5
+    )
+    assert "would replace" in mistake(capsys, *on, "--output_dir", demo / "clip-init")
+    infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "on")
+    infcl(*on, "--learning_rate", 1e-2, "--output_dir", tmp_path / "merged", "--lora_merge")
+    second = adapter_of(tmp_path / "on")
+    assert second.keys() == first.keys()
+    moved = {name: (second[name] - first[name]).abs().max().item() for name in first}
+    assert 0 < max(moved.values()) < 0.011, "one step of Adam from the adapters, not from new ones"
+    card = (tmp_path / "on/README.md").read_text()
+    assert "LoRA adapters of rank 4, those of drawn0" in card
+    assert '(CLIPModel.from_pretrained("path/to/clip-init"), "path/to/on")' in card
+    base = transformers.CLIPModel.from_pretrained(demo / "clip-init")
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "on").merge_and_unload().state_dict()
+    merged = transformers.CLIPModel.from_pretrained(tmp_path / "merged").state_dict()
+    assert not list((tmp_path / "merged").glob("adapter*"))
+    for name, value in merged.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def test_every_command_takes_adapters(small, demo, tmp_path, capsys):
+    adapters, pairs = tmp_path / "adapters", tmp_path / "pairs"
+    words = ["--max_steps", 1, "--lora_rank", 2, "--learning_rate", 1e-1, "--output_dir", adapters]
+    infcl(*small, *words, "--check_samples", 0)
+    measured = ["--eval_dataset", pairs, "--use_cpu", "--report_to", "none"]
+    infcl("convert", adapters, tmp_path / "merged")
+    infcl("convert", adapters, tmp_path / "theirs", "--to", "open_clip")
+    infcl("average", demo / "clip-init", adapters, "--alpha", 0.5, "--output_dir", tmp_path / "half", "--use_cpu")
+    infcl("average", adapters, tmp_path / "half", "--alpha", 0.0, "--output_dir", tmp_path / "whole", "--use_cpu")
+    losses, recall = {}, 0.0
+    for name in ("whole", "half", "theirs", "merged", "adapters"):
+        infcl("evaluate", "--model", tmp_path / name, *measured, "--output_dir", tmp_path / f"of_{name}")
+        found = json.loads((tmp_path / f"of_{name}/eval_results.json").read_text())
+        losses[name], recall = found["eval_pairs_loss"], found["eval_pairs_text_retrieval_recall@1"]
+    assert losses["merged"] == losses["whole"] == losses["adapters"] == pytest.approx(losses["theirs"], abs=1e-5)
+    assert losses["half"] != pytest.approx(losses["adapters"], abs=1e-5)
+    infcl("compare", demo / "clip-init", adapters, *measured, "--output_dir", tmp_path / "compared")
+    compared = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]["metrics"]
+    assert compared["text_retrieval_recall@1"]["second"] == recall
+    infcl("embed", adapters, pairs, "--use_cpu", "--output_dir", tmp_path / "embedded")
+    capsys.readouterr()
+    infcl("plan", "--model", adapters, "--global_batch", 64)
+    assert "leaves out the adapters of the model" in capsys.readouterr().out
+    with contextlib.suppress(SystemExit):
+        infcl("check", *small[1:], "--model", adapters, "--output_dir", tmp_path / "checked")
+    assert (tmp_path / "checked/_check.json").is_file()
+    assert "holds a model already (adapter_config.json)" in mistake(capsys, "convert", tmp_path / "merged", adapters)
+
+
+def test_a_checkpoint_without_a_projection_is_refused_and_trained_with_a_new_one(small, demo, tmp_path, capsys):
+    broken = shutil.copytree(demo / "clip-init", tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["text_projection.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    pairs, out = tmp_path / "pairs", ["--output_dir", tmp_path / "out", "--use_cpu"]
+    for words in (
+        [*small, "--model", broken],
+        ["evaluate", "--model", broken, "--eval_dataset", pairs, *out],
+        ["compare", demo / "clip-init", broken, "--eval_dataset", pairs, *out],
+        ["average", demo / "clip-init", broken, *out],
+        ["embed", broken, pairs, *out],
+        ["convert", broken, tmp_path / "theirs", "--to", "open_clip"],
+    ):
+        assert f"'{broken}' lacks weights of a CLIPModel: text_projection.weight" in mistake(capsys, *words)
+    words = ["--max_steps", 1, "--learning_rate", 1e-9, "--new_weights", "text_projection", "--save_strategy", "no"]
+    assert "only adapters train" in mistake(capsys, *small, "--model", broken, *words, "--lora_rank", 2)
+    drawn = []
+    for number, seed in enumerate((1, 1, 2)):
+        infcl(*small, "--model", broken, *words, "--seed", seed, "--output_dir", tmp_path / f"{number}")
+        drawn.append(load_file(tmp_path / f"{number}/model.safetensors")["text_projection.weight"])
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.allclose(drawn[0], drawn[2])
+
+
+def test_a_folder_that_is_overwritten_holds_either_a_model_or_adapters(small, tmp_path):
+    words = ["--max_steps", 1, "--save_strategy", "no", "--check_samples", 0, "--overwrite_output_dir"]
+    held = []
+    for own in ([], ["--lora_rank", 2], []):
+        infcl(*small, *words, *own)
+        held.append({path.name for path in (tmp_path / "out").iterdir()} & {"config.json", "adapter_config.json"})
+    assert held == [{"config.json"}, {"adapter_config.json"}, {"config.json"}]
 
 
 def test_training_needs_no_matplotlib(small, tmp_path, capsys, monkeypatch):
@@ -951,7 +1054,10 @@ def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
         ("train --model m --dataset ./no/such/folder", "at './no/such/folder'"),
         ("train --model ./no/such/model --dataset DEMO/digits", "no folder './no/such/model', and the name is not"),
         ("train --model DEMO/digits --dataset DEMO/digits", "digits' does not hold a model that can be loaded"),
-        ("train --model m --dataset DEMO/digits --lora_merge", "the adapters of --lora_rank, which is not given"),
+        (
+            "train --model DEMO/clip-init --dataset DEMO/digits --lora_merge",
+            "the adapters of --lora_rank, which is not given",
+        ),
         (
             "train --model DEMO/clip-init --dataset DEMO/digits --caption_column text",
             "'label']. Name the right one with caption_column (--caption",

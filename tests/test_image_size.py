@@ -107,7 +107,7 @@ def test_sizes_that_a_tower_cannot_take_are_refused(tmp_path, build, size, messa
 
 
 def test_adapters_that_are_merged_have_the_size(tmp_path):
-    model = with_adapters(models.clip(), 2, ["q_proj"], 32, merged=True)
+    model = with_adapters(models.clip(), 2, ["q_proj"], 32, seed=0, merged=True)
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name).fill_(0.1)
     expected = DualEncoder(model.eval()).encode_images({"pixel_values": images_of(32)})

@@ -30,7 +30,7 @@ TRAINING = ("options", "windows", "loading", "saving", "training")
 
 # The modules of options that declare them.
 DECLARING = (
-    *("declared", "declaring", "facts", "theirs"),
+    *("declared", "declaring", "facts", "theirs", "model_options"),
     *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "tower_options"),
 )
 

@@ -2,7 +2,15 @@
 
 from .choice import ALPHAS, Measured, check_tolerance, chosen, halves, score, score_if_measured
 from .search import SPLIT, Averaged, described, find_average, measured_at, with_halves
-from .weights import PATHS, adapters_of_zero, check_alpha, interpolated, running_statistics, with_factors_of_end
+from .weights import (
+    PATHS,
+    adapters_of_zero,
+    check_alpha,
+    check_new_adapters,
+    interpolated,
+    running_statistics,
+    with_factors_of_end,
+)
 
 __all__ = [
     "ALPHAS",
@@ -12,6 +20,7 @@ __all__ = [
     "Measured",
     "adapters_of_zero",
     "check_alpha",
+    "check_new_adapters",
     "check_tolerance",
     "chosen",
     "described",

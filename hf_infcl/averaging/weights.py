@@ -160,6 +160,22 @@ def with_factors_of_end(start: Mapping[str, Tensor], end: Mapping[str, Tensor]) 
     return found
 
 
+def check_new_adapters(start: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError if a training starts from adapters that change something, which have no line to their end.
+
+    The average of the weights is that of the products B·A, which the average of the factors is not.
+
+    Args:
+        start: the tensors of the model.
+    """
+    if any(_FACTORS_B & set(name.split(".")) and bool(tensor.any()) for name, tensor in start.items()):
+        raise ValueError(
+            "The adapters of the model were trained before, and the average of their factors is not that of the "
+            "weights. Average both adapters after the training with `infcl average`, which merges them; or merge these "
+            "into their model first (infcl convert) and train new ones (--lora_rank)."
+        )
+
+
 def running_statistics(state: Mapping[str, Tensor]) -> list[str]:
     """The names of the running means and variances of batch norms."""
     return [name for name in state if name.endswith((".running_mean", ".running_var"))]

@@ -21,9 +21,10 @@ from ..averaging import (
     with_halves,
 )
 from ..conversion.models import load
+from ..conversion.pretrained import base_of_adapters, with_trained_adapter
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
-from ..encoders.adapters import adapter_state, with_trained_adapter
+from ..encoders.adapters import adapter_state
 from ..options.arguments import InfCLTrainingArguments
 from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
@@ -39,7 +40,8 @@ class BetweenCheckpoints:
 
     Args:
         start: the checkpoint before it.
-        end: the checkpoint after it, or its LoRA adapter, whose model is the start.
+        end: the checkpoint after it, or its LoRA adapter, whose model is the start. If the start has an adapter as
+            well, both are merged into their models.
         path: one of `hf_infcl.averaging.PATHS`.
 
     Attributes:
@@ -53,12 +55,12 @@ class BetweenCheckpoints:
     def __init__(self, start: str, end: str, path: str) -> None:
         self._path = path
         base, processor, _ = load(start)
-        if find_adapter_config_file(end) is None:
+        if find_adapter_config_file(end) is None or base_of_adapters(start) is not None:
             self.model, self.processor, _ = load(end)
             self._start, self._end = base.state_dict(), _copied(self.model.state_dict())
             self._set: Callable[[dict[str, Tensor]], Any] = self.model.load_state_dict
         else:
-            self.model, self.processor = with_trained_adapter(base, end), processor
+            self.model, self.processor = with_trained_adapter(base, end).requires_grad_(False), processor
             self._end = _copied(adapter_state(self.model))
             self._start = adapters_of_zero(self._end)
             self._set = self._set_adapter

@@ -8,42 +8,6 @@ from typing import ClassVar, Literal
 
 
 @dataclass
-class ModelOptions:
-    _argument_group_name: ClassVar[str] = "Model"
-
-    model: str = field(
-        metadata={
-            "help": "The model: a Hub id or a folder, of transformers or of OpenCLIP, or a .pt of OpenCLIP's training. "
-            "Required."
-        }
-    )
-    open_clip_model: str | None = field(
-        default=None,
-        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config."},
-    )
-
-
-@dataclass
-class LoraOptions:
-    _argument_group_name: ClassVar[str] = "LoRA adapters (package peft)"
-
-    lora_rank: int | None = field(
-        default=None,
-        metadata={"help": "Train adapters of this rank instead of the weights; their alpha is twice the rank."},
-    )
-    lora_targets: list[str] = field(
-        default_factory=lambda: ["all-linear"],
-        metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
-    )
-    lora_merge: bool = field(
-        default=False,
-        metadata={
-            "help": "At the end, merge the adapters into the weights, and save and push the whole model instead."
-        },
-    )
-
-
-@dataclass
 class DataOptions:
     _argument_group_name: ClassVar[str] = "Training data"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..embedding.options import EmbedOptions
 from ..options.declared import facts_of_training, of_transformers
+from ..options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
 from .command_options import (
     AverageOptions,
     CheckOptions,
@@ -14,8 +15,6 @@ from .command_options import (
     DataOptions,
     EvaluationOptions,
     GuardOptions,
-    LoraOptions,
-    ModelOptions,
     PlanOptions,
     StartOptions,
 )
@@ -56,7 +55,7 @@ def train_parser() -> Parser:
     return Parser(
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
-        *(ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_TRAINING,
         recipes=True,
     )
@@ -69,7 +68,7 @@ def check_parser() -> Parser:
         "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
         "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
         "does, and 2 if an option is wrong.",
-        *(CheckOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        *(CheckOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_CHECK,
         recipes=True,
     )
@@ -133,7 +132,7 @@ def plan_parser() -> Parser:
         "plan",
         "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
         "config is read. Options of the training that are given are kept, and its whole command may be given.",
-        *(PlanOptions, ModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        *(PlanOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
         shown=OF_PLAN,
         optional={"dataset"},
         recipes=True,
@@ -161,7 +160,8 @@ def convert_parser() -> PlainParser:
     parser.add_argument(
         "source",
         help="A folder with open_clip_config.json and weights, a Hub repository that holds these, or a .pt of "
-        "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers.",
+        "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers. Or adapters, which "
+        "are merged into their model.",
     )
     parser.add_argument("target", help="The folder to write, which may also be the source.")
     parser.add_argument(

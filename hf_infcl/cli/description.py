@@ -9,11 +9,14 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.utils import logging
 
+from ..conversion.pretrained import base_of_adapters
 from ..data import ImageTextDataset, ZeroShotDataset
+from ..encoders.adapters import has_adapters, words_of_adapters
 from ..loading.replay import Replayed
+from ..options.model_options import ModelOptions
 from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
 from ..training.trainer import InfCLTrainer
-from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
+from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
 logger = logging.get_logger(__name__)
 
@@ -22,7 +25,6 @@ def describe_run(
     trainer: InfCLTrainer,
     model_class: str,
     model: ModelOptions,
-    lora: LoraOptions,
     data: DataOptions,
     columns: ColumnOptions,
     evaluation: EvaluationOptions,
@@ -34,11 +36,12 @@ def describe_run(
     pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
+    trains, base = trained_part(trainer.dual_encoder.model, model.model)
     return functools.partial(
         training_facts,
         trainer,
         model_class=model_class,
-        start=model.model.removeprefix("hf-hub:"),
+        start=(base or model.model).removeprefix("hf-hub:"),
         sources=sources_of(data),
         replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
         pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
@@ -49,12 +52,20 @@ def describe_run(
         caption_limit=getattr(collator, "max_length", None),
         settings={
             **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
-            **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
+            **trains,
             "augmentation": data.augmentation,
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
             "image preprocessing": collator.image_backend,
         },
     )
+
+
+def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
+    """The row of the card on adapters, if only they train, and if they are those of the start, the model under them."""
+    if not has_adapters(model):
+        return {}, None
+    words, base = words_of_adapters(model), base_of_adapters(start)
+    return {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}, base
 
 
 def sources_of(options: DataOptions) -> list[Source]:

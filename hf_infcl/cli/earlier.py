@@ -10,11 +10,15 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
+from ..conversion.pretrained import base_of_adapters
+from ..encoders.adapters import ADAPTER_FILES
+from ..options.model_options import ModelOptions
 from ..processes.collectives import Processes
 from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
 from ..training.trainer import InfCLTrainer
-from .command_options import DataOptions, EvaluationOptions, GuardOptions, ModelOptions
+from .command_options import DataOptions, EvaluationOptions, GuardOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run
@@ -31,6 +35,15 @@ def earlier_results(folder: Path, resume: str | None) -> list[Path]:
     if resume and not any((folder / name).exists() for name in LAST_RESULTS):
         return []
     return sorted([*checkpoints, *(path for pattern in RESULTS for path in folder.glob(pattern))])
+
+
+def weights_of_other_kind(folder: Path, adapters: bool) -> list[Path]:
+    """The whole model of an earlier run if this one saves adapters, or its adapters, which would be added to this one.
+
+    A folder that holds both is loaded as both together.
+    """
+    patterns = (CONFIG_NAME, "model*.safetensors*") if adapters else ADAPTER_FILES
+    return sorted(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def holds_earlier_run(folder: Any, earlier: Sequence[Path]) -> ValueError:
@@ -77,7 +90,8 @@ def check_output_folder(
         *(("guard_dataset", name) for name in guards.guard_dataset or []),
         *(("eval_dataset", evaluation.eval_dataset), ("zero_shot_dataset", evaluation.zero_shot_dataset)),
     ]
-    for option, source in (("model", model.model), *datasets):
+    base = base_of_adapters(model.model) if Path(model.model).is_dir() else None
+    for option, source in (("model", model.model), ("model", base), *datasets):
         folder = Path(source or "").resolve()
         if not source or not folder.is_dir():
             continue

@@ -11,12 +11,14 @@ import torch
 
 from .. import planning
 from ..conversion.models import load_config
+from ..conversion.pretrained import base_of_adapters
 from ..encoders.dual_encoder import TOWERS
 from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
 from ..options.batch_schedule import BatchSchedule
 from ..options.combinations import check_dropped_patches
-from ..options.declared import facts_of_training
+from ..options.declared import training_options
+from ..options.facts import check_values
 from ..planning import GPUS, Choice, Counts
 from ..planning.asked import global_batch_of, kept_choices, last_batch_of, stages_of_plan
 from ..planning.periods import mean_seconds, periods_of
@@ -112,7 +114,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         f"of {of_model.dim} dimensions; {of_model.objective} loss.",
         f"A global batch of {choice.global_batch:,} pairs on {choice.gpus} × {name} with {memory_gib:g} GiB is "
         f"{choice.rows:,} per GPU.{rates}",
-        *not_predicted(options),
+        *not_predicted(options, base_of_adapters(options.model) is not None),
         *replay_lines(old, choice),
         "",
         f"Choose  {words_of(choice)}{further}",
@@ -155,10 +157,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 def check_options(options: argparse.Namespace) -> None:
     """Raises a ValueError if an option has a value with which nothing can be planned."""
     numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
-    for name, facts in facts_of_training().items():
-        value = getattr(options, name, None) if facts.plans else None
-        if facts.within is not None and value is not None:
-            facts.within.check(name, value)
+    check_values(options, training_options(), lambda facts: facts.plans)
     check_dropped_patches(options)
     for name in numbers:
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:

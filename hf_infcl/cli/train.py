@@ -11,13 +11,13 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..conversion import compare_formats
-from ..conversion.models import load
-from ..encoders.adapters import ADAPTER_FILES, merge_adapters, with_adapters
+from ..encoders.adapters import ADAPTER_FILES, has_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback, lines_of_changes
 from ..training.ending import full_disk_told
 from ..training.optimizer_table import GroupsTold
+from ..training.starting import merge_into_start, model_to_train
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart
 from .averages import check_average
@@ -25,7 +25,14 @@ from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
 from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
 from .description import describe_run
-from .earlier import EarlierDeleted, check_output_folder, earlier_results, has_results, holds_earlier_run
+from .earlier import (
+    EarlierDeleted,
+    check_output_folder,
+    earlier_results,
+    has_results,
+    holds_earlier_run,
+    weights_of_other_kind,
+)
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
 from .results import save_results, tell_places
@@ -43,8 +50,6 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if lora.lora_merge and lora.lora_rank is None:
-            raise ValueError("--lora_merge merges the adapters of --lora_rank, which is not given. Pass both or none.")
         if data.overwrite_output_dir and args.resume_from_checkpoint:
             raise ValueError(
                 "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
@@ -59,20 +64,13 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         gains = evaluation_datasets(columns, evaluation, data)
         eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
         check_best_metric(namespace, eval_datasets)
-        model, processor, conversion = load(model_options.model, model_options.open_clip_model)
-        if conversion and lora.lora_rank is not None and not lora.lora_merge:
-            raise ValueError(
-                f"--lora_rank would save an adapter of {model_options.model}, which peft cannot load, since it is in "
-                "OpenCLIP's format. Write it in the other format first with `infcl convert`, or pass --lora_merge."
-            )
-        model_class = type(model).__name__
-        if args.device.type == "cuda" and lora.lora_rank is None:
+        model, processor, conversion = model_to_train(model_options, lora, args)
+        adapted = has_adapters(model)
+        model_class = type(model.get_base_model() if adapted else model).__name__
+        if args.device.type == "cuda" and not adapted:
             gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
             if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
                 print(warning)
-        if lora.lora_rank is not None:
-            merged = lora.lora_merge
-            model = with_adapters(model, lora.lora_rank, lora.lora_targets, args.image_size, merged=merged)
         trainer = InfCLTrainer(
             model,
             args,
@@ -93,11 +91,11 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 tolerance=keep.guard_tolerance,
             )
     if data.overwrite_output_dir:
-        trainer.add_callback(EarlierDeleted(earlier))
+        trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
     if evaluation.eval_pictures:
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
-    describe = describe_run(trainer, model_class, model_options, lora, data, columns, evaluation, keep, conversion)
-    trainer.add_callback(CardCallback(functools.partial(describe, adapter=lora.lora_rank is not None)))
+    describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
+    trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
     trainer.add_callback(GroupsTold(trainer))
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
@@ -121,16 +119,15 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             print(f"The model, its card and its results in {args.output_dir} stay unchanged.")
         leave(trainer)
         return
-    merge = lora.lora_merge and lora.lora_rank is not None
+    merge = lora.lora_merge
     with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
-        facts = describe(adapter=lora.lora_rank is not None and not merge, average=averaged)
+        facts = describe(adapter=adapted and not merge, average=averaged)
         if merge and trainer.is_world_process_zero():
-            whole = load(model_options.model, model_options.open_clip_model).model
-            merge_adapters(Path(args.output_dir), whole, args.image_size)
+            merge_into_start(model_options, args)
         CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
     if args.push_to_hub:
         with mistakes_in_one_line(parser.prog, of_libraries=True):

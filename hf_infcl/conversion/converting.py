@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers.utils import logging
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from .comparison import ENOUGH, differences
-from .explaining import explained
 from .folders import CONFIG, read, read_config, write
 from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
 from .preprocessing import image_processor
-from .sentence_transformers import write_sentence_files
+from .pretrained import base_of_adapters, load_pretrained
+from .sentence_transformers import SENTENCE_FILES, write_sentence_files
 from .tokenizing import UNREPAIRED, prepared
 
 logger = logging.get_logger(__name__)
@@ -58,10 +59,13 @@ def convert(
 ) -> list[str]:
     """Writes a model of OpenCLIP in transformers' format, or the other way round, with its processor.
 
+    Adapters of peft are merged into their model, and written in either format.
+
     Where OpenCLIP is installed, the embeddings of fixed inputs are compared with its own before anything is written.
 
     Args:
-        source: what `load_open_clip` takes; with to="open_clip", a folder or a Hub repository of transformers.
+        source: what `load_open_clip` takes, or adapters; with to="open_clip", a folder or a Hub repository of
+            transformers, or adapters.
         target: the folder to write. It may be the source, which then holds both formats.
         to: "transformers" or "open_clip".
         open_clip_model: as in `load_open_clip`.
@@ -76,10 +80,10 @@ def convert(
     """
     if to not in ("transformers", "open_clip"):
         raise ValueError(f"to must be 'transformers' or 'open_clip', got {to!r}.")
-    forbidden = [CONFIG, "config.json"] if to == "open_clip" else ["config.json", CONFIG]
+    forbidden = [CONFIG, CONFIG_NAME] if to == "open_clip" else [CONFIG_NAME, CONFIG]
     if Path(source).resolve() == Path(target).resolve():
         forbidden.pop()  # another model's would lose its tokenizer, whose files both formats share
-    for file in forbidden:
+    for file in (*forbidden, ADAPTER_CONFIG_NAME):  # adapters beside a whole model would be added to it
         if (Path(target) / file).exists():
             raise ValueError(
                 f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
@@ -117,6 +121,10 @@ def _incoming(source: str | Path, open_clip_model: str | None) -> tuple[Any, Any
 
 
 def _to_transformers(source: str | Path, target: str | Path, open_clip_model: str | None) -> Iterator[str]:
+    base = base_of_adapters(str(source))
+    if base is not None:
+        yield from _merged(source, target, base)
+        return
     model, processor, sentences = _incoming(source, open_clip_model)
     yield from sentences
     model.save_pretrained(target)
@@ -127,17 +135,22 @@ def _to_transformers(source: str | Path, target: str | Path, open_clip_model: st
     yield f"{type(model).__name__} and its processor were written to {target}."
 
 
+def _merged(adapters: str | Path, target: str | Path, base: str) -> Iterator[str]:
+    model, processor = load_pretrained(str(adapters))
+    model.save_pretrained(target)
+    processor.save_pretrained(target)
+    for name in SENTENCE_FILES:  # which a training writes beside adapters as well
+        if Path(adapters, name).is_file():
+            shutil.copy(Path(adapters, name), target)
+    yield f"The adapters were merged into {base}. {type(model).__name__} and its processor were written to {target}."
+
+
 def _to_open_clip(source: str | Path, target: str | Path, repository: str) -> Iterator[str]:
-    model, processor = _of_transformers(source)
+    model, processor = load_pretrained(str(source))
     tensors, config = to_open_clip(model, processor, repository=repository)
     yield _compared(model, tensors, config)
     write(target, tensors, config, processor.tokenizer)
     yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."
-
-
-def _of_transformers(folder: str | Path) -> tuple[Any, Any]:
-    with explained(str(folder)):
-        return transformers.AutoModel.from_pretrained(folder).eval(), transformers.AutoProcessor.from_pretrained(folder)
 
 
 def save_open_clip(
@@ -159,7 +172,7 @@ def compare_formats(folder: str | Path) -> str:
     Raises:
         ValueError: the embeddings differ.
     """
-    model, _ = _of_transformers(folder)
+    model, _ = load_pretrained(str(folder))
     saved = read(folder)
     return _compared(model, saved.tensors, saved.config)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
+from transformers import PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
-from .explaining import explained
 from .folders import is_of_open_clip
+from .pretrained import base_of_adapters, config_of, load_pretrained, processor_of
 
 
 class Loaded(NamedTuple):
@@ -21,23 +21,32 @@ class Loaded(NamedTuple):
     conversion: Sequence[str] = ()
 
 
-def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
+def load(
+    checkpoint: str,
+    open_clip_model: str | None = None,
+    *,
+    merges: bool = True,
+    new_weights: Sequence[str] = (),
+    seed: int = 0,
+) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
     Args:
-        checkpoint: a folder or a Hub id, also of OpenCLIP, or a .pt of OpenCLIP's training.
+        checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
+        merges, new_weights, seed: see `load_pretrained`.
 
     Raises:
-        ValueError: they cannot be loaded.
+        ValueError: they cannot be loaded, or weights are missing.
     """
-    if open_clip_model is not None or is_of_open_clip(checkpoint):
-        told: list[str] = []
-        model, processor = load_open_clip(checkpoint, open_clip_model=open_clip_model, tell=told.append)
-        return Loaded(model.float(), processor, told)
-    with explained(checkpoint):
-        model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
-        return Loaded(model, AutoProcessor.from_pretrained(checkpoint))
+    if open_clip_model is None and not is_of_open_clip(checkpoint):
+        options: dict[str, Any] = {"merges": merges, "new_weights": new_weights, "seed": seed}
+        return Loaded(*load_pretrained(checkpoint, dtype=torch.float32, **options))
+    if new_weights:
+        raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
+    told: list[str] = []
+    model, processor = load_open_clip(checkpoint, open_clip_model=open_clip_model, tell=told.append)
+    return Loaded(model.float(), processor, told)
 
 
 def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
@@ -45,13 +54,12 @@ def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[P
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         loaded = load(checkpoint, open_clip_model)
         return loaded.model.config, loaded.processor
-    with explained(checkpoint, needed="config.json"):
-        return AutoConfig.from_pretrained(checkpoint), AutoProcessor.from_pretrained(checkpoint)
+    base = base_of_adapters(checkpoint)
+    return config_of(checkpoint, base), processor_of(checkpoint, base)
 
 
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
-    with explained(checkpoint, needed="config.json"):
-        return AutoConfig.from_pretrained(checkpoint)
+    return config_of(checkpoint, base_of_adapters(checkpoint))

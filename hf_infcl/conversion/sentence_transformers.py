@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 MODULES, CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+SENTENCE_FILES = (MODULES, CONFIG, MODULE_CONFIG)
 
 
 def write_sentence_files(folder: str | Path, model_type: str, processor: Any, *, max_length: int, padding: str) -> None:

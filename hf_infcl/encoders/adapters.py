@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+import torch
+from torch import Tensor, nn
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, is_peft_available
 
 from .dual_encoder import DualEncoder
 from .image_size import resize_images
@@ -15,7 +16,7 @@ ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
 def with_adapters(
-    model: Any, rank: int, targets: list[str], image_size: int | None = None, *, merged: bool = False
+    model: Any, rank: int, targets: list[str], image_size: int | None = None, *, seed: int, merged: bool = False
 ) -> Any:
     """Adds LoRA adapters (arXiv 2106.09685). Nothing else trains: logit_scale and logit_bias keep their values.
 
@@ -26,6 +27,7 @@ def with_adapters(
         targets: the names of the modules that get them.
         image_size: the height and width of the images; None for those of the model.
         merged: whether `merge_adapters` follows.
+        seed: from which the adapters are drawn, alike on all processes.
     """
     try:
         import peft
@@ -38,7 +40,9 @@ def with_adapters(
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=targets[0] if targets == ["all-linear"] else targets
     )
-    return peft.get_peft_model(model, config)
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(seed)
+        return peft.get_peft_model(model, config)
 
 
 def merge_adapters(folder: Path, start: Any, image_size: int | None = None) -> None:
@@ -52,20 +56,20 @@ def merge_adapters(folder: Path, start: Any, image_size: int | None = None) -> N
         (folder / name).unlink(missing_ok=True)
 
 
-def with_trained_adapter(base: Any, adapter: str) -> Any:
-    """The model with a trained adapter of peft.
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has adapters of peft around it."""
+    if not is_peft_available():
+        return False
+    import peft
 
-    Raises:
-        ValueError: peft is not installed, or the adapter is not one of this model.
-    """
-    try:
-        import peft
-    except ImportError:
-        raise ValueError(f"{adapter} is an adapter of the package peft: pip install peft.") from None
-    try:
-        return peft.PeftModel.from_pretrained(base, adapter)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{adapter} is not an adapter of the start, because it cannot be added: {error}") from error
+    return isinstance(model, peft.PeftModel)
+
+
+def words_of_adapters(model: Any) -> str:
+    """What trains in a model with adapters, for a report: "LoRA adapters of rank 4"."""
+    config = model.peft_config["default"]
+    rank = getattr(config, "r", None)
+    return f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")
 
 
 def adapter_state(model: Any) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -15,22 +15,31 @@ def facts_by_name(kind: Any) -> dict[str, Facts]:
     return {one.name: facts_of(one) or facts_of_theirs(one.name) for one in fields(kind)}
 
 
-def check_values(args: Any) -> None:
-    """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs."""
-    facts_of_all = facts_by_name(args)
-    for declared in fields(args):
-        name, facts, value = declared.name, facts_of_all[declared.name], getattr(args, declared.name)
-        is_default = declared.default is not MISSING and value == declared.default
+def check_values(options: Any, declared: Any = None, chosen: Callable[[Facts], bool] = lambda facts: True) -> None:
+    """Raises a ValueError if an option has a value that it may not have, or lacks another one that it needs.
+
+    Args:
+        options: has the values.
+        declared: the dataclass that declares the options, if that is not the class of ``options``.
+        chosen: which of them are checked.
+    """
+    facts_of_all = facts_by_name(options if declared is None else declared)
+    for one in fields(options if declared is None else declared):
+        name, facts = one.name, facts_of_all[one.name]
+        if not chosen(facts):
+            continue
+        value = getattr(options, name)
+        is_default = one.default is not MISSING and value == one.default
         if facts.choices and not is_default:
             choices = facts.choices() if callable(facts.choices) else facts.choices
             if value not in choices:
-                known = [*([declared.default] if declared.default not in choices else []), *choices]
+                known = [*([one.default] if one.default not in choices else []), *choices]
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-        if facts.within is not None and not (value is None and declared.default is None):
+        if facts.within is not None and not (value is None and one.default is None):
             facts.within.check(name, value)
         if facts.needs and not is_default:
             needed, _, wanted = facts.needs.partition("=")
-            found = getattr(args, needed)
+            found = getattr(options, needed)
             if (str(found) != wanted) if wanted else not found:
                 raise ValueError(f"{name}={value} has no effect without {facts.needs}. Pass both or none.")
 

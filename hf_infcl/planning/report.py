@@ -70,7 +70,7 @@ def why_nothing_fits(counts: Counts, least: Choice, memory_gib: float) -> str:
     )
 
 
-def not_predicted(options: Any) -> list[str]:
+def not_predicted(options: Any, has_adapters: bool) -> list[str]:
     """A line that names the given options whose effect the prediction leaves out, if there are any."""
     others = {
         "strategy": options.strategy != "ring" and options.gpus > 1,
@@ -83,6 +83,7 @@ def not_predicted(options: Any) -> list[str]:
         "fp16": options.fp16,
     }
     names = [f"--{name} {getattr(options, name)}" for name, changed in others.items() if changed]
+    names += ["the adapters of the model"] if has_adapters else []
     if not names:
         return []
     return [

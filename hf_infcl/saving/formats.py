@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.utils import is_peft_available
 
 from ..conversion import open_clip_config, save_open_clip
+from ..encoders.adapters import has_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
 
@@ -32,20 +32,12 @@ def check_formats(model: nn.Module | None, args: InfCLTrainingArguments, process
             f"save_formats has open_clip, which needs the {'model, not model_init' if model is None else 'processor'}"
             ": OpenCLIP's config holds sizes of the model, and how its images and captions are prepared."
         )
-    if _has_adapters(model):
+    if has_adapters(model):
         raise ValueError(
             "save_formats has open_clip, and OpenCLIP loads no adapters. Train with the format transformers, merge the "
             "adapters (--lora_merge), and write the other format with `infcl convert FOLDER FOLDER --to open_clip`."
         )
     open_clip_config(model.config, processor)
-
-
-def _has_adapters(model: nn.Module) -> bool:
-    if not is_peft_available():
-        return False
-    import peft
-
-    return isinstance(model, peft.PeftModel)
 
 
 def save_other_formats(

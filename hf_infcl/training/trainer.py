@@ -295,7 +295,6 @@ class InfCLTrainer(Trainer):
         return self.resumption.first_position(self.state, self.args, args[:3], self.batch_plan, counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """Fetches a window; see `TrainingData.fetch`."""
         # No forward may run here, because on resume Trainer restores the random state after this call.
         asked: Any = super().get_batch_samples, epoch_iterator, num_batches, self.state.global_step
         self.training_data.fetch(*asked, equal_ids=self.setup.equal_ids, interruptions=self.interruptions)
@@ -406,6 +405,7 @@ class InfCLTrainer(Trainer):
         """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
         loads = self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler
         self.checkpoints.go_back(loads, reason)
+        switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model like Trainer, but also if FSDP2 writes its checkpoints in shards; see `save_whole`."""

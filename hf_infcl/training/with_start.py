@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..averaging import (
     Averaged,
     Measured,
+    check_new_adapters,
     find_average,
     interpolated,
     measured_at,
@@ -40,7 +41,7 @@ class AverageWithStart:
         tolerance: what a guard may lose if the average is chosen, as a fraction.
 
     Raises:
-        ValueError: the change cannot grow with the depth of this model.
+        ValueError: the change cannot grow with the depth of this model; its adapters were trained before.
     """
 
     def __init__(
@@ -113,13 +114,14 @@ class StartKept:
         batch_norms: the number of batch norms with running statistics.
 
     Raises:
-        ValueError: the change cannot grow with the depth of this model.
+        ValueError: the change cannot grow with the depth of this model; its adapters were trained before.
     """
 
     def __init__(self, trainer: InfCLTrainer, path: str = "line") -> None:
         self._trainer, self._path = trainer, path
         self._end: dict[str, Tensor] | None = None
         names = self._model.state_dict()
+        check_new_adapters(names)
         if path == "depth":
             scales_by_depth(names, 0.5)
         self.batch_norms = len(running_statistics(names)) // 2
