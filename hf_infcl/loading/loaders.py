@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..data import ContrastiveCollator, ImageTextStream
+from ..data.keyed import KeyedRows
 from ..data.stream_batches import StepSides
-from ..data.wrapped import check_has_end, has_epochs, set_epoch
+from ..data.wrapped import check_has_end, has_epochs, parts_of, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
@@ -154,6 +155,23 @@ def stream_loader(
     device = None if args.offload_inputs else args.device
     collate = CheckingCollator(of_training(setup.collator, args), setup.encoder.vocabulary)
     return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
+
+
+def check_keyed(dataset: Any, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if the pairs of a training set cannot be told apart, which ``leave_out`` needs."""
+    of_shards = isinstance(dataset, (ImageTextStream, Replayed))
+    if args.leave_out is not None and isinstance(dataset, IterableDataset) and not of_shards:
+        raise ValueError(
+            f"leave_out={args.leave_out!r} has to recognise each pair when it comes again, but those of a "
+            f"{type(dataset).__name__} have no keys. Train on a dataset with a length or an ImageTextStream, or leave "
+            "it out."
+        )
+
+
+def with_keys(dataset: Any, args: InfCLTrainingArguments) -> Any:
+    """A dataset with a length, whose items have keys if ``leave_out`` needs them."""
+    has_keys = args.leave_out is None or any(isinstance(part, KeyedRows) for part in parts_of(dataset))
+    return dataset if has_keys or isinstance(dataset, IterableDataset) else KeyedRows(dataset)
 
 
 def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:

@@ -163,7 +163,8 @@ def _batches(
 ) -> Any:
     """The micro-batches of this process, with the methods of `StreamBatches`."""
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    where = {"rank": args.process_index, "world_size": args.world_size, "num_workers": args.dataloader_num_workers}
+    where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size}
+    where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
     if plan is None:
         return dataset.batches(size, collate, accumulation_steps=accumulation, states=states, **where)
     if not isinstance(dataset, ImageTextStream):

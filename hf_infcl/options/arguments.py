@@ -22,6 +22,7 @@ from .loss_options import LossOptions
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
 from .rate_options import RateOptions
+from .selection_options import SelectionOptions, check_selection
 from .tower_options import TowerOptions
 
 SAVE_FORMATS = ("transformers", "open_clip")
@@ -29,7 +30,14 @@ SAVE_FORMATS = ("transformers", "open_clip")
 
 @dataclass(repr=False)  # TrainingArguments' own hides the token
 class InfCLTrainingArguments(
-    CourseOptions, KeepingOptions, TowerOptions, RateOptions, BatchOptions, LossOptions, TrainingArguments
+    CourseOptions,
+    KeepingOptions,
+    TowerOptions,
+    SelectionOptions,
+    RateOptions,
+    BatchOptions,
+    LossOptions,
+    TrainingArguments,
 ):
     """`transformers.TrainingArguments` for exact contrastive training.
 
@@ -82,6 +90,7 @@ class InfCLTrainingArguments(
         check_combinations(self)
         check_support(self)
         check_muon(self)
+        check_selection(self)
         check_image_sizes(self)
         check_batch_schedule(self)
 

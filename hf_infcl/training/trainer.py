@@ -263,7 +263,8 @@ class InfCLTrainer(Trainer):
 
     def _training_loader(self, pairs: Any) -> DataLoader:
         """Trainer's loader of a training set that is no `ImageTextStream`."""
-        with replaced(self, train_dataset=pairs, data_collator=loaders.of_training(self.data_collator, self.args)):
+        pairs, collate = loaders.with_keys(pairs, self.args), loaders.of_training(self.data_collator, self.args)
+        with replaced(self, train_dataset=pairs, data_collator=collate):
             dataloader = super().get_train_dataloader()
         loaders.adapt_training_loader(dataloader, self.setup)
         return dataloader

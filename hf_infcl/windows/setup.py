@@ -24,6 +24,7 @@ class Setup:
         start: the weights that the model had before the training, if it is to stay near them.
         data: the training set.
         collator: the data collator.
+        rows: of the training set, without old pairs; None for a stream.
     """
 
     encoder: DualEncoder
@@ -33,6 +34,7 @@ class Setup:
     start: Start | None = None
     data: Any = None
     collator: Any = None
+    rows: int | None = None
 
     @property
     def objective(self) -> str:

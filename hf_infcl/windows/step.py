@@ -30,6 +30,7 @@ from .memory import WindowMemory
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .observers import LossParts, PositiveCosines, TowerNorms
+from .selection import WithoutNoisyPairs
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
@@ -138,7 +139,8 @@ class WindowStep:
             for observer in self._observers:
                 observer.after_first_pass(window, features)
             # ---- Selection: the pairs that take part ----
-            taking_part = self._select(window, features)
+            with failures_announced_unless_sharded(self._setup.accelerator):
+                taking_part = self._select(window, features)
             del features  # they take the memory of the whole window
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             with record_function("infcl: loss"):
@@ -196,7 +198,14 @@ class WindowStep:
         taking_part: Tensor | None = None
         for selection in of_kind(self.extensions, PairSelection):
             chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
-            taking_part = chosen if taking_part is None or chosen is None else taking_part & chosen
+            if chosen is not None:
+                taking_part = chosen if taking_part is None else taking_part & chosen
+        if taking_part is not None and not bool(taking_part.any()):
+            names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
+            raise ValueError(
+                f"None of the {len(taking_part)} pairs that this process has of the step is left to be trained: the "
+                f"selection ({names}) has left them all out. Every process needs one at least."
+            )
         return taking_part
 
     def _loss_and_terms(
@@ -326,6 +335,8 @@ def _extensions_of(setup: Setup, steps: int) -> Iterator[Extension]:
         yield ImageSizeOfStep([one for one in (encoder, of_start) if one is not None], sizes)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
+    if args.leave_out is not None:
+        yield WithoutNoisyPairs(args.leave_out, setup.rows)
     yield TowerNorms(encoder)
     if args.gradient_noise_steps is not None:
         temperature = [id(parameter) for parameter in encoder.temperature_parameters]

@@ -13,6 +13,7 @@ from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
 from ..passes.offload import Fetcher
+from ..processes.collectives import Processes
 from .texts import deal_texts
 
 
@@ -93,6 +94,10 @@ class Window:
         ids = [batch["pair_ids"] for batch in self.batches if "pair_ids" in batch]
         return torch.cat(ids) if ids else None
 
+    def pair_keys(self) -> Tensor:
+        """[images] int64: what each pair is known by from one window to the next, or -1; see `KeyedItem`."""
+        return torch.cat([batch["pair_keys"] for batch in self.batches])
+
     def replayed(self) -> Tensor | None:
         """[images] bool on the CPU: which pairs are old; None without replay."""
         if "new_images" not in self.batches[0]:
@@ -166,7 +171,11 @@ class WindowLoss:
             return self._of_pairs(pairs, logit_scale, logit_bias)
         new, old = (self._of_pairs(pairs.only(part), logit_scale, logit_bias) for part in (~replayed, replayed))
         window.part_losses = [new.detach(), old.detach()]
-        return torch.lerp(new, old, replayed.float().mean().item())
+        share = replayed.float().mean().item()
+        if taking_part is not None:  # the processes may have different numbers of pairs
+            counts = Processes().agree([int(replayed.sum()), len(replayed)])
+            share = sum(number for number, _ in counts) / sum(number for _, number in counts)
+        return torch.lerp(new, old, share)
 
     def _of_pairs(self, pairs: _Pairs, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
         images, texts, caption_image, pair_ids = pairs
