@@ -15,7 +15,7 @@ from ..kernels import BACKENDS
 from ..loss import OBJECTIVES
 from ..loss.strategies import STRATEGIES
 from ..processes.preemption import ended_with_launcher
-from .batch_schedule import BatchSchedule, check_batch_schedule
+from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .image_sizes import ImageSizes, check_image_sizes
 from .metric_sums import greater_is_better
@@ -195,7 +195,7 @@ class InfCLTrainingArguments(TrainingArguments):
     image_size_schedule: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the steps, "
+            "help": "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the samples, "
             "then the size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). "
             "Positions are interpolated in each forward, so what is saved is always of the full size."
         },
@@ -209,7 +209,7 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     full_tokens_last: float | None = field(
         default=None,
-        metadata={"help": "With patch_dropout: share of the steps, at the end, that see all patches."},
+        metadata={"help": "With patch_dropout: share of the samples, at the end, that see all patches."},
     )
     max_text_tokens: int | None = field(
         default=None,
@@ -283,8 +283,9 @@ class InfCLTrainingArguments(TrainingArguments):
         metadata={
             "help": "Allow resuming with another global batch, objective, model or training set, or with other options "
             "of the optimizer, the schedule (also its length) or the data. The log names the changes, which the loaded "
-            "optimizer and schedule then use; the class of the optimizer cannot change. The count of steps goes on, "
-            "and the epoch after the rows that were already trained."
+            "optimizer and schedule then use; the class of the optimizer cannot change. What is left of "
+            "num_train_epochs is trained, counted in pairs, or the steps that are left of max_steps; if nothing is "
+            "left, that is an error."
         },
     )
     gradient_noise_steps: int | None = field(
@@ -435,9 +436,9 @@ class InfCLTrainingArguments(TrainingArguments):
             return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
-    def image_sizes(self, steps: int) -> ImageSizes | None:
-        """``image_size_schedule`` over this many steps, or None."""
-        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, steps)
+    def image_sizes(self, course: Course | None = None) -> ImageSizes | None:
+        """``image_size_schedule`` over the samples of a training, or None."""
+        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, course)
 
     @property
     def learning_rate_factor(self) -> float:

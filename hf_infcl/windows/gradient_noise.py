@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +32,24 @@ class GradientNoise:
     Args:
         parameters: those that the micro-batches train, without the temperature.
         every: the number of steps of which one is measured.
+        resumed: the `record` of the checkpoint that the training resumes from; empty for a new one.
 
     Attributes:
         measures: whether the window that has begun is measured.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], every: int) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], every: int, resumed: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._parameters, self._every = [p for p in parameters if p.requires_grad], every
         self.measures = False
-        self._pairs: tuple[int, int] = 0, 0  # of a micro-batch and of a global batch
+        # Of a micro-batch and of a global batch.
+        self._pairs: tuple[int, int] = resumed.get("micro_batch", 0), resumed.get("global_batch", 0)
         self._small: Tensor | None = None
         self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
+        if resumed:  # the sums are over all processes
+            device = self._parameters[0].device
+            self._sums = torch.tensor(resumed["sums"], device=device) * float(Processes().rank == 0)
 
     def begin_window(self, micro_batch: int, micro_batches: int, processes: int, step: int) -> None:
         """Begins the window of a step: so many micro-batches, of so many pairs, on each of the processes."""
@@ -63,6 +72,14 @@ class GradientNoise:
         found = torch.stack((signal, spread, torch.ones_like(signal)))
         found = torch.where(found.isfinite().all(), found, 0.0)  # it is not in a step that the scaler of fp16 skips
         self._sums = found if self._sums is None else KEPT * self._sums + found
+
+    def record(self) -> dict[str, Any]:
+        """What a resumed training needs to go on with the mean, as JSON values; collective. Empty before the first."""
+        if self._sums is None:
+            return {}
+        micro_batch, global_batch = self._pairs
+        sums = Processes().sum(self._sums).tolist()
+        return {"micro_batch": micro_batch, "global_batch": global_batch, "sums": sums}
 
     def _norm(self) -> Tensor:
         return get_total_norm([p.grad for p in self._parameters if p.grad is not None])

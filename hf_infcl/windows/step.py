@@ -21,6 +21,7 @@ from ..encoders.sharding import failures_announced_unless_sharded
 from ..encoders.tower_gradients import TowerGradients
 from ..loss import OBJECTIVES
 from ..loss.cuda_graphs import forget_recordings
+from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.graph_budget import GraphBudget
 from ..passes.offload import Fetcher
@@ -49,7 +50,8 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
-        steps: the optimizer steps of the whole training, of which ``full_tokens_last`` is a share; 0 before it begins.
+        course: the samples of its steps, of which ``full_tokens_last`` is a share; None or without steps before it
+            begins.
 
     Attributes:
         windows: the number that was trained.
@@ -69,7 +71,7 @@ class WindowStep:
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
-        steps: int = 0,
+        course: Course | None = None,
     ) -> None:
         encoder, args = setup.encoder, setup.args
         self.skipped = SkippedWindows(args.skip_nonfinite, args.divergence_factor, record)
@@ -100,17 +102,18 @@ class WindowStep:
         self.graph_budget = self._new_budget()
         self._patches: PatchDropout | None = None  # from the first window on, as well
         self._other_sizes: list[OtherSizes] = []
-        self._sizes = args.image_sizes(steps)
+        self._sizes = args.image_sizes(course)
         self._tokens: tuple[float, int | None] = 0.0, None  # of the last window: patches dropped, size of its images
         self._batch: list[int] | None = None  # the images of its micro-batches
-        self._full_from = steps - math.ceil((args.full_tokens_last or 0.0) * steps)
+        self._full_from = 0 if course is None else course.steps - course.last_steps(args.full_tokens_last or 0.0)
         self._fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._tower_gradients = TowerGradients(encoder)
         self.noise: GradientNoise | None = None
         if args.gradient_noise_steps is not None:
             temperature = [id(parameter) for parameter in encoder.temperature_parameters]
             of_towers = [p for p in encoder.model.parameters() if id(p) not in temperature]
-            self.noise = GradientNoise(of_towers, args.gradient_noise_steps)
+            earlier = {} if record is None else record.gradient_noise
+            self.noise = GradientNoise(of_towers, args.gradient_noise_steps, earlier)
         self._start = setup.start if args.keep_features else None
         self._kept: Tensor | None = None  # this process's part of keep_features' term in the last window
         self._positive_cosines: Tensor | None = None  # of the last window
@@ -119,7 +122,7 @@ class WindowStep:
         self._largest_scale = args.max_logit_scale
         if self._largest_scale is None:
             self._largest_scale = OBJECTIVES[setup.objective].largest_scale
-            if steps:
+            if course is not None and course.steps:
                 self._warn_of_lower_scale()
 
     def _warn_of_lower_scale(self) -> None:
