@@ -341,6 +341,8 @@ def test_other_options_of_the_data_are_refused(tmp_path):
         ({"caption_column": "other"}, "dataset: caption_column was 'caption' and is 'other'"),
         ({"seed": 3}, "dataset: seed was 0 and is 3"),
         ({"min_side": 8}, "dataset: min_side was None and is 8"),
+        ({"text_dropout": 0.2}, r"dataset: text_dropout was 0\.0 and is 0\.2"),
+        ({"all_captions": True}, "dataset: all_captions was False and is True"),
         ({"max_length": 5}, "collator: max_length was .* and is 5"),
     ):
         with pytest.raises(ValueError, match=message):

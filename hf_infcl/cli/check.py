@@ -60,7 +60,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         config, processor = load_readers(model_options.model, model_options.open_clip_model)
         config = config_for_images(config, args.image_size)
-        if (sizes := args.image_sizes(0)) is not None:
+        if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
         if args.image_size is not None:

@@ -151,8 +151,13 @@ class ContrastiveCollator:
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the batches, for the record of a training."""
-        images = self.processor.image_processor.to_dict()
-        unrelated = ("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device")
+        kind = getattr(self.processor.image_processor, "valid_kwargs", None)
+        # Its own dict leaves out those without a value.
+        images = dict.fromkeys(getattr(kind, "__annotations__", ())) | self.processor.image_processor.to_dict()
+        unrelated = (
+            *("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device"),
+            *("input_data_format", "disable_grouping"),
+        )
         return {
             **self.text_options,
             "vocabulary": len(self.processor.tokenizer),

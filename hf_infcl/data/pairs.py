@@ -216,7 +216,8 @@ class ImageTextDataset(ImageDataset):
             "on_bad_sample": self._on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
-            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
+            "text_dropout": self._text_dropout,
+            "all_captions": self._all_captions,
         }
 
     @property

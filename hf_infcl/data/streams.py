@@ -159,7 +159,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             "on_bad_sample": self.on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
-            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
+            "text_dropout": self._text_dropout,
         }
 
     @property

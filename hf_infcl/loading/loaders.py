@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
+from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
 from ..data.stream_batches import StepSides
 from ..data.wrapped import check_has_end, has_epochs, set_epoch
@@ -24,7 +25,7 @@ from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .batch_plan import BatchPlan, plan_of
+from .batch_plan import BatchPlan, Position, plan_of, resumed_position
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
@@ -105,6 +106,11 @@ class LoaderParts:
         if self._loader is None or self.stream_loader is not None:
             return None
         return self._loader.dataset if self.stream is None else data
+
+    def begin_at(self, at: Position) -> None:
+        """Lets the training go on from a position, before which global batches may have had other sizes."""
+        if self.sampler is not None:
+            self.sampler.begin_at(at.epoch, at.rows, at.samples)
 
     def begin_epoch(self, epoch: int, seed: int) -> None:
         """Begins a pass over the data, in a training with this seed."""
@@ -197,6 +203,40 @@ def initial_values(
             max_steps = math.ceil(args.num_train_epochs * windows)
         epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
     return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
+
+
+def rest_of_training(
+    args: InfCLTrainingArguments, loader: Any, record: RunRecord, values: tuple[Any, ...], *, changed: bool
+) -> tuple[Position, tuple[Any, ...]]:
+    """Where a training without a plan goes on, and the values of `initial_values` for what is left of it.
+
+    That is what is left of ``num_train_epochs`` or, if that is given, the steps that are left of ``max_steps``. A pass
+    that has begun counts by its pairs, since its global batches may have had other sizes.
+
+    Args:
+        args: the arguments of the training.
+        loader: the training loader.
+        record: that of the checkpoint.
+        values: those of the whole training.
+        changed: whether it was ever resumed with changes; otherwise its values stay.
+    """
+    epochs, windows, examples, _, batch, micro_batches, steps = values
+    parts, sized, step = LoaderParts(loader), has_length(loader), record.step
+    from_any_pair = sized and (parts.sampler is not None or parts.stream_loader is not None)
+    data = loader.dataset
+    pairs = getattr(data, "pairs_of_pass", None) or len(data) if from_any_pair else None
+    at = resumed_position(record, batch, windows if sized else sys.maxsize, pairs)
+    begin = replace(at, windows=0, rows=0) if args.ignore_data_skip else at
+    if not changed or step is None:  # earlier versions did not record it
+        return begin, values
+    if not sized:
+        windows = max(windows, at.windows + steps - step)  # of the only pass
+        micro_batches = windows * args.gradient_accumulation_steps
+    elif args.max_steps < 1:
+        steps = step + max(0, steps - at.epoch * windows - at.windows)
+    if sized and parts.stream is None:
+        epochs = at.epoch + math.ceil((at.windows + steps - step) / windows)
+    return begin, (epochs, windows, examples, steps * batch, batch, micro_batches, steps)
 
 
 def sampler_of(dataset: Any, args: InfCLTrainingArguments) -> WindowSampler | None:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from ..processes.preemption import ended_with_launcher
 from .batch_options import BatchOptions
-from .batch_schedule import BatchSchedule, check_batch_schedule
+from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
 from .facts import check_values
@@ -118,9 +118,9 @@ class InfCLTrainingArguments(
             return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
-    def image_sizes(self, steps: int) -> ImageSizes | None:
-        """``image_size_schedule`` over this many steps, or None."""
-        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, steps)
+    def image_sizes(self, course: Course | None = None) -> ImageSizes | None:
+        """``image_size_schedule`` over the samples of a training, or None."""
+        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, course)
 
     @property
     def learning_rate_factor(self) -> float:

@@ -221,14 +221,14 @@ def stage_lines(
         choice, gpu: of the last stage.
     """
     lines, times, before = ["The global batch grows; the memory above is that of the last one."], [], 0
-    whole = sum(steps for *_, steps in stages)
+    samples = sum(size * steps for size, _, _, steps in stages)
     for size, micro_batch, accumulation, steps in stages:
         divided = replace(choice, micro_batch=micro_batch, accumulation=accumulation)
         if steps:
-            step = mean_seconds(periods, divided, gpu, before / whole, (before + steps) / whole)
+            step = mean_seconds(periods, divided, gpu, before / samples, (before + steps * size) / samples)
         else:
             step = periods[-1].seconds(divided, gpu)
-        before += steps
+        before += steps * size
         times.append(steps * step)
         length = f"; {number(steps, 'step')}, {duration(times[-1])}" if steps else ""
         lines.append(
@@ -236,7 +236,8 @@ def stage_lines(
             f"{length}"
         )
     if all(times):
-        lines.append(f"  In all {number(whole, 'step')} and {duration(sum(times))}.")
+        whole = number(sum(steps for *_, steps in stages), "step")
+        lines.append(f"  In all {whole} and {duration(sum(times))}.")
     return lines
 
 

@@ -18,6 +18,7 @@ from transformers import TrainerState
 
 from .. import __version__
 from ..averaging import Averaged, Measured
+from ..checkpoints.record import Stage
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import divided_batch
@@ -141,6 +142,8 @@ class TrainingFacts:
         average: the average of the weights before and after the training that the model holds; None if it holds those
             after it.
         planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
+        stages: the parts of the run after the first, each of which began with a resume with changes. The other facts
+            are those of the last part.
     """
 
     name: str
@@ -180,6 +183,7 @@ class TrainingFacts:
     best: bool = False
     average: Averaged | None = None
     planned_steps: int | None = None
+    stages: Sequence[Stage] = ()
 
     @property
     def global_batch_size(self) -> int:
@@ -203,6 +207,7 @@ class TrainingFacts:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["sources"] = [Source(**source) for source in values["sources"]]
             values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
+            values["stages"] = [Stage(**stage) for stage in values.get("stages", ())]
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
             if (average := values.get("average")) is not None:
                 average["measured"] = [Measured(**one) for one in average["measured"]]
@@ -288,6 +293,7 @@ def training_facts(
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
+        stages=trainer.resumption.stages,
         settings={**training_settings(trainer), **(settings or {})},
         seconds=_last(state, "train_seconds", 0.0),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),

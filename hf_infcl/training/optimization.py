@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..loading.batch_plan import BatchPlan
-from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
+from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import Course, EqualBatches
 from ..options.run_options import OptimizerOptions, restart_rates
 from ..saving.pushes import cause
 from ..windows.setup import Setup
@@ -88,7 +89,7 @@ class Optimization:
         return optimizer
 
     def scheduler(
-        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], plan: BatchPlan | None
+        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
         """The given schedule of the learning rate, or Trainer's; notes its options and those of the optimizer.
 
@@ -96,7 +97,7 @@ class Optimization:
             optimizer: the optimizer.
             given: the schedule that was passed or created before, if any.
             create: Trainer's own method.
-            plan: of global batches that grow.
+            course: of the training.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -105,8 +106,10 @@ class Optimization:
         self.creates_scheduler = self.creates_scheduler or given is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = create()
-        if self.creates_scheduler and plan is not None:
-            over_samples(schedule, plan, by_batch=args.learning_rate_batch_size is not None)
+        # A training of epochs ends with its samples; one of max_steps goes on with its steps.
+        has_changed = isinstance(course, EqualBatches) and course.has_changed and args.max_steps < 1
+        if self.creates_scheduler and (has_changed or isinstance(course, BatchPlan)):
+            over_samples(schedule, course, by_batch=args.learning_rate_batch_size is not None)
         self.options = OptimizerOptions(optimizer, schedule, self.options)
         return schedule
 
@@ -203,12 +206,38 @@ def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Modu
     """
     if args.ema_decay is None or optimizer is None:
         return
-    inner = unwrapped(optimizer)
-    if not hasattr(inner, "update_average"):
-        of_zero = getattr(optimizer, "optimizer", None)
-        copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
-        in_host = args.ema_device == "cpu"
-        MovingAverage(inner, args.ema_decay, lambda: reshard(model), copy_to_model, in_host=in_host)
+    if not hasattr(unwrapped(optimizer), "update_average"):
+        _new_average(optimizer, args.ema_decay, model, in_host=args.ema_device == "cpu")
+
+
+def _new_average(optimizer: Any, decay: float, model: nn.Module, *, in_host: bool = False) -> MovingAverage:
+    of_zero = getattr(optimizer, "optimizer", None)
+    copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
+    return MovingAverage(unwrapped(optimizer), decay, lambda: reshard(model), copy_to_model, in_host=in_host)
+
+
+@contextmanager
+def average_loaded(
+    optimizer: Any, args: InfCLTrainingArguments, model: nn.Module, *, was_averaged: bool
+) -> Iterator[None]:
+    """The context in which the state of an optimizer is loaded, whose average `args` may begin or end.
+
+    Without ``ema_decay``, the training goes on from the weights that were trained, not from their average. A new
+    average begins with the weights after the next step.
+
+    Args:
+        optimizer, args, model: as for `average_weights`.
+        was_averaged: whether the training of the checkpoint had an average.
+    """
+    if not was_averaged:
+        with without_average(unwrapped(optimizer)):
+            yield
+        return
+    # Sharded states load only what the optimizer has.
+    ending = _new_average(optimizer, 0.0, model) if args.ema_decay is None else None
+    yield
+    if ending is not None:
+        ending.end()
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
@@ -248,22 +277,22 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, a
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
 
 
-def over_samples(schedule: Any, plan: BatchPlan, *, by_batch: bool) -> None:
+def over_samples(schedule: Any, course: Course, *, by_batch: bool) -> None:
     """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
 
     Args:
         schedule: of transformers, whose factors are functions of the step.
-        plan: of the global batches.
-        by_batch: whether the rates are those of the last batch, and each batch has its own in proportion
-            (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+        course: of the training.
+        by_batch: whether the rates are those of the last batch, and each batch of a `BatchPlan` has its own in
+            proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """
     if not isinstance(schedule, LambdaLR):
         return
 
     def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
         def factor_of_step(step: int) -> float:
-            own = plan.size(step) / plan.size(plan.steps) if grows else 1.0
-            return own * factor(plan.samples_before(step) / plan.samples * plan.steps)
+            own = course.size(step) / course.size(course.steps) if grows and isinstance(course, BatchPlan) else 1.0
+            return own * factor(course.samples_before(step) / course.samples * course.steps)
 
         return factor_of_step
 

@@ -72,7 +72,7 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         dual_encoder.freeze_layers(args.freeze_layers)
     if args.image_size is not None:
         resize_images(dual_encoder, args.image_size)
-    if (sizes := args.image_sizes(0)) is not None:
+    if (sizes := args.image_sizes()) is not None:
         check_sizes(dual_encoder, sizes.sizes)
     if args.patch_dropout:
         check_patches(dual_encoder)

@@ -10,7 +10,6 @@ import torch
 from transformers import ProgressCallback
 from transformers.utils.logging import tqdm
 
-from ..checkpoints.record import RunRecord
 from ..loading.batch_plan import BatchPlan
 
 
@@ -57,23 +56,6 @@ class Progress:
         if shapes not in self._operations:
             self._operations[shapes] = count(inputs)
         return self._operations[shapes]
-
-
-def progress_of(state: Any, record: RunRecord | None, global_batch_size: int, plan: BatchPlan | None) -> Progress:
-    """The progress of a training that begins.
-
-    Args:
-        state: Trainer's.
-        record: of the checkpoint that the training resumes from, if any.
-        global_batch_size: the pairs of each step, without a plan.
-        plan: of global batches that grow.
-    """
-    first, earlier = state.global_step, 0 if record is None else record.samples_seen
-
-    def samples_of_equal_steps(step: int) -> int:
-        return earlier + (step - first) * global_batch_size
-
-    return Progress(first, samples_of_equal_steps if plan is None else plan.samples_before, state.log_history)
 
 
 class BarOfSamples(ProgressCallback):

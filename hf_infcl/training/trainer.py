@@ -22,7 +22,7 @@ from ..data.notices import CaptionNotices
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
-from ..loading.batch_plan import BatchPlan, plan_of
+from ..loading.batch_plan import BatchPlan, course_of, plan_of
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
@@ -42,7 +42,7 @@ from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import progress_of
+from .progress import Progress
 from .resuming import Resumption, record_of, resumption_of
 
 
@@ -148,22 +148,21 @@ class InfCLTrainer(Trainer):
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData]:
         """Creates the parts that live as long as a training."""
-        args, record, steps = self.args, self.resumption.record, self.state.max_steps
-        loader: Any = self.callback_handler.train_dataloader
-        plan = self.batch_plan if loader is not None else None
-        self.training_data = TrainingData(loader, args, record, self.data_collator, steps, plan)
+        args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
+        course = course_of(args, self.state, record, self.batch_plan if loader is not None else None)
+        self.training_data = TrainingData(loader, args, record, self.data_collator, course, self.resumption.begin)
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader(data)
-        self.progress = progress_of(self.state, record, args.global_batch_size, plan)
+        self.progress = Progress(self.state.global_step, course.samples_before, self.state.log_history)
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
             prepare_inputs=self._prepare_inputs,
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
-            steps=steps,
+            course=course,
             extensions=self._extensions,
         )
         self.window_step.load_state_dict(files.saved_states(self.resumption.checkpoint))
@@ -240,13 +239,14 @@ class InfCLTrainer(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
         """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, self.batch_plan)
+        course = course_of(self.args, self.state, self.resumption.record, self.batch_plan)
+        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
         if checkpoint is not None:
-            source = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
-            with source.optimizer_loaded(self.setup, self.optimization.options, self.optimizer, self.lr_scheduler):
+            source = self.resumption.of(checkpoint)
+            with source.optimizer_loaded(self.setup, self.optimization, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -287,7 +287,7 @@ class InfCLTrainer(Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         values = super().set_initial_training_values(args, dataloader)
-        return loaders.initial_values(args, dataloader, self.batch_plan, values)
+        return self.resumption.rest(args, dataloader, self.batch_plan, values)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
@@ -380,8 +380,8 @@ class InfCLTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
-        parts = self.training_data, self.window_step, self.optimization.options
-        record = record_of(self.setup, *parts, self.samples_seen, self.state.global_step)
+        parts = self.training_data, self.window_step, self.optimization
+        record = record_of(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
         files.save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record, self.window_step.state_dict()),
             *(self.state, self.args),

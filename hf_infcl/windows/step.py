@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded
+from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, wrapper_of
 from ..processes.phases import Phases
@@ -46,7 +47,7 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
-        steps: the optimizer steps of the whole training; 0 before it begins.
+        course: the samples of its steps; None or without steps before it begins.
         extensions: further parts of the step, beside those that the arguments ask for.
 
     Attributes:
@@ -66,12 +67,12 @@ class WindowStep:
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
-        steps: int = 0,
+        course: Course | None = None,
         extensions: Iterable[Extension] = (),
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0
-        self.extensions = [*_extensions_of(setup, steps), *extensions]
+        self.extensions = [*_extensions_of(setup, course), *extensions]
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
             SkippedWindows(args.skip_nonfinite, args.divergence_factor, record),
@@ -96,7 +97,7 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
-        self._temperature = Temperature(setup, self._wrapper, warns=steps > 0)
+        self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
         changes = of_kind(self.extensions, StepChange)
         self._encoder = MicroBatchEncoder(
             setup.encoder,
@@ -286,12 +287,12 @@ class WindowStep:
             extension.close()
 
 
-def _extensions_of(setup: Setup, steps: int) -> Iterator[Extension]:
-    """The extensions that the arguments of a training of so many steps ask for."""
+def _extensions_of(setup: Setup, course: Course | None) -> Iterator[Extension]:
+    """The extensions that the arguments of a training with this course ask for."""
     args, encoder, start = setup.args, setup.encoder, setup.start
     if args.patch_dropout:
-        yield DroppedPatches(encoder, args.patch_dropout, args.full_tokens_last, steps)
-    if (sizes := args.image_sizes(steps)) is not None:
+        yield DroppedPatches(encoder, args.patch_dropout, args.full_tokens_last, course)
+    if (sizes := args.image_sizes(course)) is not None:
         of_start = None if start is None else start.encoder
         yield ImageSizeOfStep([one for one in (encoder, of_start) if one is not None], sizes)
     if start is not None and args.keep_features:
