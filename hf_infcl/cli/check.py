@@ -50,7 +50,7 @@ TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
-    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace)
+    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace, given, computes=False)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
@@ -128,10 +128,9 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        counts = counts_of(config, args, patch_dropout=args.patch_dropout)
+        counts, choice = counts_of(config, args, patch_dropout=args.patch_dropout), choice_of(args)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
-    choice = choice_of(args)
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
     if not facts.rate:
         return "The workers that a GPU needs were not predicted, because no image could be decoded.", []

@@ -58,17 +58,8 @@ OF_EMBEDDING = {"output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "
 # The options of a training that decide about its plan.
 OF_PLAN = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
-    *(
-        "global_batch_schedule",
-        "image_size",
-        "image_size_schedule",
-        "patch_dropout",
-        "full_tokens_last",
-        "max_text_tokens",
-        "texts_at_once",
-        "freeze_layers",
-    ),
-    *("global_batch_schedule", "keep_features", "keep_weights", "ema_decay"),
+    *("global_batch_schedule", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
+    *("max_text_tokens", "texts_at_once", "freeze_layers", "keep_features", "keep_weights", "ema_decay"),
     *("replay_share", "torch_compile", "num_train_epochs", "max_steps"),
     *CHECKPOINTING,
 }

@@ -18,6 +18,7 @@ from ..data.images import is_string
 from ..data.overlap import shared_images
 from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import check_replay
 from ..publishing import source_name
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
@@ -40,14 +41,6 @@ def training_set(
             samples_per_epoch=data.samples_per_epoch,
             **options,
         )
-    unfit = {
-        "several --dataset": len(data.dataset) > 1,
-        "--dataset_weights": data.dataset_weights,
-        "--samples_per_epoch": data.samples_per_epoch,
-        "--lanes": data.lanes,
-    }
-    if given := [name for name, value in unfit.items() if value]:
-        raise ValueError(f"Only shards that are read with --streaming can have {' and '.join(given)}.")
     with _named("dataset", data.dataset[0]) as name:
         rows = load_pairs(data.dataset[0], split=data.split, name=data.dataset_name, image_column=columns.image_column)
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
@@ -66,10 +59,8 @@ def replay_set(
     Raises:
         ValueError: a set cannot be read; there are options of old pairs, but none of these.
     """
+    check_replay(data, args)
     if not data.replay_dataset:
-        own = ("replay_streaming", "replay_image_column", "replay_caption_column")
-        if given := [f"--{name}" for name in own if getattr(data, name)]:
-            raise ValueError(f"{' and '.join(given)} had no effect without --replay_dataset. Pass it as well.")
         return None
     options = _options_of_items(data, args)
     own_columns = data.replay_image_column, data.replay_caption_column
