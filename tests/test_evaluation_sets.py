@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,40 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
     sets = opening.evaluation_datasets(ColumnOptions(), EvaluationOptions(**options, **files))
     assert sets["zero_shot"].prompts() == ["a cat.", "some cats.", "a dog, or hound.", "some dog, or hounds."]
     assert "numbers" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folders", "names", "expected"),
+    [
+        (("ant", "bee", "cat"), "cat ant bee", "ant bee cat"),
+        (("ant", "honey_bee", "cat"), "Cat Ant honey-bee", "Ant Cat honey-bee"),
+        (("ant", "bee", "cat"), "ant wasp cat", "ant wasp cat"),
+        (("1", "10", "2"), "one two ten", "one ten two"),
+        (("n1", "n10", "n2"), "one two ten", "one ten two"),
+        (("0", "1", "2"), "2 1 0", "0 1 2"),
+        (("ant", "bee", "cat"), "cat ant", "There are 2 class_names ('cat', 'ant') for the 3 classes"),
+        (("ant", "bee"), "ant bee cat", "There are 3 class_names ('ant', 'bee', 'cat') for the 2 classes"),
+        (
+            ("ant", "bee", "cat"),
+            "cat wasp ant",
+            "another order: ['cat', 'wasp', 'ant'] instead of ['ant', ",
+        ),
+    ],
+)
+def test_names_of_classes_meet_their_folders(tmp_path, folders, names, expected):
+    write_classes(tmp_path / "data/test", folders)
+    (tmp_path / "names.txt").write_text(names.replace(" ", "\n"))
+    options = EvaluationOptions(zero_shot_dataset=str(tmp_path / "data"), class_names=[str(tmp_path / "names.txt")])
+    if "class" in expected or "order" in expected:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            opening.evaluation_datasets(ColumnOptions(), options)
+        return
+    sets = opening.evaluation_datasets(ColumnOptions(), options)
+    assert sets["zero_shot"].class_names == expected.split()
+    (line,) = opening.describe_sets(sets)
+    known = sorted(folders)
+    shown = f"The classes begin with {', '.join(f'{k} = {n}' for k, n in zip(known, expected.split(), strict=True))}."
+    assert (shown in line) == (known != expected.split())
 
 
 def test_results_and_output_of_an_evaluation_say_the_what_was_measured(demo, tmp_path, capfd):

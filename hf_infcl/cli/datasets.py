@@ -15,6 +15,7 @@ from ..benchmarks import benchmark_sets
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
 from ..data.images import is_string
+from ..data.labelled import names_by_label
 from ..data.overlap import shared_images
 from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
@@ -178,6 +179,9 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
         line = f"{key} is {dataset.name}: {len(dataset):,} images of the split {dataset.split}; {columns}."
         if isinstance(dataset, ZeroShotDataset):
+            if dataset.known_names not in (None, dataset.class_names):
+                named = zip(dataset.known_names[:3], dataset.class_names, strict=False)
+                line += f" The classes begin with {', '.join(f'{known} = {name}' for known, name in named)}."
             line += f" The prompts begin with {', '.join(map(repr, dataset.prompts()[:3]))}."
         yield line
 
@@ -261,10 +265,14 @@ def _labelled(
     options: EvaluationOptions,
     class_names: Sequence[str] | None,
 ) -> ZeroShotDataset:
+    images = _column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column)
+    labels = _column(rows, "label_column", None, options.label_column, find_label_column)
+    if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
+        class_names = names_by_label(class_names, known)
     return ZeroShotDataset(
         rows,
-        image_column=_column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column),
-        label_column=_column(rows, "label_column", None, options.label_column, find_label_column),
+        image_column=images,
+        label_column=labels,
         class_names=class_names,
         templates=lines_of(options.templates),
     )

@@ -132,7 +132,7 @@ class Parser(HfArgumentParser):
             super().add_argument(
                 "--recipe",
                 choices=RECIPES,
-                help="Start from the options of a recipe of the package. Further options override them, also those that "
+                help="Start from the options of a recipe of the package. Further options override them, and those that "
                 "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
         self._shown = shown
