@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
@@ -14,8 +13,8 @@ from ..averaging import halves
 from ..benchmarks import benchmark_sets
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
-from ..data.images import is_string
-from ..data.labelled import names_by_label
+from ..data.images import few_names, is_string
+from ..data.labelled import lines_of, names_by_label
 from ..data.overlap import shared_images
 from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
@@ -71,14 +70,9 @@ def replay_set(
     images, captions = own_columns[0] or columns.image_column, own_columns[1] or columns.caption_column
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": ids}
-    with _named("replay_dataset", " ".join(data.replay_dataset)):
-        return ImageTextStream(
-            data.replay_dataset,
-            split=data.replay_split,
-            shuffle_buffer=data.shuffle_buffer,
-            lanes=data.lanes,
-            **options,
-        )
+    with _named("replay_dataset", " ".join(data.replay_dataset)) as name:
+        order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
+        return _with_name(ImageTextStream(data.replay_dataset, split=data.replay_split, **order, **options), name)
 
 
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
@@ -211,14 +205,6 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
             raise ValueError(f"No data set has a column {column!r}, which --{option} names.")
 
 
-def lines_of(values: Sequence[str]) -> list[str]:
-    """The values, or the lines of the text file that a single value names."""
-    if len(values) != 1 or not Path(values[0]).is_file():
-        return list(values)
-    lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line]
-
-
 @contextmanager
 def _named(option: str, source: str) -> Iterator[str]:
     name = f"--{option} {source}"
@@ -287,6 +273,7 @@ def _column(rows: Any, option: str, own: str | None, of_training: str, find: Cal
     column = own or find(rows.features, of_training)
     if column not in rows.column_names:
         raise ValueError(
-            f"It has no column {column!r}. Its columns are {rows.column_names}. Name the right one with --{option}."
+            f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
+            f"--{option}."
         )
     return column

@@ -6,6 +6,7 @@ import logging
 import re
 import string
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .images import ImageDataset, is_integer
@@ -109,6 +110,14 @@ class ZeroShotDataset(ImageDataset):
     def sample_captions(self, count: int) -> list[list[str]]:
         """Up to ``count`` of the prompts, as captions of one image each."""
         return [[prompt] for prompt in self.prompts()[:count]]
+
+
+def lines_of(values: Sequence[str]) -> list[str]:
+    """The values, or the lines of the text file that a single value names."""
+    if len(values) != 1 or not Path(values[0]).is_file():
+        return list(values)
+    lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line]
 
 
 def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
