@@ -235,7 +235,7 @@ class EvaluationOptions:
     class_names: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Names of the classes, by number, or a file with one in each line; names of folders are matched by "
+            "help": "Names of the classes, by number, or a file with one in each line. Names of folders are matched by "
             "name. By default those stored in the dataset, which for a folder of folders are the names of these."
         },
     )
