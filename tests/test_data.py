@@ -500,6 +500,8 @@ class TestZeroShot:
                 {"class_names": ["owl", "cat", "dog"]},
                 r"another order: .* instead of \['cat', 'dog', 'owl'\]",
             ),
+            ([0], None, {"class_names": ["cat", "dog"]}, "There are 2 class_names .* for the 3 classes"),
+            ([0], None, {"class_names": ["cat", "owl", "hen"]}, r"another order: .*, for example 'owl'"),
             ([0, 1, 3], Value("int64"), {"class_names": ["a", "b"]}, r"holds \[3\], but there are 2 class names"),
             ([0, -1], None, {}, r"holds \[-1\], but there are 3 class names"),
             ([0, None], None, {}, r"holds \[None\]"),

@@ -12,7 +12,8 @@ import datasets
 import numpy as np
 
 from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
-from ..shards.readers import IMAGE_EXTENSIONS, Columns, DamagedShardError, TarReader
+from ..shards.names import IMAGE_EXTENSIONS
+from ..shards.readers import Columns, DamagedShardError, TarReader
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 

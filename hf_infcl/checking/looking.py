@@ -18,9 +18,9 @@ from PIL import Image
 from ..data import ContrastiveCollator, caption_pair_id
 from ..data.images import BadSampleError
 from ..data.labelled import NUMBER
-from ..data.pairs import usable_captions
+from ..data.pairs import as_pair_id, usable_captions
 from ..encoders.dual_encoder import check_tokens
-from ..shards.readers import IMAGE_EXTENSIONS
+from ..shards.names import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 
 SIDE = 96  # pixels of a thumbnail
@@ -38,6 +38,7 @@ class Caption(NamedTuple):
     Attributes:
         text: the caption, shortened.
         id: equal for captions that read the same, see `caption_pair_id`.
+        seen: equal for captions of which the model reads the same tokens.
         tokens: their number, including special ones.
         nbytes: in UTF-8.
         rest: what the model does not read because it exceeds the limit.
@@ -48,6 +49,7 @@ class Caption(NamedTuple):
 
     text: str
     id: int
+    seen: int
     tokens: int
     nbytes: int
     rest: str
@@ -151,6 +153,7 @@ class Looker:
         return Caption(
             text=text[:200],
             id=caption_pair_id(text),
+            seen=self._seen(ids),
             tokens=len(ids),
             nbytes=nbytes,
             rest=self._rest(ids),
@@ -159,6 +162,13 @@ class Looker:
             is_file_name=_is_file_name(text, file),
             is_number=NUMBER.fullmatch(text.strip()) is not None,
         )
+
+    def _seen(self, ids: list[int]) -> int:
+        limit = self._collator.max_length
+        if len(ids) > limit:
+            ends = int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
+            ids = ids[: limit - ends] + ids[len(ids) - ends :]
+        return as_pair_id(" ".join(map(str, ids)))
 
     def _rest(self, ids: list[int]) -> str:
         limit, tokenizer = self._collator.max_length, self._collator.processor.tokenizer

@@ -44,6 +44,7 @@ class SetFacts:
         sizes, nbytes, seconds: of each image that can be decoded, see `Look`.
         tokens, caption_bytes: of each caption.
         caption_ids: those of each pair that has captions, and their names.
+        seen: the same, one for each caption in their order, by what the model reads (`Caption.seen`).
         texts: the first caption of each of up to `KEPT` ids.
         prints: by which copies are found, and the names of their pairs.
         thumbnails: the JPEG and the first caption or the class of up to `KEPT` pairs, by their names.
@@ -63,6 +64,7 @@ class SetFacts:
     tokens: list[int] = field(default_factory=list)
     caption_bytes: list[int] = field(default_factory=list)
     caption_ids: dict[str, set[int]] = field(default_factory=dict)
+    seen: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     prints: dict[str, Print] = field(default_factory=dict)
     thumbnails: dict[str, tuple[bytes, str]] = field(default_factory=dict)
@@ -84,6 +86,7 @@ class SetFacts:
         if not look.captions:
             return
         self.caption_ids[look.name] = {caption.id for caption in look.captions}
+        self.seen[look.name] = [caption.seen for caption in look.captions]
         for caption in look.captions:
             self.tokens.append(caption.tokens)
             self.caption_bytes.append(caption.nbytes)
@@ -115,6 +118,11 @@ class SetFacts:
     def rate(self) -> float:
         """Pairs per second that one worker reads, decodes and prepares; 0 if no image could be decoded."""
         return 1 / float(np.mean(self.seconds)) if self.seconds else 0.0
+
+    def captions_by_row(self) -> tuple[list[int], list[int]]:
+        """What the model sees of each caption of a table (`Caption.seen`), in the order of its rows; and their rows."""
+        seen = [self.seen[name] for name in sorted(self.seen, key=int)]
+        return [i for own in seen for i in own], [row for row, own in enumerate(seen) for _ in own]
 
     def most_common_caption(self) -> tuple[str, int]:
         """The caption that most pairs have, and their number."""

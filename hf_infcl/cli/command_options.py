@@ -199,8 +199,8 @@ class EvaluationOptions:
     class_names: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Names of the classes, by number, or a file with one in each line. By default those stored in the "
-            "dataset, which for a folder of folders are the names of these."
+            "help": "Names of the classes, by number, or a file with one in each line. Names of folders are matched by "
+            "name. By default those stored in the dataset, which for a folder of folders are the names of these."
         },
     )
     templates: list[str] = field(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..benchmarks import benchmark_key, expanded
@@ -15,7 +16,11 @@ from ..loading.batch_plan import plan_of
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
+from ..options.combinations import check_command
 from ..planning.report import number
+from ..training.optimization import check_optimizer_options
+from .averages import check_average
+from .command_options import DataOptions, EvaluationOptions, StartOptions
 from .datasets import guard_names
 
 
@@ -78,6 +83,21 @@ def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Any]
             "--eval_benchmark or --guard_benchmark."
         )
     check_metric(namespace.metric_for_best_model, names, use)
+
+
+def check_training(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    keep: StartOptions,
+    args: InfCLTrainingArguments,
+    *,
+    of_optimizer: bool,
+) -> None:
+    """Raises a ValueError for options of a training that contradict each other, or with ``of_optimizer`` its own."""
+    check_command(data, args)
+    check_average(keep, evaluation, args)
+    if of_optimizer and args.optimizer is None:
+        check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
 
 
 def benchmark_keys(namespace: argparse.Namespace) -> list[str]:

@@ -41,20 +41,10 @@ from .results import save_results, tell_places
 @record  # so the launcher's last lines are the error of the process that failed first
 def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
-    chosen = intervals(namespace, given)
-    vars(namespace).update(chosen)
-    try:
-        check_best_metric(namespace)
-    except ValueError as error:
-        parser.error(str(error))
-    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, given)
+    vars(namespace).update(chosen := intervals(namespace, given))
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if data.overwrite_output_dir and args.resume_from_checkpoint:
-            raise ValueError(
-                "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
-                f"{args.resume_from_checkpoint} continues one. Omit one of them."
-            )
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)

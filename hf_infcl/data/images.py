@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,11 +62,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
                         " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
-                        "file names (file_name)."
+                        f"file names (file_name).{_metadata_above(dataset)}"
                     )
                 raise ValueError(
-                    f"The dataset has no column {column!r}. Its columns are {dataset.column_names}. Name the right one "
-                    f"with {option} (--{option} on the command line).{hint}"
+                    f"The dataset has no column {column!r}. Its columns are {few_names(dataset.column_names)}. Name "
+                    f"the right one with {option} (--{option} on the command line).{hint}"
                 )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
@@ -174,6 +174,32 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
             cause,
         )
+
+
+def few_names(names: Sequence[str]) -> str:
+    """The names for a message, of many the first 30."""
+    shown = ", ".join(repr(name if len(name) <= 80 else f"{name[:80]}...") for name in names[:30])
+    return f"[{shown}]" if len(names) <= 30 else f"[{shown}, ...] ({len(names):,} in all)"
+
+
+def _metadata_above(dataset: datasets.Dataset) -> str:
+    """A sentence if captions lie above the folder of a split, such as ``train``, where they are not read."""
+    import datasets
+
+    if "image" not in dataset.column_names or not len(dataset):
+        return ""
+    image = dataset.with_format(None).select_columns("image").cast_column("image", datasets.Image(decode=False))[0]
+    path = Path((image["image"] or {}).get("path") or "")
+    found = [
+        (above, folder / name)
+        for above, folder in zip(path.parents, list(path.parents)[1:3], strict=False)
+        for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+        if (folder / name).is_file()
+    ]
+    if not found:
+        return ""
+    split, file = found[0]
+    return f" {file} lies above: move its lines into {split / file.name}, with file names relative to it."
 
 
 def least_side(min_side: int | None, side: int | None) -> int | None:

@@ -85,11 +85,12 @@ class CaptionNotices:
         """Looks at the training set and the evaluation sets of a trainer.
 
         Args:
-            train: the training set.
+            train: the training set; one of several parts has them by their names in ``parts``.
             evaluated: an evaluation set, or a mapping of them.
             collator, batch_size: as for `look`.
         """
-        self.look("training set", parts_of(train), collator, batch_size)
+        for name, part in getattr(train, "parts", {"training set": train}).items():
+            self.look(name, parts_of(part), collator, batch_size)
         several = isinstance(evaluated, Mapping)
         for name, dataset in evaluated.items() if several else [("", evaluated)]:
             self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", parts_of(dataset), collator)

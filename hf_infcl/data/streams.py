@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import Shard
+from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
 from ..shards.readers import Columns, DamagedShardError, reader_of
 from ..shards.urls import Url
@@ -253,7 +254,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             raise
         except Exception as error:  # decoders raise exceptions of any class
             cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-            raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
+            raise BadSampleError(f"Sample {shown(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
 
     def _item(self, url: str, sample: str, passes: int, row: dict[str, Any], side: int | None) -> dict[str, Any]:
         columns = self._columns

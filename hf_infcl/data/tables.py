@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.opening import name_or_folder
 from ..shards.urls import Url
 from .columns import find_image_column
@@ -16,6 +17,9 @@ from .images import holds_images, is_value
 
 if TYPE_CHECKING:
     import datasets
+
+
+_LOOKED_AT = 100  # files that may lie beside images
 
 
 def load_pairs(source: str, *, split: str, name: str | None = None, image_column: str = "image") -> datasets.Dataset:
@@ -110,6 +114,7 @@ class Table:
             if rows.info.builder_name == "webdataset":
                 rows = _with_json_fields(rows)
             files = self._builder.config.data_files or {}
+            _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
             raise ValueError(
@@ -143,6 +148,22 @@ def _load_saved(source: str, split: str) -> datasets.Dataset:
     if split not in loaded:
         raise ValueError(f"{source!r} has no split {split!r}. Its splits are {list(loaded)}.")
     return loaded[split]
+
+
+def _check_no_pairs_of_files(rows: datasets.Dataset, files: Any, split: str) -> None:
+    """Raises a ValueError if the rows are of text files that lie beside images of the same names."""
+    if rows.info.builder_name not in ("text", "json"):
+        return
+    for file in map(str, files.get(split.partition("[")[0], ())[:_LOOKED_AT]):
+        stem = posixpath.splitext(file)[0]
+        image = next((f"{stem}.{kind}" for kind in sorted(IMAGE_EXTENSIONS) if os.path.isfile(f"{stem}.{kind}")), None)
+        if image is not None:
+            raise ValueError(
+                f"{os.path.basename(image)} lies beside {os.path.basename(file)}, but captions of a folder are not "
+                "read from such files. Write them into a metadata.jsonl there, with lines such as "
+                f'{{"file_name": "{os.path.basename(image)}", "caption": "..."}}, or pack the folder with '
+                "`tar --sort=name` into shards and stream these (--streaming)."
+            )
 
 
 def _with_json_fields(rows: datasets.Dataset) -> datasets.Dataset:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
+from .declaring import ExclusiveOptionsError
 from .stages import same_words, stages_of
 
 
@@ -123,13 +124,15 @@ def check_batch_schedule(args: Any) -> None:
     BatchSchedule.of(args.global_batch_schedule)
     args.global_batch_schedule = same_words(args.global_batch_schedule)
     if args.gradient_accumulation_steps > 1:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "
-            "which the micro-batches of each step follow. Set it to 1, the default."
+            "which the micro-batches of each step follow. Set it to 1, the default.",
+            *("gradient_accumulation_steps", "global_batch_schedule"),
         )
     by_metric = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in SCHEDULES_BY_METRIC
     if by_metric and args.learning_rate_batch_size is not None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "learning_rate_batch_size cannot follow global_batch_schedule while the learning rate depends on a metric. "
-            "Leave it out, or choose another lr_scheduler_type."
+            "Leave it out, or choose another lr_scheduler_type.",
+            *("learning_rate_batch_size", "global_batch_schedule", "lr_scheduler_type"),
         )

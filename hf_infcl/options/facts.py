@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from .declaring import Facts, facts_of
+from .declaring import ExclusiveOptionsError, Facts, facts_of
 from .theirs import facts_of_theirs
 
 
@@ -41,7 +41,8 @@ def check_values(options: Any, declared: Any = None, chosen: Callable[[Facts], b
             needed, _, wanted = facts.needs.partition("=")
             found = getattr(options, needed)
             if (str(found) != wanted) if wanted else not found:
-                raise ValueError(f"{name}={value} has no effect without {facts.needs}. Pass both or none.")
+                message = f"{name}={value} has no effect without {facts.needs}. Pass both or none."
+                raise ExclusiveOptionsError(message, name, needed)
 
 
 def rows_of_card(args: Any) -> Mapping[str, str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .batch_schedule import Course
+from .declaring import ExclusiveOptionsError
 from .stages import same_words, stages_of
 
 
@@ -61,11 +62,13 @@ def check_image_sizes(args: Any) -> None:
     sizes = ImageSizes.of(args.image_size_schedule)
     args.image_size_schedule = same_words(args.image_size_schedule)
     if args.image_size not in (None, sizes.full):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"image_size_schedule ends with {sizes.full}, and image_size is {args.image_size}. The last steps see "
-            "images of the size of the model: give both the same one."
+            "images of the size of the model: give both the same one.",
+            *("image_size", "image_size_schedule"),
         )
     if args.cache_features is not None:
-        raise ValueError(
-            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out."
+        raise ExclusiveOptionsError(
+            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out.",
+            *("cache_features", "image_size_schedule"),
         )

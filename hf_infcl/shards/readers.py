@@ -10,11 +10,12 @@ import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from .names import IMAGE_EXTENSIONS, apart, dots_in, few, shown
 from .opening import open_shard
 
-IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
 _PARQUET_BUFFER = 2**16
@@ -68,16 +69,16 @@ class TarReader:
             try:
                 fields = _json_fields(sample)
             except ValueError as error:
-                problem = f"Sample {key!r} of the shard {url!r} has a .json that cannot be read: {error}."
+                problem = f"Sample {shown(key)} of the shard {url!r} has a .json that cannot be read: {error}."
                 continue
             if not (missing := self._find(columns, sample, fields)):
                 return
-            there = f"Sample {key!r} of the shard {url!r} has the files {_dotted(sample)}"
-            there += f" and the JSON fields {sorted(fields)}." if "json" in sample else "."
-            problem = f"{missing} {there}"
+            there = f"Sample {shown(key)} of the shard {url!r} has the files {_dotted(sample)}"
+            there += f" and the JSON fields {few(map(repr, sorted(fields)))}." if "json" in sample else "."
+            problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-        raise ValueError(problem)
+        raise ValueError(f"{problem}{apart(_stems(urls[0]))}")
 
     def _find(self, columns: Columns, sample: dict[str, bytes], fields: dict[str, Any]) -> str:
         """Finds the files and JSON fields of a sample that hold the columns.
@@ -139,16 +140,16 @@ class TarReader:
                 end = file.tell() + -(-size // _BLOCK) * _BLOCK
                 if extension in seen:
                     problem = problem or (
-                        f"The shard {url!r} holds more than one file {f'{stem}.{extension}'!r}. Samples of the same "
-                        "name must not follow each other, since they cannot be told apart."
+                        f"The shard {url!r} holds more than one file {shown(f'{stem}.{extension}')}. Samples of the "
+                        "same name must not follow each other, since they cannot be told apart."
                     )
                 seen.add(extension)
                 if self._extensions is not None and extension not in self._extensions:
                     continue
                 if not has_contents:
                     problem = problem or (
-                        f"The shard {url!r} holds {name!r} as a link or a sparse file, which has no contents of its "
-                        "own. GNU tar stores them with --hard-dereference --dereference."
+                        f"The shard {url!r} holds {shown(name)} as a link or a sparse file, which has no contents of "
+                        "its own. GNU tar stores them with --hard-dereference --dereference."
                     )
                     continue
                 data = file.read(size)
@@ -284,7 +285,13 @@ def _images(sample: dict[str, bytes]) -> list[str]:
 
 
 def _dotted(extensions: Sequence[str] | dict[str, Any]) -> str:
-    return ", ".join(f".{extension}" for extension in extensions)
+    return few(f".{extension}" for extension in extensions)
+
+
+def _stems(url: str) -> Iterator[str]:
+    with suppress(DamagedShardError), open_shard(url, buffer=_BLOCK) as file:
+        for _, name, _, _ in _tar_members(file, url, 0):
+            yield _split_name(name)[0]
 
 
 # ---- Parquet ----

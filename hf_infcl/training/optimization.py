@@ -19,6 +19,7 @@ from ..loading.batch_plan import BatchPlan
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course, EqualBatches
+from ..options.declaring import ExclusiveOptionsError
 from ..options.run_options import OptimizerOptions, restart_rates
 from ..saving.pushes import cause
 from ..windows.setup import Setup
@@ -168,9 +169,10 @@ def check_optimizer_options(
     defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
     changed = [name for name, default in defaults.items() if getattr(args, name) != default]
     if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
-            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer."
+            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer.",
+            *(*unused, "optim"),
         )
     without, ignored = settings(optim_args=None), []
     for pair in (args.optim_args or "").replace(" ", "").split(","):

@@ -57,7 +57,7 @@ class InfCLTrainer(Trainer):
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator. The trainer draws only full global batches, reshuffled each epoch.
-            An IterableDataset needs ``max_steps``, an `ImageTextStream` needs ``max_steps`` or ``samples_per_epoch``.
+            An IterableDataset needs ``max_steps`` and captions in lists, an `ImageTextStream` also takes epochs.
         eval_dataset: an `ImageTextDataset` (global contrastive loss and retrieval), a `ZeroShotDataset`
             (classification), or a dict of them.
         data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
