@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
 try:
     import simplejpeg  # the extra `fast`
@@ -23,6 +23,17 @@ except ImportError:
 
 if TYPE_CHECKING:
     import datasets
+
+# How to turn an image upright, by the orientation in its EXIF data; 1 is upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class BadSampleError(ValueError):
@@ -214,8 +225,9 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
         return pixels
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers, whose range is not known")
-    if _orientation(image) != 1:
-        ImageOps.exif_transpose(image, in_place=True)
+    image.load()  # which turns a TIFF already
+    if (turn := _UPRIGHT.get(_orientation(image))) is not None:
+        image = image.transpose(turn)  # ImageOps.exif_transpose also writes the EXIF data, which may be odd
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     elif "transparency" in image.info:  # a palette: PIL warns unless it goes by way of RGBA
@@ -227,7 +239,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> np.ndarray | None:
     """The pixels of a JPEG in the size of ``image``, which PIL has opened but not decoded; None if PIL has to do it."""
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
-    if _orientation(image) != 1:
+    if _orientation(image) in _UPRIGHT:
         return None
     try:
         return simplejpeg.decode_jpeg(encoded, "RGB", min_height=image.height, min_width=image.width)
