@@ -16,7 +16,7 @@ import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from helpers.pictures import picture
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
-from helpers.shards import number_of, png, write_parquet
+from helpers.shards import number_of, png, write_parquet, write_tar
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -123,6 +123,34 @@ class TestLoadPairs:
         monkeypatch.chdir(tmp_path)
         assert load_pairs(name, split="train")["caption"][:] == ["caption 3"]
         assert find_shards(name) == [str(tmp_path / name / "train.parquet")]
+
+    @pytest.mark.parametrize("kind", ["tar", "parquet", "imagefolder", "csv", "card", "saved"])
+    def test_a_folder_whose_name_is_a_pattern_is_taken_literally(self, tmp_path, kind):
+        folder = tmp_path / "my [v1] *?{a,b}" / "train"
+        decoy = tmp_path / "my v xy{a,b}" / "train"  # which the name would match
+        for place, caption in ((decoy, "wrong"), (folder, "right")):
+            if kind == "tar":
+                write_tar(
+                    place / "0[a]*.tar", [("0.png", png(3)), ("0.json", json.dumps({"caption": caption}).encode())]
+                )
+            elif kind == "imagefolder":
+                write_folder(place, [caption])
+            elif kind == "csv":
+                place.mkdir(parents=True)
+                (place / "train.csv").write_text(f"filepath,caption\n/x[1].png,{caption}\n")
+            elif kind == "saved":
+                captioned([caption]).save_to_disk(place)
+            else:
+                write_parquet(place / "more" / "0[a].parquet", [3], caption=[caption])
+            if kind == "card":
+                files = "data_files:\n  - split: train\n    path: more/*.parquet"
+                (place / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
+        rows = load_pairs(str(folder), split="train")
+        assert rows["caption"][:] == ["right"]
+        if kind in ("tar", "parquet"):
+            below = "0[a]*.tar" if kind == "tar" else "more/0[a].parquet"
+            for name in ("", below, "**/*.*"):
+                assert find_shards(str(folder / name)) == [str(folder / below)]
 
     @pytest.mark.parametrize("kind", ["relative", "of both", "bytes alone", "paths alone", "large", "text"])
     def test_a_table_and_a_stream_read_the_same_parquet(self, tmp_path, kind):

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shards.opening import name_or_folder
+from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder
 from ..shards.urls import Url
 from .columns import find_image_column
 from .images import holds_images, is_value
@@ -60,7 +60,7 @@ class Table:
                 f"{Url(source)!r} is a URL, and a table is loaded from a folder or from the Hub. Shards behind a URL "
                 "can be streamed as training data (--streaming, or ImageTextStream in Python)."
             )
-        if Path(source).is_file() or (not Path(source).exists() and set(source) & set("*?{[")):
+        if Path(source).is_file() or set(source[len(existing_part(source)) :]) & set("*?{["):
             raise ValueError(
                 f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. "
                 "Training data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
@@ -97,7 +97,8 @@ class Table:
     def _builder(self) -> datasets.DatasetBuilder:
         import datasets
 
-        return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
+        with existing_paths_are_literal():
+            return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
         import datasets
