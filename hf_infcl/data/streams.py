@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import Shard
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, DamagedShardError, reader_of
+from ..shards.readers import Columns, reader_of
+from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, decode_rgb, least_side

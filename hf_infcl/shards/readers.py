@@ -13,16 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .opening import open_shard
+from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
 
 IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
 _PARQUET_BUFFER = 2**16
-_BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
-
-
-class DamagedShardError(ValueError):
-    """A shard is truncated, or its contents do not have the format that its name implies."""
 
 
 class Columns(NamedTuple):
@@ -120,43 +116,18 @@ class TarReader:
 
         An error takes the place of the contents if it is not certain what belongs to the sample.
         """
+        wanted = self._extensions
+
+        def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | None:
+            if wanted is not None and extension not in wanted:
+                return None
+            data = file.read(size)
+            if len(data) < size:
+                raise truncated(url, file.tell())
+            return data
+
         with open_shard(url, position) as file:
-            key: str | None = None
-            sample: dict[str, bytes] = {}
-            seen: set[str] = set()
-            problem = ""
-            end = position
-            for start, name, size, has_contents in _tar_members(file, url, position):
-                stem, extension = _split_name(name)
-                if not stem:
-                    continue
-                if stem != key:
-                    if key is not None:
-                        yield end, key, DamagedShardError(problem) if problem else sample
-                    if stop is not None and start >= stop:
-                        return
-                    key, sample, seen, problem = stem, {}, set(), ""
-                end = file.tell() + -(-size // _BLOCK) * _BLOCK
-                if extension in seen:
-                    problem = problem or (
-                        f"The shard {url!r} holds more than one file {f'{stem}.{extension}'!r}. Samples of the same "
-                        "name must not follow each other, since they cannot be told apart."
-                    )
-                seen.add(extension)
-                if self._extensions is not None and extension not in self._extensions:
-                    continue
-                if not has_contents:
-                    problem = problem or (
-                        f"The shard {url!r} holds {name!r} as a link or a sparse file, which has no contents of its "
-                        "own. GNU tar stores them with --hard-dereference --dereference."
-                    )
-                    continue
-                data = file.read(size)
-                if len(data) < size:
-                    raise _truncated(url, file.tell())
-                sample[extension] = data
-            if key is not None:
-                yield end, key, DamagedShardError(problem) if problem else sample
+            yield from tar_samples(file, url, contents, position, stop)
 
     def row(self, sample: dict[str, bytes]) -> dict[str, Any]:
         """The values of the columns; None for a column that the sample does not have."""
@@ -178,91 +149,13 @@ class TarReader:
         """(position, stop) of ``parts`` pieces with equally many samples, after one pass over the headers."""
         starts: list[int] = []
         key: str | None = None
-        with open_shard(url, buffer=_BLOCK) as file:
-            for start, name, _, _ in _tar_members(file, url, 0):
-                stem = _split_name(name)[0]
+        with open_shard(url, buffer=BLOCK) as file:
+            for start, name, _, _ in tar_members(file, url, 0):
+                stem = split_name(name)[0]
                 if stem and stem != key:
                     starts.append(start)
                     key = stem
         return _pieces(url, starts, parts)
-
-
-def _tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[tuple[int, str, int, bool]]:
-    """(position of its first header, name, size, whether it is no link) of each file from a header on.
-
-    Archives that were concatenated are read as one. Whenever a name is yielded, the file is positioned at the beginning
-    of the contents; the caller may leave it anywhere. Long names follow GNU tar and POSIX (pax), which also stores
-    sizes from 8 GiB on.
-    """
-    start, long_name, long_size = position, None, None
-    ended = False
-    while True:
-        header = file.read(_BLOCK)
-        if ended and header.count(0) == len(header) < _BLOCK:
-            return
-        if len(header) < _BLOCK:
-            raise _truncated(url, position)
-        if header.count(0) == _BLOCK:  # every archive ends with zeros, and another one may follow them
-            ended = True
-            position += _BLOCK
-            start = position
-            continue
-        ended = False
-        if not header[0]:
-            raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {position}.")
-        try:
-            checksum = int(header[148:156].strip(b" \0"), 8)
-        except ValueError:
-            checksum = -1
-        if checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-            raise DamagedShardError(f"The shard {url!r} is damaged: there is no tar header at byte {position}.")
-        size = (
-            int.from_bytes(header[125:136], "big")
-            if header[124] & 0x80
-            else int(header[124:136].strip(b" \0") or b"0", 8)
-        )
-        kind = header[156:157]
-        if kind in b"Lx":
-            data = file.read(size)
-            if kind == b"L":
-                long_name = data.rstrip(b"\0")
-            else:
-                records = _pax_records(data)
-                long_name = records.get(b"path", long_name)
-                long_size = int(records[b"size"]) if b"size" in records else None
-        elif kind in b"\x00071S2":  # regular files, hard links, sparse files, symbolic links
-            if long_name is None:
-                long_name = header[:100].partition(b"\0")[0]
-                if header[257:263] == b"ustar\0" and header[345]:
-                    long_name = header[345:500].partition(b"\0")[0] + b"/" + long_name
-            size = size if long_size is None else long_size
-            yield start, long_name.decode("utf-8", "backslashreplace"), size, kind in b"\x0007"
-        position += _BLOCK + -(-size // _BLOCK) * _BLOCK
-        file.seek(position)
-        if kind not in b"LxKg":  # such headers describe the file after them, and belong to it
-            start, long_name, long_size = position, None, None
-
-
-def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """Records of the form "length key=value\\n", where the length counts all of the record."""
-    records = {}
-    while data:
-        digits = data.partition(b" ")[0]
-        key, _, value = data[len(digits) + 1 : int(digits) - 1].partition(b"=")
-        records[key] = value
-        data = data[int(digits) :]
-    return records
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """(key, extension) of a file; the key of hidden files and of folders is empty."""
-    folder, slash, last = name.rpartition("/")
-    stem, _, extension = last.partition(".")
-    return (folder + slash + stem, extension.lower()) if stem else ("", "")
-
-
-def _truncated(url: str, position: int) -> DamagedShardError:
-    return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
