@@ -13,8 +13,8 @@ import numpy as np
 
 from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
 from ..shards.opening import existing_paths_are_literal
-from ..shards.readers import IMAGE_EXTENSIONS, Columns, TarReader
-from ..shards.tar_layout import DamagedShardError
+from ..shards.readers import Columns, TarReader
+from ..shards.tar_layout import IMAGE_EXTENSIONS, DamagedShardError
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 

@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 from ..data import ContrastiveCollator, caption_pair_id
-from ..data.images import BadSampleError
+from ..data.images import BadSampleError, size_of_file
 from ..data.labelled import NUMBER
 from ..data.pairs import usable_captions
 from ..encoders.dual_encoder import check_tokens
-from ..shards.readers import IMAGE_EXTENSIONS
+from ..shards.tar_layout import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 
 SIDE = 96  # pixels of a thumbnail
@@ -187,7 +187,7 @@ def _size(image: Any) -> int:
         return 0
     if image["bytes"] is not None:
         return len(image["bytes"])
-    return os.path.getsize(image["path"]) if os.path.isfile(image["path"]) else 0
+    return size_of_file(image["path"]) or 0
 
 
 def _is_of_other_letters(text: str) -> bool:

@@ -7,7 +7,7 @@ import io
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import ExifTags, Image
+
+from ..shards.members import is_member, member_size, read_member
+from ..shards.values import ERRORS
 
 try:
     import simplejpeg  # the extra `fast`
@@ -91,7 +94,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"The image_column {image_column!r} must hold images, paths or encoded images, not {feature}."
             )
-        rows = dataset.with_format(None).select_columns(columns)
+        rows = dataset.with_format(None).select_columns(with_errors(dataset, columns))
         self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
         self.columns = {option: column for option, column in options.items() if column}
         self.split = None if dataset.split is None else str(dataset.split)
@@ -114,8 +117,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
-        value = self._rows[row][self._image_column]
-        return self._image(row, value), value["path"] if value["bytes"] is None else None
+        value = self.undecoded(row)
+        self._check_errors(row, value)
+        image = value[self._image_column]
+        pixels = self._image(row, image)
+        return pixels, None if image["bytes"] is not None or is_member(image["path"]) else image["path"]
 
     def encoded(self, row: int) -> bytes:
         """The contents of the image file of a row.
@@ -123,7 +129,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             BadSampleError: it has none, or it cannot be read.
         """
-        return self._encoded(row, self._rows[row][self._image_column])
+        value = self.undecoded(row)
+        self._check_errors(row, value)
+        return self._encoded(row, value[self._image_column])
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
@@ -136,8 +144,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             paths = chunk.field("path").to_pylist()
             for row in range(-first % step, len(sizes), step):
                 size, path = sizes[row], paths[row]
-                if size is None and path is not None and os.path.isfile(path):
-                    size = os.stat(path).st_size
+                if size is None and path is not None:
+                    size = size_of_file(path)
                 if size is not None:
                     yield first + row, size
             first += len(sizes)
@@ -158,6 +166,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     found = Path(path).stat()
                     digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def _check_errors(self, row: int, value: Mapping[str, Any]) -> None:
+        """Raises a BadSampleError if the table says that a value of the row is wrong."""
+        if error := error_of(value):
+            raise self._bad_sample(row, error)
 
     def _image(self, row: int, value: dict[str, Any] | None) -> np.ndarray:
         return self._decoded(row, self._encoded(row, value))
@@ -256,10 +269,30 @@ def _orientation(image: Image.Image) -> int:
     return orientation
 
 
+def with_errors(dataset: datasets.Dataset, columns: Iterable[str]) -> list[str]:
+    """The columns, and that of errors if the dataset has it."""
+    return [*columns, *([ERRORS] if ERRORS in dataset.column_names else [])]
+
+
+def error_of(value: Mapping[str, Any]) -> str | None:
+    """What is wrong with the values of a row, if its table says that."""
+    errors = value.get(ERRORS) or ()
+    return next((error["error"] for error in errors if error["column"] is None or error["column"] in value), None)
+
+
+def size_of_file(path: str) -> int | None:
+    """The bytes of an image file; None if it is not on this machine."""
+    if is_member(path):
+        return member_size(path)
+    return os.path.getsize(path) if os.path.isfile(path) else None
+
+
 def read_encoded(value: Mapping[str, Any]) -> bytes:
     """The contents of the file of an undecoded value of `datasets.Image`."""
     if value["bytes"] is not None:
         return value["bytes"]
+    if is_member(value["path"]):
+        return read_member(value["path"])
     if "://" in value["path"]:
         from datasets.utils.file_utils import xopen
 

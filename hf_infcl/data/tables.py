@@ -8,12 +8,14 @@ import itertools
 import json
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..shards.members import register
 from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
+from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
 from .columns import find_image_column
 from .images import holds_images, is_value
@@ -63,6 +65,7 @@ class Table:
         """`load_pairs` of this dataset."""
         import datasets
 
+        register()  # a saved table may refer to images in tar files
         source = self._source
         if "://" in source and not source.startswith("hf://"):
             raise ValueError(
@@ -126,10 +129,10 @@ class Table:
                     f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "
                     "metadata.jsonl."
                 )
+            if builder.info.builder_name == "webdataset":
+                return _of_tar_files(files, split, image_column)
             builder.download_and_prepare()
             rows = builder.as_dataset(split=split)
-            if rows.info.builder_name == "webdataset":
-                rows = _with_json_fields(rows)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
             raise ValueError(
@@ -165,12 +168,24 @@ def _load_saved(source: str, split: str) -> datasets.Dataset:
     return loaded[split]
 
 
-def _with_json_fields(rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows of tar files with the fields of their ``.json`` as columns, unless a file has the field's name."""
+def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: str) -> datasets.Dataset:
+    """The rows of tar files; ``files`` are those of each split."""
+    import datasets
 
-    rows = rows.flatten()
-    names = {column: column.removeprefix("json.") for column in rows.column_names if column.startswith("json.")}
-    return rows.rename_columns({column: name for column, name in names.items() if name not in rows.column_names})
+    found: dict[str, datasets.Dataset] = {}
+    for name in dict.fromkeys(names_of(split)):
+        if name not in files:
+            raise ValueError(f"there is no such split. Its splits are {[str(known) for known in files]}.")
+        if wrong := [Url(file) for file in files[name] if not str(file).endswith(".tar")]:
+            raise ValueError(f"{wrong[0]!r} is compressed. Compressed tar files have to be unpacked once to .tar.")
+        local = datasets.DownloadManager().download([str(file) for file in files[name]])
+        found[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
+    lengths = {name: len(rows) for name, rows in found.items()}
+    parts = [
+        found[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
+        for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    ]
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
 
 
 def _separator(files: Sequence[str]) -> str | None:

@@ -10,12 +10,15 @@ import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .opening import open_shard
-from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
+from .tar_layout import BLOCK, IMAGE_EXTENSIONS, DamagedShardError, split_name, tar_members, tar_samples, truncated
+from .tar_tables import tar_table
 
-IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
+if TYPE_CHECKING:
+    import datasets
+
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
 _PARQUET_BUFFER = 2**16
@@ -30,8 +33,8 @@ class Columns(NamedTuple):
     or of paths relative to the file; of strings or lists of strings for captions; of strings or integers for pair ids.
     """
 
-    image: str
-    caption: str
+    image: str | None
+    caption: str | None
     pair_id: str | None = None
     negative_caption: str | None = None
 
@@ -55,6 +58,7 @@ class TarReader:
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
+        self.has_lists = False
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
         problem = f"The shard {urls[0]!r} holds no samples."
         for url, key, sample in itertools.islice(_first_samples(self, urls), _PROBED):
@@ -84,17 +88,22 @@ class TarReader:
         images = _images(sample)
         if columns.image == "image" and len(images) > 1:
             return f"There are several images: name one of {_dotted(images)} with image_column."
-        image = columns.image
-        if image not in sample:
-            if image != "image" or not images:
-                return f"No image was found for image_column {image!r}."
-            image = images[0]
-        caption = _tar_column(columns.caption, sample, fields)
-        if caption is None and columns.caption == "caption" and "txt" in sample:
-            caption = False, "txt"
-        if caption is None:
-            return f"No caption was found for caption_column {columns.caption!r}."
-        found = {columns.image: (False, image), columns.caption: caption}
+        found: dict[str, tuple[bool, str]] = {}
+        if columns.image is not None:
+            image = columns.image
+            if image not in sample:
+                if image != "image" or not images:
+                    return f"No image was found for image_column {image!r}."
+                image = images[0]
+            found[columns.image] = False, image
+        if columns.caption is not None:
+            caption = _tar_column(columns.caption, sample, fields)
+            if caption is None and columns.caption == "caption" and "txt" in sample:
+                caption = False, "txt"
+            if caption is None:
+                return f"No caption was found for caption_column {columns.caption!r}."
+            found[columns.caption] = caption
+            self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
         if columns.pair_id and columns.pair_id != columns.caption:
             if (pair_id := _tar_column(columns.pair_id, sample, fields)) is None:
                 return f"No pair id was found for pair_id_column {columns.pair_id!r}."
@@ -103,8 +112,8 @@ class TarReader:
             if (negative := _tar_column(columns.negative_caption, sample, fields)) is None:
                 return f"No caption was found for negative_caption_column {columns.negative_caption!r}."
             found[columns.negative_caption] = negative
-        self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
-        self._columns, self._image_column, self._any_image = found, columns.image, columns.image not in sample
+        self._columns, self._image_column = found, columns.image
+        self._any_image = columns.image is not None and columns.image not in sample
         extensions = frozenset("json" if in_json else extension for in_json, extension in found.values())
         self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
         return ""
@@ -212,10 +221,8 @@ class ParquetReader:
                     f"The shard {urls[0]!r} has no column {column!r}. Its columns are {schema.names}. Name the right "
                     f"one with {option} (--{option} on the command line)."
                 )
-        image = schema.field(image_column).type
-        is_struct = types.is_struct(image) and any(image.get_field_index(name) >= 0 for name in ("bytes", "path"))
         wrong = None
-        if not (is_struct or _is_text(image) or types.is_binary(image) or types.is_large_binary(image)):
+        if image_column and not _are_images(image := schema.field(image_column).type):
             wrong = f"image_column {image_column!r} must hold encoded images, or structs with their bytes, not {image}"
         for option, column in (("caption_column", caption_column), ("negative_caption_column", negative_column)):
             captions = schema.field(column).type if column else None
@@ -227,7 +234,7 @@ class ParquetReader:
                 wrong = f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}"
         if wrong:
             raise ValueError(f"The shard {urls[0]!r} does not fit: {wrong}.")
-        self.has_lists = _are_lists(schema.field(caption_column).type)
+        self.has_lists = bool(caption_column) and _are_lists(schema.field(caption_column).type)
 
     def samples(
         self, url: str, position: int = 0, stop: int | None = None
@@ -247,6 +254,8 @@ class ParquetReader:
 
     def row(self, sample: dict[str, Any]) -> dict[str, Any]:
         """The values of the columns; an image is the contents of its file, or the path of a file beside the shard."""
+        if self._image_column is None:
+            return sample
         image = sample[self._image_column]
         if isinstance(image, dict):
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
@@ -276,6 +285,13 @@ def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[
             yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
+
+
+def _are_images(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    is_struct = types.is_struct(kind) and any(kind.get_field_index(name) >= 0 for name in ("bytes", "path"))
+    return is_struct or _is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def _are_lists(kind: Any) -> bool:
@@ -312,12 +328,29 @@ def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
     return kind(columns, urls)
 
 
+def features_of(urls: Sequence[str], image_column: str) -> datasets.Features:
+    """The columns that shards have as a table, as their first samples or their schema show them.
+
+    Raises:
+        ValueError: no sample of tar files, or not the first parquet file, can be read.
+    """
+    import datasets
+
+    if not urls[0].endswith(".parquet"):
+        return tar_table([(url, url) for url in urls], image_column, "train", _PROBED).features
+    with open_shard(urls[0], buffer=_PARQUET_BUFFER) as file:
+        return datasets.Features.from_arrow_schema(_parquet_file(file, urls[0]).schema_arrow)
+
+
 def _first_samples(
     reader: TarReader, urls: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, bytes] | DamagedShardError]]:
     for url in urls:
-        for _, key, sample in reader.samples(url):
-            yield url, key, sample
+        try:
+            for _, key, sample in reader.samples(url):
+                yield url, key, sample
+        except DamagedShardError as error:  # noqa: PERF203
+            yield url, "", error
 
 
 def _pieces(url: str, starts: Sequence[int], parts: int) -> list[tuple[int, int | None]]:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
 BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
 T = TypeVar("T")  # what is taken of a file
 
