@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A folder of local copies, with what they contain."""
-    folder = tmp_path_factory.mktemp("benchmarks")
+    folder = tmp_path_factory.mktemp("benchmarks") / "copies [v1]"  # which is no pattern
     subsets = {group: [name.partition("/")[2] for name in GROUPS[group]] for group in ("sugarcrepe", "sugarcrepe++")}
     return {
         "folder": folder,

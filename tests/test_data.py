@@ -16,7 +16,7 @@ import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from helpers.pictures import picture
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
-from helpers.shards import number_of, png, write_parquet
+from helpers.shards import number_of, png, write_parquet, write_tar
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -117,12 +117,96 @@ class TestLoadPairs:
         assert item["caption"] == ["b"]
         assert np.array_equal(item["image"], ImageTextDataset(load_pairs(str(images), split="train"))[1]["image"])
 
+    @pytest.mark.parametrize("separator", [",", "\t", ";", "|"])
+    @pytest.mark.parametrize("name", ["train.csv", "train.tsv"])
+    def test_separators_of_a_csv(self, tmp_path, separator, name):
+        """The captions hold the other separators; one begins with a quotation mark, as in OpenCLIP's tables."""
+        captions = ["a, b; c | d\te", "two\u2028lines", '"quoted, twice"']
+        lines = [
+            separator.join(("filepath", "title, my")),
+            *(f'0.png{separator}"{c.replace(chr(34), chr(34) * 2)}"' for c in captions),
+        ]
+        if separator == ",":
+            lines[0] = 'filepath,"title, my"'
+        (tmp_path / "table").mkdir()
+        (tmp_path / "table" / name).write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+        (tmp_path / "table/0.png").write_bytes(png(3))
+        rows = load_pairs(str(tmp_path / "table"), split="train")
+        assert rows.column_names == ["filepath", "title, my"]
+        assert rows["title, my"][:] == captions
+
+    def test_separators_that_differ_or_cannot_be_used_are_named(self, tmp_path):
+        for name, text in (("a/train.csv", "x,caption\n1,a"), ("a/test.csv", "x;caption\n1;a")):
+            (tmp_path / "a").mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=r"train.csv separates the columns by ',', and .*test.csv by ';'\. Write"):
+            load_pairs(str(tmp_path / "a"), split="train")
+        write_folder(tmp_path / "b", ["a"])
+        (tmp_path / "b/metadata.jsonl").unlink()
+        (tmp_path / "b/metadata.csv").write_text("file_name\tcaption\n0.png\ta")
+        with pytest.raises(ValueError, match=r"its metadata.csv separates the columns by '\\t'\. Write it with commas"):
+            load_pairs(str(tmp_path / "b"), split="train")
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c/train.csv").write_text("caption\na dog\n")
+        assert load_pairs(str(tmp_path / "c"), split="train")["caption"][:] == ["a dog"]
+
+    @pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
+    def test_relative_paths_in_a_table_are_of_the_working_folder_or_of_the_file(self, tmp_path, name, monkeypatch):
+        (tmp_path / "table").mkdir()
+        rows = [{"filepath": f"images/{row}.png", "title": "a"} for row in range(3)]
+        lines = ["filepath,title", *(",".join(row.values()) for row in rows)]
+        lines = lines if name == "train.csv" else [json.dumps(row) for row in rows]
+        (tmp_path / "table" / name).write_text("\n".join(lines))
+        monkeypatch.chdir(tmp_path)
+
+        def read() -> ImageTextDataset:
+            return ImageTextDataset(load_pairs("table", split="train"), image_column="filepath", caption_column="title")
+
+        missing = rf"none of its images is there, such as 'images/0.png', .* {tmp_path} or .*, {tmp_path}/table\. Use"
+        with pytest.raises(ValueError, match=missing):
+            read()
+        for folder, number in ((tmp_path / "table/images", 5), (tmp_path / "images", 7)):
+            folder.mkdir()
+            (folder / "1.png").write_bytes(png(number))
+            dataset = read()
+            assert number_of(dataset[1]) == number
+            with pytest.raises(ValueError, match=r"Row 0 .*FileNotFoundError.*images/0.png"):
+                dataset[0]
+
     @pytest.mark.parametrize("name", ["csv", "parquet", "json", "shards.parquet", "shards.tar"])
     def test_a_folder_with_the_name_of_a_format_is_a_folder(self, tmp_path, monkeypatch, name):
         write_parquet(tmp_path / name / "train.parquet", [3])
         monkeypatch.chdir(tmp_path)
         assert load_pairs(name, split="train")["caption"][:] == ["caption 3"]
         assert find_shards(name) == [str(tmp_path / name / "train.parquet")]
+
+    @pytest.mark.parametrize("kind", ["tar", "parquet", "imagefolder", "csv", "card", "saved"])
+    def test_a_folder_whose_name_is_a_pattern_is_taken_literally(self, tmp_path, kind):
+        folder = tmp_path / "my [v1] *?{a,b}" / "train"
+        decoy = tmp_path / "my v xy{a,b}" / "train"  # which the name would match
+        for place, caption in ((decoy, "wrong"), (folder, "right")):
+            if kind == "tar":
+                write_tar(
+                    place / "0[a]*.tar", [("0.png", png(3)), ("0.json", json.dumps({"caption": caption}).encode())]
+                )
+            elif kind == "imagefolder":
+                write_folder(place, [caption])
+            elif kind == "csv":
+                place.mkdir(parents=True)
+                (place / "train.csv").write_text(f"filepath,caption\n/x[1].png,{caption}\n")
+            elif kind == "saved":
+                captioned([caption]).save_to_disk(place)
+            else:
+                write_parquet(place / "more" / "0[a].parquet", [3], caption=[caption])
+            if kind == "card":
+                files = "data_files:\n  - split: train\n    path: more/*.parquet"
+                (place / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
+        rows = load_pairs(str(folder), split="train")
+        assert rows["caption"][:] == ["right"]
+        if kind in ("tar", "parquet"):
+            below = "0[a]*.tar" if kind == "tar" else "more/0[a].parquet"
+            for name in ("", below, "**/*.*"):
+                assert find_shards(str(folder / name)) == [str(folder / below)]
 
     @pytest.mark.parametrize("kind", ["relative", "of both", "bytes alone", "paths alone", "large", "text"])
     def test_a_table_and_a_stream_read_the_same_parquet(self, tmp_path, kind):

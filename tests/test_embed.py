@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -17,12 +18,15 @@ from helpers import models
 from helpers.demo import infcl
 from helpers.pictures import picture
 from helpers.processors import clip_processor
-from helpers.shards import pair, write_tar
+from helpers.shards import pair, png, write_tar
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
+from hf_infcl.cli.command_options import ColumnOptions
+from hf_infcl.cli.embed import source_of
 from hf_infcl.embedding import sources
 from hf_infcl.embedding.embedding import embed
+from hf_infcl.embedding.options import EmbedOptions
 from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
 
@@ -155,6 +159,38 @@ def test_shards_are_parts_and_their_samples_keep_their_order(tmp_path):
     assert len(np.unique(vectors[:17], axis=0)) == 17
     _, captions, _ = read(tmp_path / "out", "texts")
     assert captions[:3] == ["a", "a a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("parts", [("images",), ("texts",), ("images", "texts")])
+def test_shards_without_captions_or_without_images_are_embedded_as_the_same_table(tmp_path, kind, parts):
+    """One caption is missing, which is no fault of its image."""
+    letters = [*"abc", None]
+    for split in ("train", "test"):
+        if kind == "tar":
+            files = [file for n, letter in enumerate(letters) for file in pair(n, text=letter, id=n)]
+            wanted = {"images": "png", "texts": "json"}
+            only = [file for file in files if any(file[0].endswith(wanted[part]) for part in parts)]
+            write_tar(tmp_path / f"shards/{split}.tar", only)
+        else:
+            columns = {"images": {"jpg": [png(n) for n in range(4)]}, "texts": {"title": letters}}
+            chosen = {name: values for part in parts for name, values in columns[part].items()}
+            (tmp_path / "shards").mkdir(exist_ok=True)
+            pq.write_table(pyarrow.table({**chosen, "id": range(4)}), tmp_path / f"shards/{split}.parquet")
+    embeddings, found = [], []
+    for streaming in (False, True):
+        source = source_of(str(tmp_path / "shards"), EmbedOptions(streaming=streaming), ColumnOptions(), set())
+        found.append((source.kinds, embedded(source, tmp_path / str(streaming))))
+        embeddings.append([read(tmp_path / str(streaming), part)[1:] for part in parts])
+    images, texts = 4 * ("images" in parts), 3 * ("texts" in parts)
+    assert found == [(parts, {"images": images, "texts": texts, "skipped": 0})] * 2
+    for (captions, vectors), (same_captions, same) in zip(*embeddings, strict=True):
+        assert captions == same_captions
+        np.testing.assert_allclose(vectors, same, atol=1e-6)
+    for option in ("image_column", "caption_column"):
+        wrong = ColumnOptions(**{option: "nope"})
+        with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
+            source_of(str(tmp_path / "shards"), EmbedOptions(streaming=True), wrong, {option})
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):

@@ -13,7 +13,9 @@ import numpy as np
 
 from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
 from ..shards.names import IMAGE_EXTENSIONS
-from ..shards.readers import Columns, DamagedShardError, TarReader
+from ..shards.opening import existing_paths_are_literal
+from ..shards.readers import Columns, TarReader
+from ..shards.tar_layout import DamagedShardError
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 
@@ -100,7 +102,8 @@ def _choices(files: Files) -> datasets.Dataset:
 
 def _tables(files: Files) -> datasets.Dataset:
     paths = [str(files.folder / table) for table in files.rows]
-    rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
+    with existing_paths_are_literal():
+        rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
     # Its images are structs of bytes and path, not of the type of images.
     return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from ..data import ContrastiveCollator, caption_pair_id
-from ..data.images import BadSampleError
+from ..data.images import BadSampleError, size_of_file
 from ..data.labelled import NUMBER
 from ..data.pairs import as_pair_id, usable_captions
 from ..encoders.dual_encoder import check_tokens
@@ -197,7 +197,7 @@ def _size(image: Any) -> int:
         return 0
     if image["bytes"] is not None:
         return len(image["bytes"])
-    return os.path.getsize(image["path"]) if os.path.isfile(image["path"]) else 0
+    return size_of_file(image["path"]) or 0
 
 
 def _is_of_other_letters(text: str) -> bool:

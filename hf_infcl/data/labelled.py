@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..shards.values import ERRORS
 from .images import ImageDataset, is_integer
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class ZeroShotDataset(ImageDataset):
                 "give the classes their names with class_names (--class_names, which also takes a file).",
                 *(len(class_names), templates[0].replace("{}", class_names[0])),
             )
+        if ERRORS in self._rows.column_names:  # a row without a label cannot be measured
+            for row, value in enumerate(self._rows.select_columns([label_column, ERRORS])):
+                self._check_errors(row, value)
         self.kind = "labels" if several else "classes"
         if several:
             for row, of_row in enumerate(self._rows.select_columns([label_column])[label_column]):
@@ -101,6 +105,7 @@ class ZeroShotDataset(ImageDataset):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
+        self._check_errors(row, value)
         return {"image": self._image(row, value[self._image_column]), "label": value[self._label_column]}
 
     def prompts(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..shards.values import is_unicode, shortened
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, ImageDataset, is_integer, is_string
 
@@ -184,6 +185,7 @@ class ImageTextDataset(ImageDataset):
         return self._text(row, self._texts[row])
 
     def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
+        self._check_errors(row, value)
         captions = usable_captions(value[self.caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self.caption_column!r}: no caption")
@@ -259,20 +261,12 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     """
     captions = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(captions, list) or not all(isinstance(caption, (str, NoneType)) for caption in captions):
-        raise ValueError(f"the caption {_shortened(value)} is neither a string nor a list of strings")
-    return [caption for caption in captions if caption and _is_visible(caption) and _is_unicode(caption)]
+        raise ValueError(f"the caption {shortened(value)} is neither a string nor a list of strings")
+    return [caption for caption in captions if caption and _is_visible(caption) and is_unicode(caption)]
 
 
 def _is_visible(text: str) -> bool:
     return any(character.isprintable() and character != " " for character in text)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:
@@ -311,7 +305,7 @@ def as_pair_id(value: str | int) -> int:
     if isinstance(value, str):
         return _hash(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"the pair id {_shortened(value)} is neither an integer nor a string")
+        raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
     return _as_int64(value)
 
 
@@ -332,11 +326,6 @@ def content_pair_id(encoded: bytes, captions: list[str]) -> int:
     `caption_pair_id`). The number of a row or the name of a sample would repeat in another part of a training set.
     """
     return _hash_of_bytes(hashlib.blake2b(encoded).digest() + repr(captions).encode())
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _hash(text: str) -> int:

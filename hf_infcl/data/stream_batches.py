@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
 from ..shards.opening import digest
-from ..shards.readers import DamagedShardError
+from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
 
 logger = logging.getLogger(__name__)
