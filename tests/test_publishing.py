@@ -99,7 +99,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         "| frozen | image tower |",
         "| time | 1 h 6 min 40 s with 1 process on CPU |",
         "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
-        "“a photo of a {}.”",
+        "`a photo of a {}.`",
         '["cat", "dog"]',
         "](curves.png)",
         "2410.17243",
@@ -174,6 +174,64 @@ def test_any_name_leaves_the_snippet_python_and_the_table_whole(tmp_path, name):
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         widths = {len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}
         assert len(widths) == 1, block
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "![x](https://example.org/x.png)",
+    "a\n\n# Heading\n---\n",
+    "a\r\n```\n<img src=x>\n```",
+    "``` ` ``",
+    r"one \| two \\| three",
+    "https://example.org www.example.org",
+    "\x1b[31m \u202e \x85 &lt; @someone",
+    "goldfish, Carassius auratus",
+]
+
+
+def structure(card: ModelCard) -> list[Any]:
+    """What a reader of Markdown makes of a card: headings, links, HTML, and the width of each row of its tables."""
+    text = re.sub(r"```python\n.*?```", "", card.text, flags=re.DOTALL)
+    rows = [len(pipes(line)) for line in text.splitlines() if line.startswith("|")]
+    text = re.sub(r"(?<![`\\])(`+)(?!`)(?:.*?[^`])\1(?!`)", "", text)  # code is shown as it is
+    text = re.sub(r"\\[^\w\s]", "", text)
+    return [rows, re.findall(r"^(?:#+|---|```.*)|[<>&@]|!?\[.*?\]\(|https?://[^ )]*|www\.", text, flags=re.MULTILINE)]
+
+
+def pipes(line: str) -> list[str]:
+    """The pipes that end a cell: those after an even number of backslashes."""
+    return re.findall(r"(?<!\\)(?:\\\\)*\|", line)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_others_is_only_shown(tmp_path, text):
+    def card_of(name: str) -> ModelCard:
+        evaluation = dataclasses.replace(
+            LABELLED,
+            **{"dataset": name.replace("://", ""), "on_hub": False, "split": name, "class_names": [name, "cat"]},
+            **{"templates": [f"{name} {{}}", f"{{}} {name}"], "revision": f"sha256:{name}", "before": {"acc1": 0.1}},
+            metrics={"acc1": 0.2, name: 0.3},
+        )
+        source = Source(name.replace("://", ""), False, name, name)
+        made = facts(
+            **{"name": name, "start": name, "start_on_hub": False, "sources": [source], "evaluations": [evaluation]},
+            **{"pair_id_column": name, "negative_caption_column": name, "replay_sources": [source], "replayed": 4},
+            **{"caption_limit": 7, "cut_captions": {f"evaluation set of eval_{name}_*": 0.5}},
+        )
+        return read(made, tmp_path)
+
+    card, harmless = card_of(text), card_of("harmless")
+    assert structure(card) == structure(harmless)
+    assert len(card.data.widget[0]["candidate_labels"].split(", ")) == 2
+    for part in ("candidate_labels", "example_title"):
+        assert card.data.widget[0][part].isprintable()
+        assert "  " not in card.data.widget[0][part]
+
+
+def test_names_with_dollars_are_drawn(tmp_path):
+    history = [{"step": 1, "loss": 1.0, r"eval_a$\x$b_acc1": 0.5}]
+    plot_curves(history, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_an_adapter_is_loaded_onto_its_base(tmp_path):
@@ -386,13 +444,13 @@ def test_captions_that_were_cut_are_told(tmp_path):
 
 def test_prompts_and_the_example_are_those_of_the_run(tmp_path):
     card = read(facts(evaluations=[LABELLED]), tmp_path)
-    assert "was classified into 2 classes with the prompt “a photo of a {}.”, such as “a photo of a cat.”." in card.text
+    assert "was classified into 2 classes with the prompt `a photo of a {}.`, such as `a photo of a cat.`." in card.text
     assert card.data.widget[0]["candidate_labels"] == "cat, dog"
     assert card.data.widget[0]["example_title"] == "Classes of someone/labelled"
     several = dataclasses.replace(LABELLED, templates=[f"{n} {{}}" for n in range(80)])
     text = read(facts(evaluations=[several]), tmp_path).text
-    assert "is the mean of the embeddings of 80 prompts, such as “0 cat”: “0 {}”, “1 {}”, " in text
-    assert "“9 {}” and 70 more. The pipeline below takes only the first prompt" in text
+    assert "is the mean of the embeddings of 80 prompts, such as `0 cat`: `0 {}`, `1 {}`, " in text
+    assert "`9 {}` and 70 more. The pipeline below takes only the first prompt" in text
     assert "widget" not in read(facts(), tmp_path).content, "the Hub has an example of its own"
 
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..loading.replay import Replayed
-from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
+from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions, LoraOptions, ModelOptions
 
@@ -48,7 +48,7 @@ def describe_run(
         evaluations=_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings={
-            **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
+            **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
             **({} if lora.lora_rank is None else {"trained weights": f"LoRA adapters of rank {lora.lora_rank}"}),
             "augmentation": data.augmentation,
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),

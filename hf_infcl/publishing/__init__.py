@@ -6,6 +6,7 @@ from .changes import Change, changes, lines_of_changes
 from .curves import plot_curves
 from .facts import FACTS_FILE, Evaluation, Source, TrainingFacts, source_name, training_facts
 from .front import FRONT_FILE, plot_front, write_averages
+from .markdown import escaped
 from .pictures import PICTURES_FILE, PicturesCallback
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Source",
     "TrainingFacts",
     "changes",
+    "escaped",
     "lines_of_changes",
     "model_card",
     "plot_curves",

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..optimizers import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
+from .markdown import code, joined
 
 _OF_PARTS = {
     "image_learning_rate": "learning rate of the image tower",
@@ -84,8 +85,10 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
     for option, row in _OF_PARTS.items():
         if (value := getattr(args, option)) is not None:
-            between = " " if option.endswith("_schedule") else " and "
-            rows[row] = between.join(value) if isinstance(value, list) else f"{value:g}"
+            if option == "no_decay_parameters":
+                rows[row] = joined(list(map(code, value)))
+            else:
+                rows[row] = " ".join(value) if isinstance(value, list) else f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
