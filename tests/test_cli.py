@@ -567,6 +567,8 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         ("--guard_dataset g", {"eval_on_start": True, "eval_strategy": "epoch"}),
         ("--guard_dataset g --eval_on_start no", {"eval_on_start": False}),
         ("--logging_steps 5 --save_total_limit 9", {"logging_steps": 5, "save_total_limit": 9}),
+        ("--logging_steps 5", {"logging_first_step": False}),
+        ("--recipe finetune_clip", {"logging_steps": 0.01, "logging_first_step": True}),
         ("--zero_shot_dataset d --load_best_model_at_end", {"metric_for_best_model": "zero_shot_acc1"}),
         ("--zero_shot_dataset d --save_strategy best", {"metric_for_best_model": "zero_shot_acc1"}),
         ("--eval_dataset d --lr_scheduler_type greedy", {"metric_for_best_model": "pairs_loss"}),

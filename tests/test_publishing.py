@@ -36,6 +36,7 @@ from hf_infcl.publishing import (
     training_facts,
     write_publication,
 )
+from hf_infcl.training import progress
 
 ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}
 PAIRS = {"loss": 1.25, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.75, "steps_per_second": 3.0}
@@ -428,6 +429,35 @@ def test_pairs_seen_are_those_of_every_batch_size(tmp_path):
     text = read(made, tmp_path).text
     assert "**16 pairs** = 4 per device × 4 accumulation steps × 1 process; earlier steps had other sizes |" in text
     assert "8 optimizer steps, 80 pairs seen, 2.0 epochs |" in text
+
+
+class Slow(TrainerCallback):
+    """Makes each step take ten seconds of a clock."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.clock[0] += 10
+
+
+def test_the_time_is_that_of_all_steps_of_a_run(tmp_path, monkeypatch):
+    """Also of those after the last log, and before and after an interruption."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    options = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_steps": 7}
+    first = trainer_for(tmp_path, **options, callbacks=[Slow(clock), StopAt(3)])
+    first.train()
+    assert training_facts(first, **DESCRIBED).seconds == 30
+    clock[0] += 1000
+    again = trainer_for(tmp_path, **options, callbacks=[Slow(clock)])
+    again.train(resume_from_checkpoint=True)
+    clock[0] += 1000  # the evaluations after it
+    again.evaluate({"pairs": models.Pairs(4)})
+    assert training_facts(again, **DESCRIBED).seconds == 70
+    never = trainer_for(tmp_path / "never", max_steps=1, logging_strategy="no", callbacks=[Slow(clock)])
+    never.train()
+    assert training_facts(never, **DESCRIBED).seconds == 10
 
 
 def test_captions_that_were_cut_are_told(tmp_path):

@@ -22,6 +22,7 @@ from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import divided_batch
 from ..shards.urls import Url, without_secrets
+from ..training.progress import seconds_of
 from .settings import training_settings
 
 FACTS_FILE = "training_record.json"
@@ -238,8 +239,8 @@ def training_facts(
 ) -> TrainingFacts:
     """The facts of a run so far. `TrainingFacts` explains the other arguments.
 
-    The duration, the peak memory, the number of bad samples and the metrics are the last values in the log, which a
-    resumed run continues.
+    The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
+    values in the log, which a resumed run continues.
 
     Args:
         trainer: the `InfCLTrainer`. The last part of its ``hub_model_id``, or else of ``output_dir``, is the model's
@@ -289,7 +290,7 @@ def training_facts(
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
         settings={**training_settings(trainer), **(settings or {})},
-        seconds=_last(state, "train_seconds", 0.0),
+        seconds=seconds_of(state),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
         peak_memory=_last(state, "peak_memory", None),
         skipped=_last(state, "skipped_samples", 0),

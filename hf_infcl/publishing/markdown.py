@@ -13,9 +13,7 @@ _LONGEST = 200  # characters of a name that are shown
 # Control characters, and those that turn the direction of the text after them.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # What begins something in CommonMark, in HTML or as a link of GitHub.
-_SPECIAL = re.compile(
-    r"[\\`*\[\]<>#|!&~$@]|(?<!\w)_(?=\w)|:(?=//)|(?<=www)\."
-)  # of CommonMark, HTML and GitHub's links
+_SPECIAL = re.compile(r"[\\`*\[\]<>#|!&~$@]|(?<!\w)_(?=\w)|:(?=//)|(?<=www)\.")
 
 
 def one_line(text: str) -> str:

@@ -41,7 +41,7 @@ from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import progress_of
+from .progress import Progress, progress_of
 from .resuming import Resumption, record_of, resumption_of
 
 
@@ -145,7 +145,7 @@ class InfCLTrainer(Trainer):
                 finally:
                     self.window_step.close()
 
-    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
+    def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
         args, record, steps = self.args, self.resumption.record, self.state.max_steps
         loader: Any = self.callback_handler.train_dataloader
@@ -167,7 +167,7 @@ class InfCLTrainer(Trainer):
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
-        return self.window_step, self.training_data
+        return self.window_step, self.training_data, self.progress
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         kept = self.state, self.args, self.control, self._decisions
