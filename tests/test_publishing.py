@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl.averaging import Averaged
 from hf_infcl.publishing import (
     PICTURES_FILE,
     CardCallback,
@@ -31,6 +32,7 @@ from hf_infcl.publishing import (
     TrainingFacts,
     lines_of_changes,
     model_card,
+    outcome,
     plot_curves,
     source_name,
     training_facts,
@@ -175,6 +177,78 @@ def test_any_name_leaves_the_snippet_python_and_the_table_whole(tmp_path, name):
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         widths = {len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}
         assert len(widths) == 1, block
+
+
+def after(score: float, low: float, **metrics: float) -> Evaluation:
+    """A set whose score was 0.5 before the training, and the lower bounds of its new score and of the change."""
+    new = {"acc1": score, "acc1_low": low, "acc1_high": 1.0, **metrics}
+    return dataclasses.replace(LABELLED, metrics=new, before={"acc1": 0.5, "acc1_low": 0.4, "loss": 6.0})
+
+
+FEW, NOISE = "the training made 60 steps instead of a few hundred", "rose beyond its 95% interval"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, [FEW]),
+        ({"steps": 1}, ["the training made 1 step instead"]),
+        ({"steps": 100}, []),
+        ({"steps": 100, "rates": {"adamw": 9.8e-7}}, ["the learning rate of AdamW is 9.8e-07, below 1e-06"]),
+        ({"steps": 100, "rates": {"adamw": 1e-6, "muon": 4e-6}}, []),
+        ({"steps": 100, "rates": {"adamw": 1e-6, "muon": 3e-6}}, ["the learning rate of Muon is 3e-06, below 4e-06"]),
+        ({"steps": 100, "rates": {"adamw": 0.1}}, ["AdamW is 0.1, at least 0.1, so that each step replaces"]),
+        ({"steps": 100, "rates": {"adamw": 0.099}}, []),
+        ({"evaluations": [after(0.6, 0.51)]}, []),
+        ({"evaluations": [after(0.6, 0.4, score_change_low=0.01)]}, []),
+        ({"evaluations": [after(0.6, 0.4, score_change_low=-0.01)]}, [FEW, NOISE]),
+        ({"evaluations": [after(0.3, 0.2, score_change_low=-0.3)], "steps": 100}, [NOISE]),
+        ({"evaluations": [after(0.6, 0.4, loss=4.0)], "rates": {"adamw": 1.0}}, []),
+        ({"evaluations": [after(0.6, 0.4, loss=5.6)], "steps": 100}, [NOISE]),  # a model that tells nothing apart
+        ({"evaluations": [dataclasses.replace(after(0.6, 0.51), guard=True)]}, [FEW]),
+        ({"evaluations": [RETRIEVAL], "steps": 100}, []),  # not measured before
+        ({"evaluations": [after(0.5, 0.4), after(0.6, 0.51)]}, []),
+    ],
+)
+def test_a_training_that_may_have_taught_nothing_says_so_first(tmp_path, changes, reasons):
+    made = facts(**changes)
+    said = outcome(made)
+    assert said.startswith("It is doubtful that this model has learned anything: ") == bool(reasons)
+    assert all(reason in said for reason in reasons)
+    assert said.count("; ") == max(0, len(reasons) - 1)
+    made.save(tmp_path)
+    text = read(TrainingFacts.load(tmp_path), tmp_path).text
+    first = f"{said}\n" if said else ""
+    assert text.startswith(
+        f"\n# my-clip\n\n{first}This is a `CLIPModel` trained with `hf_infcl` on the captioned images"
+    )
+
+
+@pytest.mark.parametrize("tolerance", [0.01, None])
+def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
+    made = facts(average=Averaged(0.0, "line", tolerance), evaluations=[after(0.9, 0.8)])
+    said = outcome(made)
+    assert said.startswith("This model was not trained: its weights are those before the training, ")
+    assert ("gains nothing" in said) == (tolerance is not None)
+    text = read(made, tmp_path).text
+    assert text.startswith(f"\n# my-clip\n\n{said}\nIt is a `CLIPModel`. The training described here, with")
+    assert "trained with" not in text.partition("## Training")[0]
+    assert not outcome(facts(average=Averaged(0.1, "line", tolerance), evaluations=[after(0.9, 0.8)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"learning_rate": 5e-4, "learning_rate_batch_size": 80}, {"adamw": 5e-5}),
+        ({"learning_rate": 5e-4, "optimizer": "muon"}, {"adamw": 5e-4, "muon": 2e-3}),
+        ({"learning_rate": 5e-4, "logit_scale_learning_rate": 1.0, "image_learning_rate": 1e-3}, {"adamw": 1e-3}),
+        ({"learning_rate": 0.5, "optim": "sgd"}, {}),
+    ],
+)
+def test_rates_are_those_after_scaling(tmp_path, options, rates):
+    trainer = trainer_for(tmp_path, max_steps=1, lr_scheduler_type="cosine", **options)
+    trainer.train()
+    assert training_facts(trainer, **DESCRIBED).rates == pytest.approx(rates)
 
 
 HOSTILE = [

@@ -129,16 +129,3 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     )
     if isinstance(pairs, Replayed):
         print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
-
-
-def doubtful_rate(args: InfCLTrainingArguments) -> str | None:
-    """A sentence if the learning rate trains nothing, or changes each weight by more than a trained weight is large."""
-    rate = args.learning_rate * args.learning_rate_factor
-    if rate == 0:
-        return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
-    if rate < 1 or args.optimizer is not None:
-        return None
-    return (
-        f"The learning rate is {rate:g}. AdamW changes every weight by about this number in each step, which leaves "
-        "nothing of the model. Fine-tuning takes about 1e-5, training from random weights 1e-3 (--learning_rate)."
-    )

@@ -10,12 +10,13 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from ..averaging import Averaged
+from ..averaging import Averaged, not_trained
 from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ..loss.objectives import OBJECTIVES
 from .changes import changes, explained
 from .facts import SPEED, Evaluation, Source, TrainingFacts
 from .markdown import code, escaped, joined, literal, one_line, table
+from .outcome import outcome
 
 # The picture of the example that a model's page on the Hub offers to run.
 _PICTURE = "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png"
@@ -58,6 +59,8 @@ def model_card(
         name=escaped(facts.name),
         model_class=code(facts.model_class),
         adapter=facts.adapter,
+        outcome=outcome(facts),
+        trained=not (facts.average is not None and not_trained(facts.average)),
         sources=joined([code(source.dataset) for source in facts.sources]),
         training=table(("", ""), _training_rows(facts)),
         changes=_changes(facts),
@@ -256,10 +259,12 @@ def _how_averaged(average: Averaged) -> Iterator[str]:
     """Sentences about the average whose weights the model has, above the table of all that were measured."""
     yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
     if average.tolerance is not None:
+        least = "; of gains within the 95% interval of the greatest, it has the lowest loss"
+        by_loss = least if average.measured and average.measured[0].loss is not None else ""
         yield (
             "Of the averages below it is the one with the greatest gain at which no guard loses more than "
-            f"{average.tolerance:g}. A random half of the rows of each guard decided that, and the figures are of the "
-            "other half. The gain was measured on the rows that decided."
+            f"{average.tolerance:g}{by_loss}. A random half of the rows of each guard decided that, and the figures "
+            "are of the other half. The gain was measured on the rows that decided."
         )
     elif average.measured and average.measured[0].rest:
         yield "The figures of guards are of a random half of their rows."

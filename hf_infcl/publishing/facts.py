@@ -23,7 +23,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import divided_batch
 from ..shards.urls import Url, without_secrets
 from ..training.progress import seconds_of
-from .settings import training_settings
+from .settings import highest_rates, training_settings
 
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
@@ -141,6 +141,8 @@ class TrainingFacts:
             end of a training with ``load_best_model_at_end``, not before.
         average: the average of the weights before and after the training that the model holds; None if it holds those
             after it.
+        rates: the highest learning rates of AdamW ("adamw") and of Muon ("muon"), after scaling with the batch; see
+            `settings.highest_rates`.
         planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
     """
 
@@ -181,6 +183,7 @@ class TrainingFacts:
     best: bool = False
     average: Averaged | None = None
     planned_steps: int | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def global_batch_size(self) -> int:
@@ -289,6 +292,7 @@ def training_facts(
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
+        rates=highest_rates(trainer),
         settings={**training_settings(trainer), **(settings or {})},
         seconds=seconds_of(state),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),

@@ -45,6 +45,21 @@ def training_settings(trainer: Any) -> dict[str, str]:
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
 
 
+def highest_rates(trainer: Any) -> dict[str, float]:
+    """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
+
+    They are those of optimizers whose steps have about the size of the rate: Muon, and those of Adam's kind, which have
+    β. Prodigy and D-Adaptation have β as well, but estimate the rate (d). A schedule that follows a metric overwrites
+    the rates that it began with, so they are not known.
+    """
+    rates: dict[str, float] = {}
+    for group in () if trainer.optimizer is None else trainer.optimizer.param_groups:
+        algorithm = group.get("algorithm", "adamw" if "betas" in group and "d" not in group else None)
+        if algorithm is not None and group["params"] and "initial_lr" in group and group.get("name") != "temperature":
+            rates[algorithm] = max(rates.get(algorithm, 0.0), float(group["initial_lr"]))
+    return rates
+
+
 def precision(trainer: Any) -> str:
     """In which precision the trainer's forwards compute."""
     mixed = trainer.accelerator.mixed_precision
