@@ -72,10 +72,11 @@ def test_recipes_train(small, tmp_path, name):
     results = json.loads((out / "all_results.json").read_text())
     assert math.isfinite(results["train_loss"])
     assert ("eval_pairs_loss" in results) == ("eval_dataset" in recipe)
-    rate = float(recipe["learning_rate"])
-    if "learning_rate_batch_size" in recipe:
-        rate *= 8 / recipe["learning_rate_batch_size"]
-    assert f"learning rate | {rate:g}, cosine" in (out / "README.md").read_text()
+    rate, card = float(recipe["learning_rate"]), (out / "README.md").read_text()
+    assert f"learning rate | {rate:g}, cosine" in card, "the rate is that of the recipe with every batch"
+    if "optimizer" in recipe:
+        muon = float(recipe["muon_learning_rate"])
+        assert re.search(rf"\| updated by Muon \| matrices of layers \(\d+, learning rate {muon:g}\)", card)
     assert len(text.split("model:")[0].splitlines()) >= 4, "it says how it is started and when it is for"
     assert all(entry["learning_rate"] <= rate for entry in logs(out))
     assert [entry.get("replay_samples") for entry in logs(out)] == ([4, 8] if "replay_share" in recipe else [None] * 2)

@@ -141,7 +141,7 @@ def _label(kind: str, content: bytes, where: str) -> dict[str, Any]:
         if kind == "multilabel":
             return {"label": np.load(io.BytesIO(content), allow_pickle=False).astype(np.int64).tolist()}
         return {"label": int(content)}
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:  # the second for a header that states a huge array
         raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
 
 

@@ -28,8 +28,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
     Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
-    logs every step (or every hundredth of the run, if that is longer), and saves and evaluates every epoch (or every
-    tenth of the run, if ``max_steps`` ends it).
+    logs every step (or the first, the last and every hundredth of the run, if that is longer), and saves and evaluates
+    every epoch (or every tenth of the run, if ``max_steps`` ends it).
     """
     limited = namespace.max_steps > 0
     tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
@@ -56,6 +56,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     if use_of_metric(namespace) and (own or not evaluated) and "metric_for_best_model" not in given:
         name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
         chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
+    if "logging_steps" in chosen and "logging_first_step" not in given:
+        chosen["logging_first_step"] = True  # and the last, see `hf_infcl.training.loop_events.is_logged`
     return chosen
 
 
@@ -147,16 +149,3 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     )
     if isinstance(pairs, Replayed):
         print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
-
-
-def doubtful_rate(args: InfCLTrainingArguments) -> str | None:
-    """A sentence if the learning rate trains nothing, or changes each weight by more than a trained weight is large."""
-    rate = args.learning_rate * args.learning_rate_factor
-    if rate == 0:
-        return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
-    if rate < 1 or args.optimizer is not None:
-        return None
-    return (
-        f"The learning rate is {rate:g}. AdamW changes every weight by about this number in each step, which leaves "
-        "nothing of the model. Fine-tuning takes about 1e-5, training from random weights 1e-3 (--learning_rate)."
-    )

@@ -14,7 +14,7 @@ from ..conversion import compare_formats
 from ..encoders.adapters import ADAPTER_FILES, has_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
-from ..publishing import CardCallback, PicturesCallback, lines_of_changes
+from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
 from ..training.ending import full_disk_told
 from ..training.optimizer_table import GroupsTold
 from ..training.starting import merge_into_start, model_to_train
@@ -23,7 +23,7 @@ from ..training.with_start import AverageWithStart
 from .averages import check_average
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
-from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
+from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import (
     EarlierDeleted,
@@ -125,4 +125,6 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     if trainer.is_world_process_zero():
         print(*lines_of_changes(facts), sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
+        if doubt := outcome(facts):
+            print(doubt)
     leave(trainer)

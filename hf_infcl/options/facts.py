@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -45,12 +45,8 @@ def check_values(options: Any, declared: Any = None, chosen: Callable[[Facts], b
                 raise ExclusiveOptionsError(message, name, needed)
 
 
-def rows_of_card(args: Any) -> Mapping[str, str]:
-    """The rows of a model card about options that are set: each option's row, and its value in words."""
-    rows = {}
+def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
+    """(name, row, value) of each option that is set and has a row in a model card."""
     for name, facts in facts_by_name(args).items():
-        value = getattr(args, name)
-        if facts.card and value is not None:
-            between = " " if name.endswith("_schedule") else " and "
-            rows[facts.card] = between.join(value) if isinstance(value, list) else f"{value:g}"
-    return rows
+        if facts.card and (value := getattr(args, name)) is not None:
+            yield name, facts.card, value

@@ -20,6 +20,7 @@ _FURTHER = (
     *("freeze", "freeze_layers", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
     *("global_batch_schedule", "max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
 )
+TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
 
 
@@ -193,7 +194,7 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
             "--global_batch."
         ]
     steps = max_steps if max_steps > 0 else math.ceil(per_epoch * epochs)  # as Trainer counts them
-    if steps < 100:
+    if steps < TOO_FEW_STEPS:
         verdict = "This is too few steps for a learning rate schedule: lower --global_batch or train longer."
     elif steps < 1000:
         verdict = "This number of steps is enough for fine-tuning, but small for training from scratch."

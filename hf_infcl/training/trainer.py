@@ -42,7 +42,7 @@ from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import Progress
+from .progress import Progress, seconds_of
 from .resuming import Resumption, record_of, resumption_of
 
 
@@ -146,7 +146,7 @@ class InfCLTrainer(Trainer):
                 finally:
                     self.window_step.close()
 
-    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
+    def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
         course = course_of(args, self.state, record, self.batch_plan if loader is not None else None)
@@ -155,7 +155,7 @@ class InfCLTrainer(Trainer):
         if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader(data)
-        self.progress = Progress(self.state.global_step, course.samples_before, self.state.log_history)
+        self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
             prepare_inputs=self._prepare_inputs,
@@ -169,7 +169,7 @@ class InfCLTrainer(Trainer):
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
-        return self.window_step, self.training_data
+        return self.window_step, self.training_data, self.progress
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         kept = self.state, self.args, self.control, self._decisions
