@@ -48,26 +48,20 @@ OF_TRAINING = (
 )
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = {
-    *("objective", "strategy", "backend", "equal_ids"),
+    *("objective", "strategy", "backend", "equal_ids", "max_text_tokens"),
     *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
 }
 # The options of a training that decide about its check.
 OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
 # The options of a training that decide about embeddings.
-OF_EMBEDDING = {"output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers"}
+OF_EMBEDDING = {
+    *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "bf16", "use_cpu", "dataloader_num_workers")
+}
 # The options of a training that decide about its plan.
 OF_PLAN = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "retain_graphs", "offload_inputs", "freeze"),
-    *(
-        "global_batch_schedule",
-        "image_size",
-        "image_size_schedule",
-        "patch_dropout",
-        "full_tokens_last",
-        "max_text_tokens",
-        "texts_at_once",
-        "freeze_layers",
-    ),
+    *("image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
+    *("max_text_tokens", "texts_at_once", "freeze_layers"),
     *("global_batch_schedule", "keep_features", "keep_weights", "ema_decay"),
     *("replay_share", "torch_compile", "num_train_epochs", "max_steps"),
     *CHECKPOINTING,
@@ -201,6 +195,12 @@ def convert_parser() -> PlainParser:
         default=".",
         help="With --to open_clip: the Hub repository to which the target will be pushed, where OpenCLIP will look for "
         "a tokenizer that is not CLIP's.",
+    )
+    parser.add_argument(
+        "--max_text_tokens",
+        metavar="N",
+        type=int,
+        help="With --to open_clip: the tokens at which OpenCLIP cuts texts. Defaults to the limit of the tokenizer.",
     )
     return parser
 

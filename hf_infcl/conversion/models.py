@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoProcessor, PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
-from .explaining import explained
+from .explaining import asks_hub_once, explained
 from .folders import is_of_open_clip
 
 
@@ -21,6 +21,7 @@ class Loaded(NamedTuple):
     conversion: Sequence[str] = ()
 
 
+@asks_hub_once
 def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
@@ -40,6 +41,7 @@ def load(checkpoint: str, open_clip_model: str | None = None) -> Loaded:
         return Loaded(model, AutoProcessor.from_pretrained(checkpoint))
 
 
+@asks_hub_once
 def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
     """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
@@ -49,6 +51,7 @@ def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[P
         return AutoConfig.from_pretrained(checkpoint), AutoProcessor.from_pretrained(checkpoint)
 
 
+@asks_hub_once
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):

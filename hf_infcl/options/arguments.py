@@ -25,12 +25,9 @@ from .ranges import RANGES, check_number
 SAVE_FORMATS = ("transformers", "open_clip")
 EQUAL_IDS = ("exclude", "positive")  # what pairs with equal ids are to each other
 
-
 # Options of the learning rate that an optimizer from elsewhere does not know.
-RATES = (
-    *("logit_scale_learning_rate", "learning_rate_batch_size"),
-    *("image_learning_rate", "text_learning_rate", "layer_decay"),
-)
+_RATES_OF_TOWERS = ("image_learning_rate", "text_learning_rate", "layer_decay")
+RATES = ("logit_scale_learning_rate", "learning_rate_batch_size", *_RATES_OF_TOWERS)
 
 
 @dataclass(repr=False)  # TrainingArguments' own hides the token
@@ -213,7 +210,11 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     max_text_tokens: int | None = field(
         default=None,
-        metadata={"help": "Cut training captions to this many tokens, special ones included. Evaluations read all."},
+        metadata={
+            "help": "Cut training captions to this many tokens, special ones included. Evaluations read all. More "
+            "tokens than the tokenizer's limit, up to the positions of the model, raise that limit, which is saved, "
+            "and evaluations read as many."
+        },
     )
     keep_features: float | None = field(
         default=None,
@@ -344,8 +345,7 @@ class InfCLTrainingArguments(TrainingArguments):
     )
     # The collator needs the raw columns of images and captions.
     remove_unused_columns: bool = field(
-        default=False,
-        metadata={"help": "Drop columns that neither the model's forward nor the loss uses."},
+        default=False, metadata={"help": "Drop columns that neither the model's forward nor the loss uses."}
     )
 
     def __post_init__(self) -> None:

@@ -278,6 +278,8 @@ class WindowStep:
         if window.encoded == 1:
             self._collect_after_compiling()
         inputs = self._prepare_inputs(window.inputs(micro_batch))
+        if self.windows == 0:
+            self._encoder.check_texts(inputs)
         if (size := self._tokens[1]) is not None:
             inputs = {**inputs, "pixel_values": resized(inputs["pixel_values"], size)}
         changes = size is not None or self._args.global_batch_schedule is not None
