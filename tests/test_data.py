@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from helpers import models
 from helpers.pictures import picture
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
 from helpers.shards import number_of, png, write_parquet, write_tar
@@ -701,6 +702,36 @@ class TestCollator:
             [2, 3, 1]
         ]
         assert ContrastiveCollator.for_model(clip_processor(model_max_length=2), config).max_length == 2
+
+    def test_towers_like_roberta_have_fewer_positions_than_their_config_states(self):
+        processor = clip_processor(model_max_length=None)
+        vision = models.VISION
+        for model in (
+            models.BUILD["altclip"](),
+            *(
+                transformers.VisionTextDualEncoderModel(
+                    transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+                        transformers.CLIPVisionConfig(**vision), kind(**models.BERT), projection_dim=12
+                    )
+                )
+                for kind in (transformers.XLMRobertaConfig, transformers.CamembertConfig, transformers.MPNetConfig)
+            ),
+        ):
+            collator = ContrastiveCollator.for_model(processor, model.config)
+            assert collator.max_length == 14  # of 16 embeddings of positions
+            texts = collator.tokenize(["a b c d e f g h i j k l m n o p q r s t"])
+            model.get_text_features(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"])
+            with pytest.raises((IndexError, RuntimeError)):
+                model.get_text_features(input_ids=torch.full((1, 15), 2))
+        bert = models.BUILD["chinese_clip"]()
+        assert ContrastiveCollator.for_model(processor, bert.config).max_length == 16
+
+    def test_a_tokenizer_without_padding_is_refused(self):
+        processor = clip_processor()
+        processor.tokenizer.pad_token = None
+        for make in (ContrastiveCollator, lambda one: ContrastiveCollator.for_model(one, models.clip().config)):
+            with pytest.raises(ValueError, match=r"The tokenizer, a .*, has no pad_token.*pad_token_id"):
+                make(processor)
 
     def test_made_for_siglip_captions_are_of_one_length_whatever_the_processor(self):
         config = transformers.SiglipConfig(text_config={"max_position_embeddings": 6})

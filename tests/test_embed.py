@@ -17,7 +17,7 @@ import torch
 from helpers import models
 from helpers.demo import infcl
 from helpers.pictures import picture
-from helpers.processors import clip_processor
+from helpers.processors import END, clip_processor
 from helpers.shards import pair, png, write_tar
 from safetensors import safe_open
 
@@ -41,7 +41,7 @@ def table(**columns: Any) -> datasets.Dataset:
 def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = None, **options: Any) -> dict[str, int]:
     collator = ContrastiveCollator(clip_processor(), max_length)
     options = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4} | options
-    return embed(source, folder, DualEncoder(models.clip(seed=seed).eval()), collator, **options)
+    return embed(source, folder, DualEncoder(models.clip(seed=seed, end=END).eval()), collator, **options)
 
 
 def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarray]:
@@ -62,7 +62,7 @@ def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarr
 
 
 def expected(rows: range) -> tuple[np.ndarray, np.ndarray]:
-    encoder, collator = DualEncoder(models.clip().eval()), ContrastiveCollator(clip_processor())
+    encoder, collator = DualEncoder(models.clip(end=END).eval()), ContrastiveCollator(clip_processor())
     with torch.no_grad():
         images = [encoder.encode_images(collator([{"image": picture(n, (20, 24))}])) for n in rows]
         texts = [encoder.encode_texts(collator.tokenize([caption])) for n in rows for caption in CAPTIONS[n]]

@@ -21,8 +21,8 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``repeated_images``, ``ceiling`` or
-            ``overlap``.
+        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``one_embedding``, ``repeated_images``,
+            ``ceiling`` or ``overlap``.
         text: a few sentences with numbers and examples.
         spoils: whether a training would fail, learn something else, or be measured wrongly.
         rows: the names of all pairs that it concerns.
@@ -48,6 +48,8 @@ def findings_of_set(
         skips_bad: whether the training leaves bad pairs out (``on_bad_sample="skip"``).
     """
     found = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
+    if facts.one_embedding:
+        found.append(Finding("one_embedding", facts.one_embedding, spoils=True))
     return sorted(found, key=lambda finding: not finding.spoils)
 
 
@@ -61,6 +63,7 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
         is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
         option = "" if is_skipped else cures.get(kind, "")
         text = f"{_count(len(rows), facts.looks)} {fault.words.format(**limits)}: {_examples(rows)}. {fault.cure}"
+        text += facts.limits.more_positions if kind == "cut" else ""
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
         spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
         yield Finding(kind, text, spoils, tuple(rows), option)

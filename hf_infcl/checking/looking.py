@@ -20,6 +20,7 @@ from ..data.images import BadSampleError, size_of_file
 from ..data.labelled import NUMBER
 from ..data.pairs import as_pair_id, usable_captions
 from ..encoders.dual_encoder import check_tokens
+from ..encoders.pooling import Pooling, Reading
 from ..shards.names import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 
@@ -45,6 +46,7 @@ class Caption(NamedTuple):
         unknown: the share of unknown tokens.
         is_foreign: whether the tokenizer does not know the script.
         is_file_name, is_number: whether it is a file name (of its image or any), or a number such as a class index.
+        reading: if the model takes its embedding before its end.
     """
 
     text: str
@@ -57,6 +59,7 @@ class Caption(NamedTuple):
     is_foreign: bool
     is_file_name: bool
     is_number: bool
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,13 @@ class Looker:
     Args:
         collator: prepares images and knows the tokenizer.
         vocabulary: as for `check_tokens`.
+        pooling: the token at which the text tower takes an embedding, if it is known.
     """
 
-    def __init__(self, collator: ContrastiveCollator, vocabulary: int | None = None) -> None:
-        self._collator, self._vocabulary = collator, vocabulary
+    def __init__(
+        self, collator: ContrastiveCollator, vocabulary: int | None = None, pooling: Pooling | None = None
+    ) -> None:
+        self._collator, self._vocabulary, self.pooling = collator, vocabulary, pooling
 
     def look(self, name: str, values: dict[str, Any], item: Callable[[], dict[str, Any]]) -> Look:
         """Looks at one pair.
@@ -161,20 +167,30 @@ class Looker:
             is_foreign=few or unknown >= _MANY_UNKNOWN,
             is_file_name=_is_file_name(text, file),
             is_number=NUMBER.fullmatch(text.strip()) is not None,
+            reading=None if self.pooling is None or not ids else self._reading(ids, self.pooling),
         )
 
     def _seen(self, ids: list[int]) -> int:
-        limit = self._collator.max_length
-        if len(ids) > limit:
-            ends = int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
-            ids = ids[: limit - ends] + ids[len(ids) - ends :]
-        return as_pair_id(" ".join(map(str, ids)))
+        return as_pair_id(" ".join(map(str, self._cut(ids))))
+
+    def _reading(self, ids: list[int], pooling: Pooling) -> Reading | None:
+        cut = self._cut(ids)
+        return pooling.reading(cut, len(cut) - 1)
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """The tokens of a caption that the model reads."""
+        limit, ends = self._collator.max_length, self._ends(ids)
+        return ids if len(ids) <= limit else ids[: limit - ends] + ids[len(ids) - ends :]
+
+    def _ends(self, ids: list[int]) -> int:
+        """The tokens at the end of a caption that stay when it is cut: the end token, if there is one."""
+        return int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
 
     def _rest(self, ids: list[int]) -> str:
         limit, tokenizer = self._collator.max_length, self._collator.processor.tokenizer
         if len(ids) <= limit:
             return ""
-        ends = int(ids[-1] in tokenizer.all_special_ids)  # the end token stays when a caption is cut
+        ends = self._ends(ids)
         rest: str = tokenizer.decode(ids[limit - ends : len(ids) - ends])
         return rest.strip()
 

@@ -37,9 +37,10 @@ from ..conversion.models import load_readers
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
 from ..encoders.image_size import check_sizes_of_config, config_for_images
+from ..encoders.pooling import Pooling
 from ..evaluation.metrics import CEILING
 from ..evaluation.retrieval import recall_ceilings
-from ..loading.loaders import of_training
+from ..loading.loaders import of_training, set_sizes
 from ..options.arguments import InfCLTrainingArguments
 from ..planning import GPUS, choice_of, counts_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
@@ -66,10 +67,10 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
-        if args.image_size is not None:
-            collator.set_image_size(args.image_size)
+        set_sizes(collator, args)
         of_training(collator, args)  # only its checks: what is cut on purpose is no finding
-        looker = Looker(collator, getattr(config.text_config, "vocab_size", None))
+        text = config.text_config
+        looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
         sets = sets_to_check(data, columns, evaluation, keep, args)
         check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
@@ -180,7 +181,7 @@ def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:
         return
     plain = dataset.plain()
     collator = trainer.data_collator
-    looker = Looker(collator, trainer.dual_encoder.vocabulary)
+    looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
     limits = limits_of(trainer.dual_encoder.model.config, collator)
     facts = facts_of(TRAINED, plain, looker, limits, samples, 0, show=False)
     found = [finding for finding in findings_of(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]

@@ -12,6 +12,7 @@ import torch
 from .. import planning
 from ..conversion.models import load_config
 from ..conversion.pretrained import base_of_adapters
+from ..data.text_positions import text_positions
 from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
 from ..options.batch_schedule import BatchSchedule
@@ -69,6 +70,9 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     schedule = None if options.global_batch_schedule is None else BatchSchedule.of(options.global_batch_schedule)
     global_batch = global_batch_of(options, kept) if schedule is None else last_batch_of(schedule, options, kept)
     config = config_for_images(load_config(options.model, options.open_clip_model), options.image_size)
+    longest, tokens = text_positions(config), options.max_text_tokens
+    if tokens is not None and longest is not None and tokens > longest:
+        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {tokens}.")
     counts: dict[bool, Counts] = {}
 
     def find(batch: int, *, compiled: bool) -> tuple[float, Choice] | None:
@@ -77,7 +81,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 
     asked = kept.get("checkpointing", False)
     frozen: dict[str, Any] = {"freeze": options.freeze, "freeze_layers": options.freeze_layers}
-    frozen |= {"text_tokens": options.max_text_tokens}
+    frozen |= {"text_tokens": tokens}
     counted = frozen | {"patch_dropout": None if options.full_tokens_last else options.patch_dropout}
     counts[asked] = planning.count(config, **counted, checkpointing=asked)
     found = find(global_batch, compiled=options.torch_compile)

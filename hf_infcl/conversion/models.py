@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
+from .explaining import asks_hub_once
 from .folders import is_of_open_clip
 from .pretrained import base_of_adapters, config_of, load_pretrained, processor_of
 
@@ -21,6 +22,7 @@ class Loaded(NamedTuple):
     conversion: Sequence[str] = ()
 
 
+@asks_hub_once
 def load(
     checkpoint: str,
     open_clip_model: str | None = None,
@@ -49,6 +51,7 @@ def load(
     return Loaded(model.float(), processor, told)
 
 
+@asks_hub_once
 def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
     """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
@@ -58,6 +61,7 @@ def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[P
     return config_of(checkpoint, base), processor_of(checkpoint, base)
 
 
+@asks_hub_once
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):

@@ -68,7 +68,7 @@ class CaptionNotices:
                 logger.warning(
                     f"{cut.share:.1%} of {cut.captions:,} captions of the {name} have more than {cut.limit} tokens, "
                     "the limit of the model, which does not see what follows. Captions that differ only there are "
-                    "equal to it. Shorten them, or use a model with a higher limit."
+                    f"equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
             if batch_size is None or part.pair_id_column is not None:

@@ -54,6 +54,16 @@ def add_used_columns(columns: list[str] | None, collator: Any) -> None:
     columns += [name for name in used if name not in columns]
 
 
+def set_sizes(collator: Any, args: InfCLTrainingArguments) -> None:
+    """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved."""
+    if not isinstance(collator, ContrastiveCollator):
+        return
+    if args.image_size is not None:
+        collator.set_image_size(args.image_size)
+    if args.max_text_tokens is not None:
+        collator.lengthen(args.max_text_tokens)
+
+
 def of_training(collator: Any, args: InfCLTrainingArguments) -> Any:
     """The data collator for the rows of a training: the given one, with ``max_text_tokens`` if that is set.
 

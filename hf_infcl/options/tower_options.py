@@ -81,7 +81,11 @@ class TowerOptions:
         card="share of the samples with all patches, at the end",
     )
     max_text_tokens: int | None = option(
-        help="Cut training captions to this many tokens, special ones included. Evaluations read all.",
+        help=(
+            "Cut training captions to this many tokens, special ones included. Evaluations read all. More "
+            "tokens than the tokenizer's limit, up to the positions of the model, raise that limit, which is saved, "
+            "and evaluations read as many."
+        ),
         decides=True,
         plans=True,
         within=FROM_1,

@@ -14,7 +14,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import check_data_seed, check_planned
+from ..loading.loaders import check_data_seed, check_planned, set_sizes
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
@@ -124,12 +124,11 @@ def setup_of(
 
 
 def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:
-    """The given data collator, or one over the processor; else the default. It and the processor get the size."""
+    """The given data collator, or one over the processor; else the default. It and the processor get the sizes."""
     found, image_size = default if given is None else given, args.image_size
     if given is None and processor is not None:
         found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
-    if image_size is not None and isinstance(found, ContrastiveCollator):
-        found.set_image_size(image_size)
+    set_sizes(found, args)
     if image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, image_size)
     return found

@@ -132,6 +132,8 @@ class WindowStep:
         with self._gradient_sync(last=count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
             with failures_announced_unless_sharded(self._setup.accelerator), record_function("infcl: first pass"):
+                for batch in window.batches if self.windows == 0 else ():
+                    self._setup.encoder.check_texts(batch)
                 features = window.in_order(passes.encode())
             finite = finite_rows(features)
             for observer in self._observers:
