@@ -418,18 +418,9 @@ def test_without_sets_the_average_is_only_saved(tuned, tmp_path, capsys):
 
 
 def test_a_training_whose_average_is_the_start_ends_and_begins_its_card_with_that(tuned, tmp_path, capsys):
-    words = [
-        "train",
-        "--model",
-        tuned / "start",
-        "--dataset",
-        tuned / "new",
-        "--output_dir",
-        tmp_path,
-        "--max_steps",
-        1,
-    ]
-    infcl(*words, "--per_device_train_batch_size", 4, "--average_with_start", 0, "--use_cpu", "--report_to", "none")
+    words = ["train", "--model", tuned / "start", "--dataset", tuned / "new", "--output_dir", tmp_path]
+    words += ["--max_steps", 1, "--per_device_train_batch_size", 4, "--use_cpu", "--report_to", "none"]
+    infcl(*words, "--average_with_start", 0)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "This model was not trained: its weights are those before the training, as was asked for (α = 0)."
     first, second, *_ = (tmp_path / "README.md").read_text().partition(f"# {tmp_path.name}\n\n")[2].splitlines()
