@@ -135,6 +135,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
+        self._number: int | None = None
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -210,6 +211,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     def pair_id_column(self) -> str | None:
         return self._columns.pair_id
 
+    def name_places(self, number: int) -> None:
+        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row."""
+        self._number = number
+
     def plain(self) -> ImageTextStream:
         """The same samples unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
@@ -248,7 +253,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         try:
             if _leaves_folder(key):
                 raise ValueError("its name points outside its folder")
-            return self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            return item if self._number is None else {**item, "place": (self._number, place_of(url, key))}
         except ReadError:
             raise
         except Exception as error:  # decoders raise exceptions of any class
@@ -289,6 +295,16 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
         return random.Random(f"{self.seed} {passes} {sample} {purpose}")
+
+
+def name_of_shard(url: str) -> str:
+    """The name of a shard without its folder and ending."""
+    return posixpath.splitext(posixpath.basename(url))[0]
+
+
+def place_of(url: str, key: str) -> str:
+    """The name of a sample, after that of its shard."""
+    return f"{name_of_shard(url)}/{key}"
 
 
 def _world_size() -> int:

@@ -42,5 +42,5 @@ def rows_of_card(args: Any) -> Mapping[str, str]:
         value = getattr(args, name)
         if facts.card and value is not None:
             between = " " if name.endswith("_schedule") else " and "
-            rows[facts.card] = between.join(value) if isinstance(value, list) else f"{value:g}"
+            rows[facts.card] = between.join(map(str, value)) if isinstance(value, list) else f"{value:g}"
     return rows

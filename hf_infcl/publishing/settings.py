@@ -23,6 +23,10 @@ def training_settings(trainer: Any) -> dict[str, str]:
         )
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
+    for part in trainer.setup.extensions:
+        rows |= part.card
+    if trainer.args.contrastive_weight != 1:
+        rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)

@@ -54,6 +54,7 @@ def run_of(setup: Setup) -> Run:
             **options_of_data(list(parts_of(data)), setup.collator),
             **options_of_model(model),
             **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
+            **{name: value for part in setup.extensions for name, value in part.options.items()},
         },
     )
 
