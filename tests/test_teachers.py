@@ -15,6 +15,7 @@ import transformers
 from accelerate.utils import compare_versions
 from datasets import Dataset, Image
 from helpers import models
+from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
 from helpers.processors import clip_processor
 from helpers.shards import pair, write_tar
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
+from hf_infcl.conversion.models import load
 from hf_infcl.embedding import sources
 from hf_infcl.embedding.embedding import embed
 from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.loading.stored_embeddings import described_shards
 from hf_infcl.publishing.settings import training_settings
 from hf_infcl.windows.terms import TeacherDistance
 
@@ -303,6 +306,17 @@ def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
     )
 
 
+def test_a_teacher_of_open_clip_reads_with_its_own_tokenizer(tmp_path):
+    folder = folder_of("CLIP", tmp_path / "open_clip")
+    model, processor, _ = load(str(folder))
+    data = ImageTextDataset(rows())
+    named = trained(tmp_path / "a", data, named=[str(folder)], max_steps=2)
+    given = trained(tmp_path / "b", data, teacher=[(model, processor)], max_steps=2)
+    assert torch.equal(parameters(named), parameters(given))
+    images, _ = named.setup.extensions[0].teachers[0].embed(next(iter(named.get_train_dataloader())), {})
+    assert images.shape == (4, 16)
+
+
 def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> Tensor:
     path = Path(folder)
     data: Any = ImageTextDataset(rows(), pair_id_column="id")
@@ -421,6 +435,28 @@ def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path,
         data = models.Pairs(24)
     with pytest.raises(ValueError, match=message):
         trained(tmp_path / "run", data, teacher_embeddings=[folder], **options)
+
+
+def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path):
+    for shard in range(3):
+        members = [m for n in range(8) for m in pair(8 * shard + n, caption=[LETTERS[n]])]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+    shards = str(tmp_path / "shards")
+    folder = store(ShardSource(ImageTextStream(f"{shards}/{{0..1}}.tar")), tmp_path / "stored")
+    given = {"teacher_embeddings": [folder], "teacher_weight": 1.0}
+    taught(tmp_path, ImageTextStream(f"{shards}/1.tar"), **given)
+    with pytest.raises(ValueError, match="stored embedding of a teacher: 1 of the 3 shards"):
+        taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **given)
+    with pytest.raises(ValueError, match="none of the 1 shards is one of the 2"):
+        taught(tmp_path, ImageTextStream(f"{shards}/2.tar"), **given)
+    both = store(ShardSource(ImageTextStream(f"{shards}/2.tar")), tmp_path / "third")
+    run = taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **{**given, "teacher_embeddings": [folder, both]})
+    batch = next(iter(run.get_train_dataloader()))
+    known = torch.stack([batch[f"teacher_{n}_known_images"] for n in (0, 1)])
+    assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
+    write_tar(tmp_path / "again/1.tar", pair(1, caption=["a"]))
+    with pytest.raises(ValueError, match="Two shards have the name '1'"):
+        described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
 
 
 def test_missing_rows_may_be_left_out(tmp_path):
