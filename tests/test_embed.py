@@ -29,6 +29,7 @@ from hf_infcl.embedding.embedding import embed
 from hf_infcl.embedding.options import EmbedOptions
 from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 
@@ -114,6 +115,31 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
     images = TableSource(table().remove_columns("caption"), "image", "caption", None, "x")
     for max_length in (None, 4):  # which decides nothing about images
         embedded(images, tmp_path / "images", max_length=max_length)
+
+
+def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path):
+    source = TableSource(table(), "image", "caption", None, "x")
+    embedded(source, tmp_path, format="npy")
+    images, texts = expected(range(21))
+    np.testing.assert_allclose(np.load(tmp_path / "images.npy"), images, atol=1e-6)
+    assert embedded(source, tmp_path, format="npy") == {"images": 0, "texts": 0, "skipped": 0}, "all are there"
+    stored = StoredEmbeddings(tmp_path)
+    keys = [of_caption(str(n), c) for n in range(21) for c in CAPTIONS[n]]
+    found, known = stored.find("texts", [*keys, of_caption("1", "a")])
+    np.testing.assert_allclose(found[:-1], texts, atol=1e-6)
+    assert (known.tolist(), stored.rows, stored.width) == ([True] * len(keys) + [False], 21, 12)
+    assert stored.find("images", [])[0].shape == (0, 12)
+    collator, encoder = ContrastiveCollator(clip_processor()), DualEncoder(models.clip().eval(), dims=4)
+    given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "format": "npy"}
+    with pytest.raises(ValueError, match="holds other embeddings"):
+        embed(source, tmp_path, encoder, collator, **given)
+    embed(source, tmp_path / "cut", encoder, collator, **given, half=True)
+    cut = np.load(tmp_path / "cut" / "images.npy")
+    assert (cut.shape, cut.dtype) == ((21, 4), np.float16)
+    wanted = images[:, :4] / np.linalg.norm(images[:, :4], axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, wanted, atol=1e-3)
+    with pytest.raises(ValueError, match="half_precision is for the format npy, got parquet"):
+        embedded(source, tmp_path / "half", half=True)
 
 
 def _by_processes(rank: int, world_size: int, folder: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..conversion.models import load
+from ..conversion.models import load, stated_licence
 from ..data import ImageTextStream, load_pairs
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
@@ -41,6 +41,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             autocast=trainer.accelerator.autocast,
             dtype=trainer.accelerator.mixed_precision,
             format=options.format,
+            half=options.half_precision,
+            licence=stated_licence(namespace.model) if options.format == "npy" else None,
             batch_size=args.per_device_eval_batch_size,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,

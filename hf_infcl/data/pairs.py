@@ -132,12 +132,21 @@ class ImageTextDataset(ImageDataset):
         self._augmentation = augmentation
         self._min_side = min_side
         self._text_dropout = text_dropout
+        self._number: int | None = None
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
+
+    def name_places(self, number: int) -> None:
+        """Lets items have their ``place``: the number of this set, and that of the row whose image and captions it has.
+
+        Args:
+            number: of this set among those that are combined.
+        """
+        self._number = number
 
     def plain(self) -> ImageTextDataset:
         """The same rows unchanged, where a bad one raises an error."""
@@ -192,6 +201,8 @@ class ImageTextDataset(ImageDataset):
         if not self._all_captions:
             captions = draw_captions(captions, self.captions_per_image, self._random(row, "caption"))
         item: dict[str, Any] = {"caption": captions}
+        if self._number is not None:
+            item["place"] = (self._number, str(row))
         if self.negative_caption_column:
             negatives = usable_captions(value[self.negative_caption_column])
             item["negative_captions"] = draw_captions(negatives, 1, self._random(row, "negative caption"))

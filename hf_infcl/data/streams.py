@@ -140,6 +140,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
+        self._number: int | None = None
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -219,6 +220,10 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     def pair_id_column(self) -> str | None:
         return self._columns.pair_id
 
+    def name_places(self, number: int) -> None:
+        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row."""
+        self._number = number
+
     def plain(self) -> ImageTextStream:
         """The same samples unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
@@ -255,7 +260,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """
         url, name, reader = self.shards[shard]
         with self._named(url, key, sample):
-            return self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            return item if self._number is None else {**item, "place": (self._number, place_of(url, key))}
 
     def image_and_captions(self, shard: int, key: str, sample: Any) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
@@ -324,6 +330,16 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
         return random.Random(f"{self.seed} {passes} {sample} {purpose}")
+
+
+def name_of_shard(url: str) -> str:
+    """The name of a shard without its folder and ending."""
+    return posixpath.splitext(posixpath.basename(url))[0]
+
+
+def place_of(url: str, key: str) -> str:
+    """The name of a sample, after that of its shard."""
+    return f"{name_of_shard(url)}/{key}"
 
 
 def _world_size() -> int:

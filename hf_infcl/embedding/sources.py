@@ -13,6 +13,8 @@ from ..data import ContrastiveCollator, ImageTextStream
 from ..data.columns import find_caption_column, find_image_column
 from ..data.images import BadSampleError, ImageDataset, error_of, with_errors
 from ..data.pairs import usable_captions
+from ..data.streams import place_of
+from ..loading.stored_embeddings import described_shards, described_table
 from ..shards.names import IMAGE_EXTENSIONS
 from ..shards.readers import features_of
 
@@ -40,6 +42,10 @@ class ItemSource(Protocol):
 
     def image_fingerprint(self) -> str:
         """A fingerprint of everything that is embedded."""
+        ...
+
+    def described(self) -> dict[str, Any]:
+        """What tells the data from others, by which a training recognises it."""
         ...
 
 
@@ -131,6 +137,9 @@ class TableSource:
     def image_fingerprint(self) -> str:
         return self._rows.image_fingerprint()
 
+    def described(self) -> dict[str, Any]:
+        return self._rows.described()
+
 
 class _TableRows(Dataset[Item]):
     def __init__(
@@ -156,6 +165,13 @@ class _TableRows(Dataset[Item]):
     def image_fingerprint(self) -> str:
         return self._texts._fingerprint if self._images is None else self._images.image_fingerprint()
 
+    def described(self) -> dict[str, Any]:
+        captions = self._captions if self._caption_column else None
+        return described_table(len(self), None if self._images is None else self._images.encoded, captions)
+
+    def _captions(self, row: int) -> list[str]:
+        return usable_captions(self._texts[row][self._caption_column])
+
     def __getitem__(self, row: int) -> Item:
         value = self._texts[row] if self._texts.column_names else {}
         if error := error_of(value):
@@ -165,7 +181,8 @@ class _TableRows(Dataset[Item]):
             if not self._skips:
                 raise problem
             return {"row": row, "bad": str(problem)}
-        item: Item = {"row": row, "key": str(value[self._key_column]) if self._key_column else str(row)}
+        key = str(value[self._key_column]) if self._key_column else str(row)
+        item: Item = {"row": row, "key": key, "place": str(row)}
         if self._caption_column:
             item["caption"] = usable_captions(value[self._caption_column])
         if self._images is None:
@@ -202,6 +219,9 @@ class ShardSource:
     def image_fingerprint(self) -> str:
         return f"{self._stream.content_fingerprint()} {self._stream.options}"
 
+    def described(self) -> dict[str, Any]:
+        return described_shards(shard.url for shard in self._stream.shards)
+
 
 class _Samples(IterableDataset[Item]):
     """The samples of a shard. Each of the workers reads the shard and decodes its share."""
@@ -212,7 +232,6 @@ class _Samples(IterableDataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         info, shard = get_worker_info(), self._stream.shards[self._number]
         first, step = (info.id, info.num_workers) if info else (0, 1)
-        name = os.path.splitext(os.path.basename(shard.url))[0]
         samples = enumerate(shard.reader.samples(shard.url))
         for row, (_, key, sample) in itertools.islice(samples, first, None, step):
             try:
@@ -222,7 +241,8 @@ class _Samples(IterableDataset[Item]):
                     raise
                 yield {"row": row, "bad": str(error)}
                 continue
-            item: Item = {"row": row, "key": f"{name}/{key}"}
+            place = place_of(shard.url, key)
+            item: Item = {"row": row, "key": place, "place": place}
             if image is not None:
                 item["image"] = image
             if self._stream.caption_column is not None:

@@ -109,6 +109,8 @@ class DualEncoder:
         model: a dual encoder of transformers or one's own (see `type_of`), unwrapped (no DDP around it; PEFT adapters
             inside are fine).
 
+        dims: see the attribute.
+
     Raises:
         ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
             model was split over devices or processes while it was loaded.
@@ -121,11 +123,12 @@ class DualEncoder:
         stock_temperature_shape: its shape in transformers.
         takes_any_size: whether positions are interpolated for images of other sizes; see `OtherSizes`.
         pooling: the token at which the text tower takes an embedding, if it is known.
+        dims: how many of their first dimensions `encode_images` and `encode_texts` return; None for all.
     """
 
     takes_any_size = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dims: int | None = None) -> None:
         kind = type_of(model)
         if kind is None:
             name = getattr(getattr(model, "config", None), "model_type", None)
@@ -145,6 +148,7 @@ class DualEncoder:
                 "Load it without these options. To shard its parameters, train with --fsdp."
             )
         self.model: Any = model
+        self.dims = dims
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective, self._unused = kind.objective, kind.unused
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
@@ -378,15 +382,30 @@ class DualEncoder:
         self.check_images(batch)
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
 
-    def encode_texts(self, batch: Mapping[str, Any]) -> Tensor:
-        """L2-normalised text embeddings [texts, D], for evaluation; raises as `check_tokens` and `check_texts` do."""
-        check_tokens(batch["input_ids"], self.vocabulary)
-        self.check_texts(batch)
+    def encode_texts(self, batch: Mapping[str, Any], *, checked: bool = False) -> Tensor:
+        """L2-normalised text embeddings [texts, D], for evaluation.
+
+        Raises as `check_tokens` and `check_texts` do, unless the texts were ``checked``.
+        """
+        if not checked:
+            check_tokens(batch["input_ids"], self.vocabulary)
+            self.check_texts(batch)
         return self._normalised(self.model.get_text_features(**_select(batch, TEXT_INPUTS)))
 
-    @staticmethod
-    def _normalised(features: Any) -> Tensor:
-        return F.normalize(features if isinstance(features, Tensor) else part_of(features, "pooler_output"), dim=-1)
+    @torch.no_grad()
+    def width(self) -> int:
+        """D, the dimensions of its embeddings; for towers of one's own it is found by encoding a text of one token."""
+        if isinstance(projection := getattr(self.model, TOWERS["text"][1], None), nn.Linear):
+            return projection.out_features
+        device, mode = self.temperature_parameters[0].device, self.model.training
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        found = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
+        self.model.train(mode)
+        return int((found if isinstance(found, Tensor) else part_of(found, "pooler_output")).shape[-1])
+
+    def _normalised(self, features: Any) -> Tensor:
+        whole = features if isinstance(features, Tensor) else part_of(features, "pooler_output")
+        return F.normalize(whole[:, : self.dims], dim=-1)
 
     def batch_norms(self) -> list[str]:
         """Names of the trained batch norms, whose outputs, and thus the gradient, depend on the micro-batch."""

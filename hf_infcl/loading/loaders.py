@@ -30,6 +30,7 @@ from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, che
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
+from .teacher_inputs import with_teachers
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -168,7 +169,7 @@ def stream_loader(
         return None
     args = setup.args
     device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(of_training(setup.collator, args), setup.encoder.vocabulary)
+    collate = CheckingCollator(with_teachers(of_training(setup.collator, args), setup), setup.encoder.vocabulary)
     return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
 
 
@@ -339,7 +340,7 @@ def adapt_training_loader(dataloader: Any, setup: Setup) -> None:
         source.dispatcher.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
-    loader.collate_fn = CheckingCollator(loader.collate_fn, setup.encoder.vocabulary)
+    loader.collate_fn = CheckingCollator(with_teachers(loader.collate_fn, setup), setup.encoder.vocabulary)
     if setup.args.offload_inputs:
         dataloader.device = None
 

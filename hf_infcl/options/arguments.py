@@ -22,6 +22,7 @@ from .loss_options import LossOptions
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
 from .rate_options import RateOptions
+from .teacher_options import TeacherOptions
 from .tower_options import TowerOptions
 
 SAVE_FORMATS = ("transformers", "open_clip")
@@ -29,7 +30,14 @@ SAVE_FORMATS = ("transformers", "open_clip")
 
 @dataclass(repr=False)  # TrainingArguments' own hides the token
 class InfCLTrainingArguments(
-    CourseOptions, KeepingOptions, TowerOptions, RateOptions, BatchOptions, LossOptions, TrainingArguments
+    CourseOptions,
+    KeepingOptions,
+    TeacherOptions,
+    TowerOptions,
+    RateOptions,
+    BatchOptions,
+    LossOptions,
+    TrainingArguments,
 ):
     """`transformers.TrainingArguments` for exact contrastive training.
 
@@ -96,6 +104,9 @@ class InfCLTrainingArguments(
                 "train_sampling_strategy must be 'random' or 'sequential', because a contrastive batch must not be "
                 f"selected by length, got {self.train_sampling_strategy!r}."
             )
+        widths = self.matryoshka_dims or [1]
+        if min(widths) < 1 or sorted(set(widths)) != widths:
+            raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be 'auto' or an integer of at least 0, got {self.retain_graphs!r}.")

@@ -51,6 +51,7 @@ class CachedWindow(Generic[MicroBatchT]):
     Attributes:
         order: the indices of the micro-batches in the order in which both passes encode them.
         loss: the detached loss, once `differentiate` has computed it.
+        other_gradients: the gradients of the ``others`` that `differentiate` was given.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self._parameters: Callable[[], Sequence[Tensor]] = tuple
         self._parameter_gradients: list[Tensor | None] = []
         self._feature_gradients: list[list[Tensor | None]] = []
+        self.other_gradients: list[Tensor] = []
         self.loss: Tensor
 
     def encode(self) -> Features:
@@ -106,6 +108,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self,
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         parameters: Callable[[], Sequence[Tensor]] = tuple,
+        others: Sequence[Tensor] = (),
     ) -> Tensor:
         """The loss of the whole window, detached; call it once, after `encode`.
 
@@ -115,6 +118,8 @@ class CachedWindow(Generic[MicroBatchT]):
             parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` receives detached copies.
                 Their gradients are part of the last micro-batch's surrogate, because DDP synchronises in its backward.
                 ``parameters`` is called again for that surrogate, because FSDP replaces the tensors in every forward.
+            others: further tensors on which ``loss`` depends, and that no wrapper synchronises. Their gradients are in
+                `other_gradients` afterwards.
         """
         # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
         leaves = tuple(
@@ -126,10 +131,11 @@ class CachedWindow(Generic[MicroBatchT]):
         with torch.enable_grad():
             value = loss(leaves, copies)
         self.loss = value.detach()
-        wanted = [t for t in (*leaves, *copies) if t.requires_grad]
+        wanted = [t for t in (*leaves, *copies, *others) if t.requires_grad]
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
         self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
+        self.other_gradients = [gradients[id(other)] for other in others]
         self._feature_gradients = [[] for _ in self._micro_batches]
         for leaf, sizes in zip(leaves, self._sizes, strict=True):
             gradient = gradients.get(id(leaf))

@@ -19,6 +19,7 @@ from .prediction import GIB, GPU, USABLE, Choice, hiding_bandwidth, is_gathered,
 _FURTHER = (
     *("freeze", "freeze_layers", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
     *("global_batch_schedule", "max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
+    *("matryoshka_dims", "teacher_embeddings"),
 )
 TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
@@ -96,7 +97,7 @@ def not_predicted(options: Any, has_adapters: bool) -> list[str]:
 def words_of_further(options: Any) -> str:
     """The given options of a training that a `Choice` leaves to the user, as words of a command."""
     given = {name: getattr(options, name) for name in _FURTHER}
-    words = {name: " ".join(value) if isinstance(value, list) else value for name, value in given.items()}
+    words = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in given.items()}
     return "".join(f" --{name} {value}" for name, value in words.items() if value is not None)
 
 

@@ -24,6 +24,10 @@ def training_settings(trainer: Any) -> dict[str, str]:
         )
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
+    for part in trainer.setup.extensions:
+        rows |= part.card
+    if trainer.args.contrastive_weight != 1:
+        rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
@@ -85,7 +89,8 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
     for name, row, value in values_of_card(args):
         if isinstance(value, list):
-            rows[row] = " ".join(value) if name.endswith("_schedule") else joined(list(map(code, value)))
+            words = list(map(str, value))
+            rows[row] = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
         else:
             rows[row] = f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]

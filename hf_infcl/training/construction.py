@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
 from ..saving.formats import check_formats
+from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 
@@ -116,11 +117,17 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def setup_of(
-    encoder: DualEncoder, accelerator: Accelerator, args: Any, start: Start | None, data: Any, collator: Any
+    encoder: DualEncoder,
+    accelerator: Accelerator,
+    args: Any,
+    start: Start | None,
+    data: Any,
+    collator: Any,
+    extensions: Sequence[Extension] = (),
 ) -> Setup:
     """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
     equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
-    return Setup(encoder, accelerator, args, equal_ids, start, data, collator)
+    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions)
 
 
 def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:

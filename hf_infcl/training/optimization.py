@@ -22,6 +22,7 @@ from ..options.batch_schedule import Course, EqualBatches
 from ..options.declaring import ExclusiveOptionsError
 from ..options.run_options import OptimizerOptions, restart_rates
 from ..saving.pushes import cause
+from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon
 
@@ -73,6 +74,8 @@ class Optimization:
         model = encoder.model
         check_trains(model)
         own = given is None and args.optimizer == "muon"
+        beside = term_parameters(setup.extensions)
+        _check_beside(given, beside)
         if own:
             optimizer: torch.optim.Optimizer = create_muon(model, args, decaying(model), accelerator)
         else:
@@ -82,7 +85,7 @@ class Optimization:
             self.creates_optimizer = settings_for is not None
             if settings_for is not None and not own:
                 check_optimizer_options(args, settings_for)
-            self.table_of_groups = set_learning_rates(optimizer, encoder, args)
+            self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
             if setup.start is not None and args.keep_weights:
                 setup.start.pull(optimizer, lambda: model, set(decaying(model)), args.keep_weights)
         if accelerator.distributed_type != DistributedType.DEEPSPEED:  # which gives it other parameters, or replaces it
@@ -139,6 +142,16 @@ def check_trains(model: nn.Module) -> None:
         raise ValueError(
             "Nothing would be trained: no parameter of the model requires a gradient. Call requires_grad_(True) on "
             "the parameters to train, and freeze at most one tower."
+        )
+
+
+def _check_beside(given: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
+    """Raises a ValueError if an optimizer that was passed does not update what trains beside the model."""
+    known = [] if given is None else [id(p) for group in given.param_groups for p in group["params"]]
+    if given is not None and not {id(p) for p in beside} <= set(known):
+        raise ValueError(
+            "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map to a "
+            "teacher of another width, which it does not update. Let the trainer create the optimizer."
         )
 
 
@@ -258,8 +271,19 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments) -> str:
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer,
+    encoder: DualEncoder,
+    args: InfCLTrainingArguments,
+    beside: Sequence[nn.Parameter] = (),
+) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
+
+    Args:
+        optimizer: new.
+        encoder: the model.
+        args: the arguments of the training.
+        beside: what trains beside the model, which gets a group of its own.
 
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.
@@ -276,6 +300,8 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, a
         optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
     if parts := dict(_rates_of_parts(encoder, args)):
         optimizer.param_groups[:] = divided(optimizer.param_groups, parts)
+    if beside:
+        optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
 
 

@@ -55,6 +55,7 @@ def run_of(setup: Setup) -> Run:
             **options_of_data(list(parts_of(data)), setup.collator),
             **options_of_model(model),
             "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
+            **{name: value for part in setup.extensions for name, value in part.options.items()},
         },
     )
 

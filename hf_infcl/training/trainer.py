@@ -44,6 +44,7 @@ from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
 from .progress import Progress, seconds_of
 from .resuming import Resumption, record_of, resumption_of
+from .teaching import teachers_of
 
 
 class InfCLTrainer(Trainer):
@@ -65,13 +66,13 @@ class InfCLTrainer(Trainer):
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
         **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
             length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``);
-            ``extensions`` of the step (see `hf_infcl.windows.extensions`); and the other arguments of
-            `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
+            ``teacher``, a model or a pair of it and its processor, or a list (see `teachers_of`); ``extensions`` of the
+            step (see `hf_infcl.windows.extensions`); and the other arguments of `transformers.Trainer`, of which
+            ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
-        checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
-        interruptions: signals and lost processes.
+        checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
         found: what the last evaluation of each set has found, by the prefix of its metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
 
@@ -92,7 +93,6 @@ class InfCLTrainer(Trainer):
         args = InfCLTrainingArguments() if args is None else args
         kwargs = checked_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
-        # ---- Parts that Trainer's constructor needs ----
         self.resumption = Resumption()
         self.interruptions = Interruptions()
         self.caption_notices = CaptionNotices()
@@ -101,11 +101,13 @@ class InfCLTrainer(Trainer):
         self._pushes = pushes.Pushes(args)
         self.optimization = Optimization(args)
         self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
+        teacher = kwargs.pop("teacher", None)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
+        self._extensions += teachers_of(self.setup, teacher, remakes_model=model is None)
         add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
         self.checkpoints = files.checkpoints_of(args, self.accelerator)
         self._begin_training()
@@ -163,9 +165,8 @@ class InfCLTrainer(Trainer):
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
             course=course,
-            extensions=self._extensions,
         )
-        self.window_step.load_state_dict(files.saved_states(self.resumption.checkpoint))
+        files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
@@ -199,12 +200,12 @@ class InfCLTrainer(Trainer):
     @cached_property
     def dual_encoder(self) -> DualEncoder:
         """The unwrapped model as two towers and a temperature."""
-        return DualEncoder(self.accelerator.unwrap_model(self.model))
+        return DualEncoder(self.accelerator.unwrap_model(self.model), dims=self.args.dims)
 
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        of_run = self.args, self._start, self.train_dataset, self.data_collator
+        of_run = self.args, self._start, self.train_dataset, self.data_collator, self._extensions
         return setup_of(self.dual_encoder, self.accelerator, *of_run)
 
     @property
@@ -254,8 +255,7 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched.
 
-        Each call returns a new loader, which may be looked into during a training: iterating it again shuffles the rows
-        anew. A loader of an `ImageTextStream` begins where the training began.
+        Each call returns a new one, which may be looked into. That of an `ImageTextStream` begins with the training.
         """
         pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
         loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
@@ -398,13 +398,13 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
-        # No checkpoint that is being pushed is removed.
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:
         """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
         loads = self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler
-        self.checkpoints.go_back(loads, reason)
+        states = partial(files.load_states, self.window_step.load_state_dict)
+        self.checkpoints.go_back([*loads, states], reason)
         switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

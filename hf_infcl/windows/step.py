@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,10 +20,11 @@ from ..encoders.sharding import failures_announced_unless_sharded
 from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, wrapper_of
+from ..processes.collectives import Processes
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .encoding import MicroBatchEncoder
-from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind
+from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
 from .nonfinite import finite_rows
@@ -48,7 +49,6 @@ class WindowStep:
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
         course: the samples of its steps; None or without steps before it begins.
-        extensions: further parts of the step, beside those that the arguments ask for.
 
     Attributes:
         windows: the number that was trained.
@@ -68,11 +68,10 @@ class WindowStep:
         roll_back: Callable[[str], None],
         phases: Phases,
         course: Course | None = None,
-        extensions: Iterable[Extension] = (),
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0
-        self.extensions = [*_extensions_of(setup, course), *extensions]
+        self.extensions = [*_extensions_of(setup, course), *setup.extensions]
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
             SkippedWindows(args.skip_nonfinite, args.divergence_factor, record),
@@ -90,6 +89,7 @@ class WindowStep:
             strategy=args.strategy,
             backend=args.backend,
             replay_as=args.replay_as,
+            prefixes=args.matryoshka_dims or (),
         )
         self._wrapper = wrapper_of(model)
         if args.ddp_broadcast_buffers is None:
@@ -144,9 +144,12 @@ class WindowStep:
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             with record_function("infcl: loss"):
                 of_features = partial(self._loss_and_terms, window, micro_batches, taking_part)
-                loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters)
+                beside = term_parameters(self.extensions)
+                loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters, beside)
         # Before anything has been changed.
         self.checks.check_loss(loss, finite, window, step)
+        for parameter, gradient in zip(beside, passes.other_gradients, strict=True):
+            parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
         for index in range(count):
@@ -207,11 +210,14 @@ class WindowStep:
         parameters: tuple[Tensor, ...],
     ) -> Tensor:
         """The contrastive loss; its gradient is that of the sum with the terms, which are logged apart."""
-        temperature = self._setup.encoder.scale_and_bias(parameters)
-        loss = self._loss.of(window, window.in_order(features), *temperature, taking_part)
+        temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
+        loss = self._loss.of(window, in_order, *temperature, taking_part)
+        if (weight := self._setup.args.contrastive_weight) != 1:
+            loss = loss.detach() + weight * (loss - loss.detach())
         for number, term in enumerate(of_kind(self.extensions, LossTerm)):
             of_micro_batches = [(m.references or [])[number] for m in micro_batches]
-            value = term.value(features, tuple(map(torch.cat, zip(*of_micro_batches, strict=True))))
+            references = tuple(map(torch.cat, zip(*of_micro_batches, strict=True)))
+            value = term.value(in_order if term.in_order else features, references)
             window.term_values[term.name] = value.detach()
             loss = loss + (value - value.detach())
         return loss
