@@ -309,6 +309,35 @@ def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
 # ---- What counts ----
 
 
+@pytest.mark.parametrize("stop", [7, 10])
+def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
+    """Half of the 100 pairs are trained with step 11 of 15, and the last step has 16 of them."""
+    sized = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "patch_dropout": 0.5, "full_tokens_last": 0.15}
+    ends, seen = [], Tokens()
+    for folder, calls in (("whole", [seen]), ("parts", [StopAt(stop)]), ("parts", [])):
+        options = {**sized, "callbacks": calls, "save_strategy": "steps", "save_steps": stop, "learning_rate": 1e-2}
+        trainer = trainer_for(tmp_path / folder, models.clip(dropout=0.1), models.Pairs(100), **options)
+        trainer.train(resume_from_checkpoint="auto")
+        ends.append(parameters(trainer))
+    # Tokens of the class and of patches: 1 × 1 of 8 pixels, or half of 2 × 2 of 16.
+    assert [step - {0} for step in seen.steps[:15]] == [{2}] * 11 + [{3}] * 3 + [{5}]
+    assert torch.equal(ends[0], ends[2])
+
+
+class Tokens(TrainerCallback):
+    """The tokens of an image in each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[set[int]] = [set()]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        layers: Any = model.vision_model.encoder.layers
+        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(set())
+
+
 def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):
     options = {**GROWS, "learning_rate": 1.0, "warmup_steps": 3, "optim": "sgd"}
     rates = {}
@@ -433,7 +462,17 @@ def test_wrong_options_are_refused(tmp_path, options, message):
         (
             models.Pairs(30),
             {"max_steps": -1, "num_train_epochs": 1, "global_batch_schedule": ["4:0.5", "20"]},
-            "batch of 20 pairs that no step would train. There are 4 steps with 16 pairs in all, since a pass over 30",
+            "batch of 20 pairs that no step would train: a pass over 30 pairs ends where it no longer fits in",
+        ),
+        (
+            models.Pairs(100),
+            {"max_steps": 2},
+            "16 pairs that no step would train: the 2 steps with 12 pairs in all are too few for its share. Give",
+        ),
+        (
+            models.Pairs(100),
+            {"max_steps": -1, "num_train_epochs": 0.1},
+            r"16 pairs that no step would train: the 2 steps with 12 pairs in all are too few for its share",
         ),
         (models.Pairs(100), {"global_batch_schedule": ["4:0.001", "16"]}, "batch of 4 pairs that no step would train"),
         (models.Stream(100), {}, "needs a dataset with a length or an ImageTextStream, got a Stream"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import shutil
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,7 @@ from helpers.demo import infcl
 from helpers.evaluation import discerning
 from helpers.hub import Hub, hub_for_this_process, sha_of
 from helpers.processors import clip_processor
+from helpers.shards import write_tar
 from helpers.trainers import trainer_for
 from huggingface_hub import ModelCard, constants
 from PIL import Image
@@ -61,7 +64,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A folder of local copies, with what they contain."""
-    folder = tmp_path_factory.mktemp("benchmarks")
+    folder = tmp_path_factory.mktemp("benchmarks") / "copies [v1]"  # which is no pattern
     subsets = {group: [name.partition("/")[2] for name in GROUPS[group]] for group in ("sugarcrepe", "sugarcrepe++")}
     return {
         "folder": folder,
@@ -322,6 +325,9 @@ def replace_text(name: str, text: str) -> Callable[[Path], Any]:
         (replace_text("dataset_type.txt", "captioning"), "says 'captioning', which is none of"),
         (replace_text("dataset_type.txt", "retrieval"), "No caption was found|must have one image and a .txt"),
         (replace_text("test/nshards.txt", "many"), "must hold the number of shards, not 'many'"),
+        (replace_text("test/nshards.txt", "0"), "must hold the number of shards, not '0'"),
+        (replace_text("test/nshards.txt", "1000000000000"), "lacks 999,999,999,998 of .* shards: 2.tar, 3.tar, "),
+        (replace_text("test/nshards.txt", "9" * 5000), "must hold the number of shards, not '9{36}'"),
         (lambda folder: (folder / "test/1.tar").write_bytes(b"x" * 700), "1.tar' is damaged"),
         (shutil.rmtree, "has no folder wds_mine"),
     ],
@@ -333,6 +339,15 @@ def test_a_set_that_is_not_as_it_should_be_is_told(tmp_path, damage, message):
     assert (whole.benchmark.on_hub, len(whole)) == (False, 9)
     message = "There is no benchmark 'mine'" if damage is shutil.rmtree else f"^The benchmark mine: .*(?:{message})"
     with pytest.raises(ValueError, match=message):
+        benchmark_sets(["mine"], str(tmp_path))
+
+
+def test_labels_that_state_a_huge_array_are_told(tmp_path):
+    write_classes(tmp_path / "wds_mine", several=True)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<i8", "fortran_order": False, "shape": (10**13,)})
+    write_tar(tmp_path / "wds_mine/test/1.tar", [("s5.png", coloured(5)), ("s5.npy", header.getvalue())])
+    with pytest.raises(ValueError, match=r"^The benchmark mine: Sample 's5' of .* has a .npy that cannot be read"):
         benchmark_sets(["mine"], str(tmp_path))
 
 

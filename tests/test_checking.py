@@ -226,6 +226,36 @@ def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
     assert f"look like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
 
 
+def test_captions_that_no_recall_can_tell_apart_are_told_as_a_training_tells_them(model, tmp_path, capsys):
+    words = as_folder(tmp_path / "data", clean())
+    few = [Row(scene(800 + row), f"caption {row % 21}" + " and more" * 80 * (row < 2)) for row in range(40)]
+    as_folder(tmp_path / "test", few)
+    words += ["--eval_dataset", tmp_path / "test", "--eval_split", "train"]
+    code, found, _ = check(model, tmp_path / "out", *words)
+    said = capsys.readouterr().out
+    assert code == 1
+    assert "ceiling" in found["pairs"]
+    infcl("evaluate", "--model", model, *words[2:], "--output_dir", tmp_path / "measured", "--use_cpu")
+    results = json.loads((tmp_path / "measured/eval_results.json").read_text())
+    for way in ("image", "text"):
+        highest = results[f"eval_pairs_{way}_retrieval_recall@1_ceiling"]
+        assert 0.5 < highest < 0.6
+        assert f"{way}_retrieval_recall@1 of {highest:.4g}" in said
+    as_folder(tmp_path / "unique", clean())
+    _, found, _ = check(
+        model, tmp_path / "out", *words[:2], "--eval_dataset", tmp_path / "unique", "--eval_split", "train"
+    )
+    assert "ceiling" not in found["pairs"]
+
+
+def test_old_pairs_in_shards_have_a_name(model, tmp_path, capsys):
+    words = as_folder(tmp_path / "data", clean())
+    as_shards(tmp_path / "old", [Row(scene(500 + row), f"old {sentence(row)}") for row in range(40)])
+    old = ["--replay_streaming", "--replay_dataset", tmp_path / "old/{0..2}.tar"]
+    assert check(model, tmp_path / "out", *words, *old)[1].keys() == {"train", "replay1"}
+    assert f"--replay_dataset {tmp_path}/old/{{0..2}}.tar: 30 pairs read" in capsys.readouterr().out
+
+
 def test_a_folder_that_cannot_be_written_is_told_before_the_reading(model, tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):

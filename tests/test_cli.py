@@ -55,7 +55,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.planning import GPUS
-from hf_infcl.publishing import CardCallback
+from hf_infcl.publishing import CardCallback, doubtful_rate
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -163,6 +163,10 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     assert "--logging_steps 1 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("It is doubtful that this model has learned anything: the training made 6 steps instead ")
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.split("# out\n\n")[1].startswith(f"{last}\nThis is a `CLIPModel` trained with"), "its first sentence"
     assert (tmp_path / "out/pictures.png").stat().st_size > 1000
     assert "](pictures.png)" in (tmp_path / "out/README.md").read_text()
     state = json.loads((tmp_path / "out/trainer_state.json").read_text())
@@ -670,6 +674,8 @@ def test_a_card_tells_what_the_training_used_and_loads_from_where_it_was_pushed(
         ("--guard_dataset g", {"eval_on_start": True, "eval_strategy": "epoch"}),
         ("--guard_dataset g --eval_on_start no", {"eval_on_start": False}),
         ("--logging_steps 5 --save_total_limit 9", {"logging_steps": 5, "save_total_limit": 9}),
+        ("--logging_steps 5", {"logging_first_step": False}),
+        ("--recipe finetune_clip", {"logging_steps": 0.01, "logging_first_step": True}),
         ("--zero_shot_dataset d --load_best_model_at_end", {"metric_for_best_model": "zero_shot_acc1"}),
         ("--zero_shot_dataset d --save_strategy best", {"metric_for_best_model": "zero_shot_acc1"}),
         ("--eval_dataset d --lr_scheduler_type greedy", {"metric_for_best_model": "pairs_loss"}),
@@ -688,14 +694,22 @@ def test_chosen_intervals_are_told_in_steps():
 
 @pytest.mark.parametrize(
     ("rate", "told"),
-    [("0", "is 0, so that no weight changes"), ("1e6", "is 1e+06. AdamW changes every weight by about"), ("0.1", None)],
+    [
+        ("0", "is 0, so that no weight changes"),
+        ("1e6", "of AdamW is 1e+06, at least 0.1, so that each step replaces the weights"),
+        ("0.1", "of AdamW is 0.1, at least 0.1"),
+        ("0.05", None),
+        ("1e-6", None),
+        ("1e-6 --learning_rate_batch_size 9", "of AdamW is 8.88889e-07, below 1e-06, so that weights hardly change"),
+        ("1e6 --optim sgd", None),
+    ],
 )
 def test_a_rate_that_trains_nothing_or_destroys_the_model_is_told(tmp_path, rate, told):
-    words = ["--model", "m", "--dataset", "d", "--learning_rate", rate, "--use_cpu", "--report_to", "none"]
+    words = ["--model", "m", "--dataset", "d", "--learning_rate", *rate.split(), "--use_cpu", "--report_to", "none"]
     reader = train_parser()
     args = reader.build(reader.read([*words, "--output_dir", str(tmp_path)])[0])[-1]
-    said = defaults.doubtful_rate(args)
-    assert said is None if told is None else told in str(said)
+    said = doubtful_rate(args)
+    assert told in said if told else not said
 
 
 def test_the_best_checkpoint_is_chosen_by_what_is_measured():

@@ -6,11 +6,13 @@ import copy
 import json
 import shutil
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from helpers.hub import talk_to
 from helpers.open_clip_models import (
     CASES,
     CLIP,
@@ -28,7 +30,16 @@ from huggingface_hub import constants
 from PIL import Image
 
 from hf_infcl import cli
-from hf_infcl.conversion import comparison, convert, folders, from_open_clip, load_open_clip, to_open_clip, tokenizing
+from hf_infcl.conversion import (
+    comparison,
+    convert,
+    folders,
+    from_open_clip,
+    load_open_clip,
+    models,
+    to_open_clip,
+    tokenizing,
+)
 from hf_infcl.conversion.preprocessing import image_processor, preprocess_config
 from hf_infcl.conversion.towers import mlp_ratio
 
@@ -169,6 +180,37 @@ def test_the_saved_tokenizer_cleans_as_open_clip_and_cuts_at_the_model_s_length(
     assert tokenizing.cleaning(saved) == {"CLIP": "whitespace", "SigLIP": "canonicalize"}[case]
 
 
+def test_texts_are_cut_at_the_tokenizer_s_limit_in_both_libraries_unless_another_is_given(tmp_path):
+    text = {"vocab_size": 28, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "eos_token_id": 1}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**text, "max_position_embeddings": 12}, vision_config=vision, projection_dim=16
+        )
+    )
+    model.save_pretrained(tmp_path / "ours")
+    processor = processor_of("CLIP")  # its tokenizer states 8
+    processor.save_pretrained(tmp_path / "ours")
+    words = "b c d e f g h i j k l m n"
+    for tokens, length in ((None, 8), (12, 12), (9, 9)):
+        said = convert(tmp_path / "ours", tmp_path / str(tokens), to="open_clip", max_text_tokens=tokens)
+        left_out = f"Texts are cut at {length} tokens, as here: the other {12 - length} of the model's 12 positions"
+        assert any(left_out in sentence for sentence in said) == (length < 12)
+        theirs, of_theirs = load_open_clip(tmp_path / str(tokens))
+        assert theirs.config.text_config.max_position_embeddings == length
+        assert of_theirs.tokenizer.model_max_length == length
+        ids = of_theirs.tokenizer(words, truncation=True, return_tensors="pt")["input_ids"]
+        assert ids.shape == (1, length)
+        with torch.no_grad():
+            both = [one.eval().get_text_features(input_ids=ids).pooler_output for one in (theirs, model)]
+        torch.testing.assert_close(*both, atol=1e-6, rtol=0)
+    for wrong in (0, 13):
+        with pytest.raises(ValueError, match="--max_text_tokens must be from 1 to the 12 positions"):
+            convert(tmp_path / "ours", tmp_path / "wrong", to="open_clip", max_text_tokens=wrong)
+    with pytest.raises(ValueError, match="--max_text_tokens is for --to open_clip"):
+        convert(tmp_path / "8", tmp_path / "wrong", max_text_tokens=8)
+
+
 def test_image_processors_that_open_clip_has_not_are_refused():
     fine = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     for wrong, words in (
@@ -285,6 +327,18 @@ def test_a_path_that_does_not_exist_is_told_as_one(source, tmp_path, monkeypatch
         hub = "no model of this name was downloaded" if source in ("outputs/clip", "no_such.pt") else "is not the id of"
         assert ("Check the path" if "--open_clip_model" in more else hub) in line
         assert not (tmp_path / "ours").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    waits: list[float] = []  # between attempts of the Hub's client, which takes 24 seconds for each file
+    monkeypatch.setattr(time, "sleep", waits.append)
+    talk_to("http://127.0.0.1:9", monkeypatch)  # nothing listens there
+    for load in (models.load, models.load_readers, models.load_config, lambda name: convert(name, tmp_path / "ours")):
+        waits.clear()
+        with pytest.raises(ValueError, match="no model of this name was downloaded before, and the Hub could not be"):
+            load("no-such/model")
+        assert waits == [1]
+        assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_hub_repository_is_read_like_a_folder(tmp_path, monkeypatch):

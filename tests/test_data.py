@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from helpers import models
 from helpers.pictures import picture
 from helpers.processors import LENGTH, clip_processor, siglip2_processor, siglip_processor, tokenizer
-from helpers.shards import number_of, png, write_parquet
+from helpers.shards import number_of, png, write_parquet, write_tar
 from packaging.version import Version
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Subset
@@ -117,12 +118,96 @@ class TestLoadPairs:
         assert item["caption"] == ["b"]
         assert np.array_equal(item["image"], ImageTextDataset(load_pairs(str(images), split="train"))[1]["image"])
 
+    @pytest.mark.parametrize("separator", [",", "\t", ";", "|"])
+    @pytest.mark.parametrize("name", ["train.csv", "train.tsv"])
+    def test_separators_of_a_csv(self, tmp_path, separator, name):
+        """The captions hold the other separators; one begins with a quotation mark, as in OpenCLIP's tables."""
+        captions = ["a, b; c | d\te", "two\u2028lines", '"quoted, twice"']
+        lines = [
+            separator.join(("filepath", "title, my")),
+            *(f'0.png{separator}"{c.replace(chr(34), chr(34) * 2)}"' for c in captions),
+        ]
+        if separator == ",":
+            lines[0] = 'filepath,"title, my"'
+        (tmp_path / "table").mkdir()
+        (tmp_path / "table" / name).write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+        (tmp_path / "table/0.png").write_bytes(png(3))
+        rows = load_pairs(str(tmp_path / "table"), split="train")
+        assert rows.column_names == ["filepath", "title, my"]
+        assert rows["title, my"][:] == captions
+
+    def test_separators_that_differ_or_cannot_be_used_are_named(self, tmp_path):
+        for name, text in (("a/train.csv", "x,caption\n1,a"), ("a/test.csv", "x;caption\n1;a")):
+            (tmp_path / "a").mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=r"train.csv separates the columns by ',', and .*test.csv by ';'\. Write"):
+            load_pairs(str(tmp_path / "a"), split="train")
+        write_folder(tmp_path / "b", ["a"])
+        (tmp_path / "b/metadata.jsonl").unlink()
+        (tmp_path / "b/metadata.csv").write_text("file_name\tcaption\n0.png\ta")
+        with pytest.raises(ValueError, match=r"its metadata.csv separates the columns by '\\t'\. Write it with commas"):
+            load_pairs(str(tmp_path / "b"), split="train")
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c/train.csv").write_text("caption\na dog\n")
+        assert load_pairs(str(tmp_path / "c"), split="train")["caption"][:] == ["a dog"]
+
+    @pytest.mark.parametrize("name", ["train.csv", "train.jsonl"])
+    def test_relative_paths_in_a_table_are_of_the_working_folder_or_of_the_file(self, tmp_path, name, monkeypatch):
+        (tmp_path / "table").mkdir()
+        rows = [{"filepath": f"images/{row}.png", "title": "a"} for row in range(3)]
+        lines = ["filepath,title", *(",".join(row.values()) for row in rows)]
+        lines = lines if name == "train.csv" else [json.dumps(row) for row in rows]
+        (tmp_path / "table" / name).write_text("\n".join(lines))
+        monkeypatch.chdir(tmp_path)
+
+        def read() -> ImageTextDataset:
+            return ImageTextDataset(load_pairs("table", split="train"), image_column="filepath", caption_column="title")
+
+        missing = rf"none of its images is there, such as 'images/0.png', .* {tmp_path} or .*, {tmp_path}/table\. Use"
+        with pytest.raises(ValueError, match=missing):
+            read()
+        for folder, number in ((tmp_path / "table/images", 5), (tmp_path / "images", 7)):
+            folder.mkdir()
+            (folder / "1.png").write_bytes(png(number))
+            dataset = read()
+            assert number_of(dataset[1]) == number
+            with pytest.raises(ValueError, match=r"Row 0 .*FileNotFoundError.*images/0.png"):
+                dataset[0]
+
     @pytest.mark.parametrize("name", ["csv", "parquet", "json", "shards.parquet", "shards.tar"])
     def test_a_folder_with_the_name_of_a_format_is_a_folder(self, tmp_path, monkeypatch, name):
         write_parquet(tmp_path / name / "train.parquet", [3])
         monkeypatch.chdir(tmp_path)
         assert load_pairs(name, split="train")["caption"][:] == ["caption 3"]
         assert find_shards(name) == [str(tmp_path / name / "train.parquet")]
+
+    @pytest.mark.parametrize("kind", ["tar", "parquet", "imagefolder", "csv", "card", "saved"])
+    def test_a_folder_whose_name_is_a_pattern_is_taken_literally(self, tmp_path, kind):
+        folder = tmp_path / "my [v1] *?{a,b}" / "train"
+        decoy = tmp_path / "my v xy{a,b}" / "train"  # which the name would match
+        for place, caption in ((decoy, "wrong"), (folder, "right")):
+            if kind == "tar":
+                write_tar(
+                    place / "0[a]*.tar", [("0.png", png(3)), ("0.json", json.dumps({"caption": caption}).encode())]
+                )
+            elif kind == "imagefolder":
+                write_folder(place, [caption])
+            elif kind == "csv":
+                place.mkdir(parents=True)
+                (place / "train.csv").write_text(f"filepath,caption\n/x[1].png,{caption}\n")
+            elif kind == "saved":
+                captioned([caption]).save_to_disk(place)
+            else:
+                write_parquet(place / "more" / "0[a].parquet", [3], caption=[caption])
+            if kind == "card":
+                files = "data_files:\n  - split: train\n    path: more/*.parquet"
+                (place / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
+        rows = load_pairs(str(folder), split="train")
+        assert rows["caption"][:] == ["right"]
+        if kind in ("tar", "parquet"):
+            below = "0[a]*.tar" if kind == "tar" else "more/0[a].parquet"
+            for name in ("", below, "**/*.*"):
+                assert find_shards(str(folder / name)) == [str(folder / below)]
 
     @pytest.mark.parametrize("kind", ["relative", "of both", "bytes alone", "paths alone", "large", "text"])
     def test_a_table_and_a_stream_read_the_same_parquet(self, tmp_path, kind):
@@ -500,6 +585,8 @@ class TestZeroShot:
                 {"class_names": ["owl", "cat", "dog"]},
                 r"another order: .* instead of \['cat', 'dog', 'owl'\]",
             ),
+            ([0], None, {"class_names": ["cat", "dog"]}, "There are 2 class_names .* for the 3 classes"),
+            ([0], None, {"class_names": ["cat", "owl", "hen"]}, r"another order: .*, for example 'owl'"),
             ([0, 1, 3], Value("int64"), {"class_names": ["a", "b"]}, r"holds \[3\], but there are 2 class names"),
             ([0, -1], None, {}, r"holds \[-1\], but there are 3 class names"),
             ([0, None], None, {}, r"holds \[None\]"),
@@ -615,6 +702,36 @@ class TestCollator:
             [2, 3, 1]
         ]
         assert ContrastiveCollator.for_model(clip_processor(model_max_length=2), config).max_length == 2
+
+    def test_towers_like_roberta_have_fewer_positions_than_their_config_states(self):
+        processor = clip_processor(model_max_length=None)
+        vision = models.VISION
+        for model in (
+            models.BUILD["altclip"](),
+            *(
+                transformers.VisionTextDualEncoderModel(
+                    transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+                        transformers.CLIPVisionConfig(**vision), kind(**models.BERT), projection_dim=12
+                    )
+                )
+                for kind in (transformers.XLMRobertaConfig, transformers.CamembertConfig, transformers.MPNetConfig)
+            ),
+        ):
+            collator = ContrastiveCollator.for_model(processor, model.config)
+            assert collator.max_length == 14  # of 16 embeddings of positions
+            texts = collator.tokenize(["a b c d e f g h i j k l m n o p q r s t"])
+            model.get_text_features(input_ids=texts["input_ids"], attention_mask=texts["attention_mask"])
+            with pytest.raises((IndexError, RuntimeError)):
+                model.get_text_features(input_ids=torch.full((1, 15), 2))
+        bert = models.BUILD["chinese_clip"]()
+        assert ContrastiveCollator.for_model(processor, bert.config).max_length == 16
+
+    def test_a_tokenizer_without_padding_is_refused(self):
+        processor = clip_processor()
+        processor.tokenizer.pad_token = None
+        for make in (ContrastiveCollator, lambda one: ContrastiveCollator.for_model(one, models.clip().config)):
+            with pytest.raises(ValueError, match=r"The tokenizer, a .*, has no pad_token.*pad_token_id"):
+                make(processor)
 
     def test_made_for_siglip_captions_are_of_one_length_whatever_the_processor(self):
         config = transformers.SiglipConfig(text_config={"max_position_embeddings": 6})

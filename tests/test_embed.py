@@ -10,21 +10,26 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
 import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl
 from helpers.pictures import picture
-from helpers.processors import clip_processor
-from helpers.shards import pair, write_tar
+from helpers.processors import END, clip_processor
+from helpers.shards import pair, png, write_tar
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
+from hf_infcl.cli.command_options import ColumnOptions
+from hf_infcl.cli.embed import source_of
 from hf_infcl.embedding import sources
 from hf_infcl.embedding.embedding import embed
+from hf_infcl.embedding.options import EmbedOptions
 from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 
@@ -37,7 +42,7 @@ def table(**columns: Any) -> datasets.Dataset:
 def embedded(source: Any, folder: Path, seed: int = 0, max_length: int | None = None, **options: Any) -> dict[str, int]:
     collator = ContrastiveCollator(clip_processor(), max_length)
     options = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4} | options
-    return embed(source, folder, DualEncoder(models.clip(seed=seed).eval()), collator, **options)
+    return embed(source, folder, DualEncoder(models.clip(seed=seed, end=END).eval()), collator, **options)
 
 
 def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarray]:
@@ -58,7 +63,7 @@ def read(folder: Path, kind: str) -> tuple[list[str], list[str] | None, np.ndarr
 
 
 def expected(rows: range) -> tuple[np.ndarray, np.ndarray]:
-    encoder, collator = DualEncoder(models.clip().eval()), ContrastiveCollator(clip_processor())
+    encoder, collator = DualEncoder(models.clip(end=END).eval()), ContrastiveCollator(clip_processor())
     with torch.no_grad():
         images = [encoder.encode_images(collator([{"image": picture(n, (20, 24))}])) for n in rows]
         texts = [encoder.encode_texts(collator.tokenize([caption])) for n in rows for caption in CAPTIONS[n]]
@@ -112,6 +117,31 @@ def test_a_second_run_computes_what_is_missing_and_another_model_needs_another_f
         embedded(images, tmp_path / "images", max_length=max_length)
 
 
+def test_arrays_are_joined_at_the_end_and_the_first_dimensions_are_another_folder(tmp_path):
+    source = TableSource(table(), "image", "caption", None, "x")
+    embedded(source, tmp_path, format="npy")
+    images, texts = expected(range(21))
+    np.testing.assert_allclose(np.load(tmp_path / "images.npy"), images, atol=1e-6)
+    assert embedded(source, tmp_path, format="npy") == {"images": 0, "texts": 0, "skipped": 0}, "all are there"
+    stored = StoredEmbeddings(tmp_path)
+    keys = [of_caption(str(n), c) for n in range(21) for c in CAPTIONS[n]]
+    found, known = stored.find("texts", [*keys, of_caption("1", "a")])
+    np.testing.assert_allclose(found[:-1], texts, atol=1e-6)
+    assert (known.tolist(), stored.rows, stored.width) == ([True] * len(keys) + [False], 21, 12)
+    assert stored.find("images", [])[0].shape == (0, 12)
+    collator, encoder = ContrastiveCollator(clip_processor()), DualEncoder(models.clip().eval(), dims=4)
+    given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "format": "npy"}
+    with pytest.raises(ValueError, match="holds other embeddings"):
+        embed(source, tmp_path, encoder, collator, **given)
+    embed(source, tmp_path / "cut", encoder, collator, **given, half=True)
+    cut = np.load(tmp_path / "cut" / "images.npy")
+    assert (cut.shape, cut.dtype) == ((21, 4), np.float16)
+    wanted = images[:, :4] / np.linalg.norm(images[:, :4], axis=1, keepdims=True)
+    np.testing.assert_allclose(cut, wanted, atol=1e-3)
+    with pytest.raises(ValueError, match="half_precision is for the format npy, got parquet"):
+        embedded(source, tmp_path / "half", half=True)
+
+
 def _by_processes(rank: int, world_size: int, folder: str) -> str:
     sources.ROWS_OF_PART = 8
     embedded(TableSource(table(), "image", "caption", None, folder), Path(folder, "both"))
@@ -155,6 +185,38 @@ def test_shards_are_parts_and_their_samples_keep_their_order(tmp_path):
     assert len(np.unique(vectors[:17], axis=0)) == 17
     _, captions, _ = read(tmp_path / "out", "texts")
     assert captions[:3] == ["a", "a a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+@pytest.mark.parametrize("parts", [("images",), ("texts",), ("images", "texts")])
+def test_shards_without_captions_or_without_images_are_embedded_as_the_same_table(tmp_path, kind, parts):
+    """One caption is missing, which is no fault of its image."""
+    letters = [*"abc", None]
+    for split in ("train", "test"):
+        if kind == "tar":
+            files = [file for n, letter in enumerate(letters) for file in pair(n, text=letter, id=n)]
+            wanted = {"images": "png", "texts": "json"}
+            only = [file for file in files if any(file[0].endswith(wanted[part]) for part in parts)]
+            write_tar(tmp_path / f"shards/{split}.tar", only)
+        else:
+            columns = {"images": {"jpg": [png(n) for n in range(4)]}, "texts": {"title": letters}}
+            chosen = {name: values for part in parts for name, values in columns[part].items()}
+            (tmp_path / "shards").mkdir(exist_ok=True)
+            pq.write_table(pyarrow.table({**chosen, "id": range(4)}), tmp_path / f"shards/{split}.parquet")
+    embeddings, found = [], []
+    for streaming in (False, True):
+        source = source_of(str(tmp_path / "shards"), EmbedOptions(streaming=streaming), ColumnOptions(), set())
+        found.append((source.kinds, embedded(source, tmp_path / str(streaming))))
+        embeddings.append([read(tmp_path / str(streaming), part)[1:] for part in parts])
+    images, texts = 4 * ("images" in parts), 3 * ("texts" in parts)
+    assert found == [(parts, {"images": images, "texts": texts, "skipped": 0})] * 2
+    for (captions, vectors), (same_captions, same) in zip(*embeddings, strict=True):
+        assert captions == same_captions
+        np.testing.assert_allclose(vectors, same, atol=1e-6)
+    for option in ("image_column", "caption_column"):
+        wrong = ColumnOptions(**{option: "nope"})
+        with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
+            source_of(str(tmp_path / "shards"), EmbedOptions(streaming=True), wrong, {option})
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.demo import infcl
 from helpers.pictures import picture
 from helpers.shards import number_of, png, write_parquet, write_tar
 
-from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset, load_pairs
+from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainingArguments, ZeroShotDataset, load_pairs
 from hf_infcl.cli import datasets as opening
 from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 from hf_infcl.data.columns import find_caption_column, find_image_column, find_label_column
@@ -182,6 +183,83 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
     sets = opening.evaluation_datasets(ColumnOptions(), EvaluationOptions(**options, **files))
     assert sets["zero_shot"].prompts() == ["a cat.", "some cats.", "a dog, or hound.", "some dog, or hounds."]
     assert "numbers" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("folders", "names", "expected"),
+    [
+        (("ant", "bee", "cat"), "cat ant bee", "ant bee cat"),
+        (("ant", "honey_bee", "cat"), "Cat Ant honey-bee", "Ant Cat honey-bee"),
+        (("ant", "bee", "cat"), "ant wasp cat", "ant wasp cat"),
+        (("1", "10", "2"), "one two ten", "one ten two"),
+        (("n1", "n10", "n2"), "one two ten", "one ten two"),
+        (("0", "1", "2"), "2 1 0", "0 1 2"),
+        (("ant", "bee", "cat"), "cat ant", "There are 2 class_names ('cat', 'ant') for the 3 classes"),
+        (("ant", "bee"), "ant bee cat", "There are 3 class_names ('ant', 'bee', 'cat') for the 2 classes"),
+        (
+            ("ant", "bee", "cat"),
+            "cat wasp ant",
+            "another order: ['cat', 'wasp', 'ant'] instead of ['ant', ",
+        ),
+    ],
+)
+def test_names_of_classes_meet_their_folders(tmp_path, folders, names, expected):
+    write_classes(tmp_path / "data/test", folders)
+    (tmp_path / "names.txt").write_text(names.replace(" ", "\n"))
+    options = EvaluationOptions(zero_shot_dataset=str(tmp_path / "data"), class_names=[str(tmp_path / "names.txt")])
+    if "class" in expected or "order" in expected:
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            opening.evaluation_datasets(ColumnOptions(), options)
+        return
+    sets = opening.evaluation_datasets(ColumnOptions(), options)
+    assert sets["zero_shot"].class_names == expected.split()
+    (line,) = opening.describe_sets(sets)
+    known = sorted(folders)
+    shown = f"The classes begin with {', '.join(f'{k} = {n}' for k, n in zip(known, expected.split(), strict=True))}."
+    assert (shown in line) == (known != expected.split())
+
+
+def test_tar_files_whose_samples_cannot_be_read_are_told_in_a_few_words(tmp_path):
+    many = [(f"photo.{n:04d}.{kind}", png(1)) for n in range(500) for kind in ("png", "txt")]
+    apart = [(f"{n:03d}.{kind}", png(1)) for kind in ("png", "txt") for n in range(150)]
+    listing = [("all.json", json.dumps({f"picture_{n}.jpg": "a" for n in range(2000)}).encode())]
+    for name, files, message in (
+        ("dots", many, "and 990 others. The name of a sample ends at the first dot, so 'photo.0000.png' belongs to"),
+        (
+            "apart",
+            apart,
+            "The files of a sample must follow each other, but those of '000' are apart. `tar --sort=name`",
+        ),
+        ("long", [("x" * 44_000 + ".png", png(1))], "'xxx"),
+        ("fields", [*listing, ("all.png", png(1))], "and 1,990 others"),
+    ):
+        write_tar(tmp_path / f"{name}.tar", files)
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            ImageTextStream(str(tmp_path / f"{name}.tar"))
+        assert len(str(error.value)) < 900
+
+
+@pytest.mark.parametrize("kind", ["txt", "json"])
+def test_captions_in_files_beside_the_images_are_told(tmp_path, kind):
+    (tmp_path / "train").mkdir()
+    for row in range(3):
+        picture(row).save(tmp_path / f"train/{row}.png")
+        (tmp_path / f"train/{row}.{kind}").write_text('{"caption": "a"}')
+    with pytest.raises(ValueError, match=rf'0.png lies beside 0.{kind}, .*{{"file_name": "0.png", "caption": "..."}}'):
+        load_pairs(str(tmp_path), split="train")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_captions_above_the_folders_of_the_splits_are_told(tmp_path, name):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        picture(1).save(tmp_path / f"{split}/0.png")
+    is_csv = name.endswith("csv")
+    lines = ["file_name,caption", "train/0.png,a"] if is_csv else ['{"file_name": "train/0.png", "caption": "a"}']
+    (tmp_path / name).write_text("\n".join(lines))
+    rows = load_pairs(str(tmp_path), split="test")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name} lies above: move its lines into {tmp_path}/test/{name}"):
+        ImageTextDataset(rows)
 
 
 def test_results_and_output_of_an_evaluation_say_the_what_was_measured(demo, tmp_path, capfd):

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, Features, Value
 from helpers import models
 from helpers.pictures import picture
-from helpers.processors import clip_processor, siglip_processor
+from helpers.processors import END, clip_processor, siglip_processor
 from helpers.trainers import arguments, parameters
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, folder: Path, kind: str = "clip", data: Any = None, **options: Any) -> None:
         model, processor = (
-            (models.clip(), clip_processor()) if kind == "clip" else (models.siglip(), siglip_processor())
+            (models.clip(end=END), clip_processor()) if kind == "clip" else (models.siglip(), siglip_processor())
         )
         model = options.pop("model", model)
         change = options.pop("change", None)
@@ -186,7 +186,7 @@ def test_whatever_the_features_depend_on_gives_others(tmp_path, changed):
                 text_config=models.TEXT, vision_config={**models.VISION, changed: value}, projection_dim=12
             )
         )
-        options["model"].load_state_dict(models.clip().state_dict())
+        options["model"].load_state_dict(models.clip(end=END).state_dict())
     elif changed == "module":
         options["change"] = lambda model, _: setattr(model.vision_model.post_layernorm, "eps", 1e-2)
     elif changed == "processor":

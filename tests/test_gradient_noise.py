@@ -9,7 +9,7 @@ from helpers.parity import MODELS
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import nn
 
-from hf_infcl import reference
+from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.windows.extensions import of_kind
 from hf_infcl.windows.gradient_noise import GradientNoise
@@ -63,12 +63,16 @@ def test_a_signal_below_its_error_has_no_scale():
     assert noise.logs() == {}
 
 
+def noise_of(trainer: InfCLTrainer) -> GradientNoise:
+    (found,) = of_kind(trainer.window_step.extensions, GradientNoise)
+    return found
+
+
 def rank_noise(rank: int, world_size: int, folder: str, objective: str) -> tuple[float, float]:
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 1}
     trainer = trainer_for(folder, MODELS[objective](), models.Pairs(48), **given, gradient_noise_steps=1)
     trainer.train()
-    (observer,) = of_kind(trainer.window_step.extensions, GradientNoise)
-    signal, noise = observer.estimates()
+    signal, noise = noise_of(trainer).estimates()
     (logs,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if signal > 0 else None)
     return signal, noise
@@ -122,6 +126,29 @@ def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
     assert len(measured) == 2
     trainer_for(tmp_path, models.clip(), models.Pairs(40), **options).train(resume_from_checkpoint=True)
     assert len(measured) == 4, "twice in steps 0 and 3"
+
+
+def rank_resumed_mean(rank: int, world_size: int, folder: str) -> None:
+    options = {"max_steps": 6, "gradient_noise_steps": 2, "save_strategy": "steps", "save_steps": 3}
+    data = models.Pairs(24 * world_size)
+    whole = trainer_for(f"{folder}/whole", models.clip(), data, **options)
+    whole.train()
+    trainer_for(f"{folder}/part", models.clip(), data, **options, callbacks=[StopAt(3)]).train()
+    resumed = trainer_for(f"{folder}/part", models.clip(), data, **options)
+    resumed.train(resume_from_checkpoint=True)
+    expected, found = (noise_of(trainer).estimates() for trainer in (whole, resumed))
+    assert found == pytest.approx(expected, rel=1e-5)
+    history = [[e.get("gradient_noise_scale") for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert history[0] == history[1]
+    larger = {"gradient_accumulation_steps": 3, "resume_with_changes": True, "max_steps": 4, "gradient_noise_steps": 4}
+    other = trainer_for(f"{folder}/part", models.clip(), data, **{**options, **larger})
+    other.train(resume_from_checkpoint=f"{folder}/part/checkpoint-3")
+    assert noise_of(other).estimates() is None, "that of another batch"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_training_goes_on_with_the_mean(ranks, tmp_path, world_size):
+    ranks.run(rank_resumed_mean, world_size, str(tmp_path))
 
 
 def test_steps_of_one_micro_batch_have_no_scale(tmp_path):

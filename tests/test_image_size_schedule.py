@@ -25,6 +25,7 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, Inf
 from hf_infcl.data.images import decode_rgb, least_side
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.image_size import OtherSizes
+from hf_infcl.options.batch_schedule import EqualBatches
 from hf_infcl.options.image_sizes import ImageSizes
 
 SCHEDULE = ["8:0.4", "16:0.4", "24"]
@@ -98,7 +99,7 @@ def trainer_of(folder: Path, data: Any, model: Any = None, **options: Any) -> In
 
 
 def test_each_step_has_the_size_of_its_share():
-    sizes = ImageSizes.of(["112:0.5", "160:0.4", "224"], 20)
+    sizes = ImageSizes.of(["112:0.5", "160:0.4", "224"], EqualBatches(8, steps=20))
     assert [sizes.at(step) for step in range(20)] == [112] * 10 + [160] * 8 + [224] * 2
     assert (sizes.smaller_at(0), sizes.smaller_at(19), sizes.full) == (112, None, 224)
 

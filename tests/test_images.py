@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import struct
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -90,6 +91,30 @@ class TestDecoding:
         file = io.BytesIO()
         picture(0, (4, 2)).save(file, "PNG", exif=oriented(6))  # to be displayed with a rotation by 90 degrees
         assert np.array_equal(decode_rgb(file.getvalue()), np.rot90(np.asarray(picture(0, (4, 2))), -1))
+
+    @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+    def test_every_orientation_is_that_of_pil(self, form):
+        for orientation in range(10):
+            file = io.BytesIO()
+            photograph(16, 32).save(file, form, exif=oriented(orientation))
+            expected = np.asarray(ImageOps.exif_transpose(Image.open(file)))
+            assert np.array_equal(decode_rgb(file.getvalue()), expected), orientation
+
+    @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+    def test_a_photo_is_turned_although_its_other_tags_cannot_be_written(self, form):
+        """Cameras and editors write tags of other types than the standard's, which PIL reads and does not write."""
+        turned = 0x0112, 3, 1, struct.pack("<HH", 6, 0)
+        odd = [
+            (tag, kind, 4 if kind in (2, 7) else 1, value)
+            for tag in (0x0100, 0x010F, 0x011A, 0x0132, 0x8769, 0x8825, 0x9286)
+            for kind, value in ((2, b"\xff\xfe\0\0"), (5, bytes(4)), (7, b"abcd"), (9, b"\xff" * 4), (11, b"\0\0\x80?"))
+        ]
+        for tag in odd:
+            tags = b"".join(struct.pack("<HHI", *entry[:3]) + entry[3] for entry in sorted([turned, tag]))
+            exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + tags + bytes(4)
+            file = io.BytesIO()
+            Image.new("RGB", (4, 2)).save(file, form, exif=exif)
+            assert decode_rgb(file.getvalue()).shape == (4, 2, 3), tag
 
 
 JPEGS = {

@@ -31,7 +31,8 @@ TRAINING = ("options", "windows", "loading", "saving", "training")
 # The modules of options that declare them.
 DECLARING = (
     *("declared", "declaring", "facts", "theirs", "model_options"),
-    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "tower_options"),
+    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "selection_options"),
+    *("teacher_options", "tower_options"),
 )
 
 # Of modules that read options, so that a mistyped one is answered at once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.optimizers import MovingAverage, MuonAdamW
 from hf_infcl.optimizers.moving_average import AVERAGE
+from hf_infcl.training import resuming
 
 EMA = {"ema_decay": 0.6, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
 AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -191,6 +193,52 @@ def test_a_roll_back_restores_the_trained_weights_and_the_average(tmp_path, spli
     expected = averaged([*watched.seen[:24], of_27], 0.6)
     for found, wanted in zip(whole(trainer.model), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> None:
+    """An average that ends leaves the weights that were trained, and a later one begins with these."""
+    options = {**WRAPPERS[wrapper], "max_steps": 8, "save_steps": 2, "lr_scheduler_type": "constant"}
+    if wrapper == "zero":
+        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    off = {**options, "ema_decay": None, "ema_device": None}
+    plain, before, between, after = (Weights() for _ in range(4))
+    trainer_of(f"{folder}/plain", plain, **off).train()
+    trainer_of(folder, StopAt(2), before, **options).train()
+    changes: dict[str, Any] = {"resume_with_changes": True, "seed": 5}
+    trainer_of(folder, StopAt(6), between, **off, **changes).train(resume_from_checkpoint="auto")
+    again = trainer_of(folder, after, **options, **changes)
+    again.train(resume_from_checkpoint="auto")
+    found = [*before.seen, *between.seen, *after.seen]
+    for step, (expected, weights) in enumerate(zip(plain.seen, found, strict=True), 1):
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True)), step
+    for average, expected in zip(whole(again.model), averaged(after.seen, 0.6), strict=True):
+        torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_average_that_ends_leaves_the_trained_weights_and_a_later_one_begins_with_them(
+    request, tmp_path, wrapper, backend
+):
+    if wrapper == "zero":
+        pytest.importorskip("deepspeed")
+    old = compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE)
+    if wrapper.startswith("fsdp") and old:
+        pytest.skip("FSDP2 needs newer releases")
+    groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
+    groups.run(rank_off_and_on, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
+
+
+def test_an_average_that_an_earlier_version_left_in_a_checkpoint_is_not_used(tmp_path, monkeypatch):
+    options: dict[str, Any] = {"resume_with_changes": True, "max_steps": 9, "lr_scheduler_type": "constant"}
+    trainer_of(tmp_path, StopAt(3), **options).train()
+    with monkeypatch.context() as patch:
+        patch.setattr(resuming, "average_loaded", lambda *args, **kwargs: nullcontext())
+        trainer_of(tmp_path, StopAt(6), **options, ema_decay=None).train(resume_from_checkpoint="auto")
+    saved, found = whole(models.tf.CLIPModel.from_pretrained(tmp_path / "checkpoint-6")), Weights()
+    again = trainer_of(tmp_path, found, **options, learning_rate=0.0, weight_decay=0.0)
+    again.train(resume_from_checkpoint="auto")
+    assert all(torch.equal(a, b) for a, b in zip(saved, found.seen[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(saved, whole(again.model), strict=True))
 
 
 def test_what_cannot_be_averaged_is_refused(tmp_path):

@@ -124,6 +124,19 @@ def test_repeated_captions_are_told_with_the_cure(warnings, captions, options, c
         assert "has 32 pairs, are each other's negatives unless you pass pair_id_column='caption' (--pair_id" in line
 
 
+def test_old_pairs_are_not_called_the_training_set(tmp_path, warnings):
+    new, old = pairs([f"new {letter}" for letter in LETTERS[:8]]), pairs([LONG, *["the same old words"] * 7])
+    trainer = InfCLTrainer(
+        models.clip(),
+        arguments(tmp_path, per_device_train_batch_size=4, max_steps=1),
+        train_dataset=new,
+        replay_dataset=old,
+        processing_class=clip_processor(),
+    )
+    trainer.train()
+    assert [("training set" in line, "of the replayed set have" in line) for line in warnings] == [(False, True)] * 2
+
+
 def test_captions_that_repeat_are_only_told_of_a_training_set(warnings):
     CaptionNotices().look("evaluation set", [pairs(["a", "a"], all_captions=True)], None)
     assert warnings == []

@@ -144,7 +144,7 @@ def recalls_of_package(open_clip: Any, folder: Path, pairs: Path) -> dict[str, f
 
 def test_a_model_trained_here_has_the_same_recalls_with_the_package_s_loader(package, tmp_path):
     pairs = open_clip_models.letter_pairs(tmp_path / "pairs", 40)
-    source, out = folder_of("CLIP", tmp_path / "theirs"), tmp_path / "out"
+    source, out = folder_of("end of text", tmp_path / "theirs"), tmp_path / "out"
     words = ["--dataset", pairs, "--eval_dataset", pairs, "--use_cpu", "--report_to", "none"]
     words += ["--per_device_train_batch_size", 8, "--learning_rate", 1e-3, "--max_steps", 2]
     infcl("train", "--model", source, *words, "--output_dir", out, "--save_formats", "transformers", "open_clip")

@@ -13,7 +13,7 @@ from hf_infcl import InfCLTrainingArguments
 from hf_infcl.cli import commands
 from hf_infcl.options import declared
 from hf_infcl.options.declaring import FROM_1, Facts, facts_of, option
-from hf_infcl.options.facts import check_values, facts_by_name, rows_of_card
+from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
 from hf_infcl.options.run_options import options_of_arguments
 from hf_infcl.options.theirs import facts_of_theirs
 
@@ -58,8 +58,8 @@ def test_values_are_checked_by_what_is_declared(values, message):
 
 
 def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
-    assert rows_of_card(Small()) == {}
-    assert rows_of_card(Small(dose=0.5)) == {"dose of the teacher": "0.5"}
+    assert list(values_of_card(Small())) == []
+    assert list(values_of_card(Small(dose=0.5))) == [("dose", "dose of the teacher", 0.5)]
 
 
 def test_helps_plans_and_resumes_read_what_is_declared(tmp_path):

@@ -196,6 +196,40 @@ def test_wrong_uses_are_refused():
         cached_backward(towers, batches, towers, loss, backward=dividing.backward)
 
 
+@pytest.mark.parametrize("name", ["pair_ids", "caption_image", "labels"])
+def test_inputs_that_the_loss_does_not_get_are_refused(name):
+    model = models.clip()
+    batches = [{**models.Pairs(ROWS).batch(part), name: part // 2} for part in torch.arange(ROWS).chunk(2)]
+
+    def encode(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # as in the README
+        outputs = model(**batch)
+        return outputs.image_embeds, outputs.text_embeds
+
+    def loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        return contrastive_loss(images, texts, scale.exp())
+
+    with pytest.raises(ValueError, match=f"The micro-batches have {name}, which the loss does not get"):
+        cached_backward(model, batches, encode, loss, [model.logit_scale])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_pair_ids_may_be_a_feature():
+    model, ids = models.clip(), torch.arange(ROWS) // 2
+    batches = [{**models.Pairs(ROWS).batch(part), "pair_ids": ids[part]} for part in torch.arange(ROWS).chunk(3)]
+
+    def encode(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        outputs = model(pixel_values=batch["pixel_values"], input_ids=batch["input_ids"])
+        return outputs.image_embeds, outputs.text_embeds, batch["pair_ids"]
+
+    def loss(images: Tensor, texts: Tensor, pair_ids: Tensor, scale: Tensor) -> Tensor:
+        return contrastive_loss(images, texts, scale.exp(), pair_ids=pair_ids)
+
+    value = cached_backward(model, batches, encode, loss, [model.logit_scale])
+    embeds = DualEncoder(model).embed(model, models.Pairs(ROWS).batch())
+    whole = contrastive_loss(*embeds, model.logit_scale.exp(), pair_ids=ids)
+    assert value.item() == pytest.approx(whole.item(), rel=1e-5)
+
+
 def test_a_token_without_an_embedding_is_refused():
     model = models.clip()
     batch = models.Pairs(ROWS).batch()

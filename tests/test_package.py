@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import os
 import re
@@ -18,6 +19,9 @@ from helpers.demo import ROOT
 
 import hf_infcl
 
+# Imported only where the user has asked for the package by name: --report_to, and a model or format of OpenCLIP, whose
+# package tests/open_clip.txt pins apart from the environment (ftfy is a part of its tokenizers).
+BY_NAME = ("ftfy", "mlflow", "open_clip", "trackio", "wandb")
 EXTRAS = ("deepspeed", "matplotlib", "peft", "simplejpeg", "sklearn", "triton")
 
 
@@ -67,6 +71,30 @@ def test_the_metadata_say_what_an_index_shows(wheel):
     assert needed >= {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "pyyaml"}
     assert not needed & set(EXTRAS)
     assert "infcl = hf_infcl.cli:main" in commands
+
+
+def imported() -> dict[str, str]:
+    """Every package that a file of the package imports, anywhere in it, with the first such file."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "hf_infcl").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [str(node.module)]
+            for name in names:
+                found.setdefault(name.partition(".")[0], str(path.relative_to(ROOT)))
+    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, "hf_infcl"}}
+
+
+def test_every_package_that_is_imported_is_declared(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in metadata.get_all("Requires-Dist")}
+    distributions = {"PIL": "pillow", "yaml": "pyyaml"}
+    undeclared = {n: path for n, path in imported().items() if distributions.get(n, n) not in declared | set(BY_NAME)}
+    assert not undeclared
+    assert set(BY_NAME) <= imported().keys()
 
 
 def test_the_wheel_alone_runs_without_what_is_only_an_extra(wheel, tmp_path):

@@ -22,11 +22,12 @@ from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.notices import CaptionNotices
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.batch_plan import Position, resumed_position
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
 from hf_infcl.training.loop_events import replaced
-from hf_infcl.training.progress import Progress
+from hf_infcl.training.progress import Progress, keep_seconds, seconds_of
 from hf_infcl.training.resuming import Resumption
 from hf_infcl.windows.setup import Setup
 
@@ -109,30 +110,38 @@ def test_a_run_resumes_from_its_own_checkpoint_only(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "expected"),
+    ("batch", "windows", "pairs", "expected"),
     [
-        (8, {}, (1, 6)),  # 3 windows of 2 micro-batches, in the pass after the first
-        (16, {"gradient_accumulation_steps": 4}, (1, 8)),  # 24 pairs are part of 2 windows
-        (4, {"gradient_accumulation_steps": 1}, (2, 1)),  # 6 windows of 5 in a pass
-        (8, {"ignore_data_skip": True}, (7, 7)),
+        (8, 5, 40, Position(7, 64, 1, 3, 24)),  # 24 pairs of the pass after the first
+        (16, 2, 40, Position(7, 64, 1, 1, 24)),  # the other 16 are one window
+        (16, 2, 32, Position(7, 64, 2)),  # 8 pairs are too few
+        (4, 5, 20, Position(7, 64, 2)),  # a smaller training set
+        (16, 3, None, Position(7, 64, 1, 2, 32)),  # after whole windows: 24 pairs are part of two
+        (4, 5, None, Position(7, 64, 2)),
     ],
 )
-def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(checkpoint, tmp_path, batch, options, expected):
-    args = arguments(tmp_path / "run", **options)
-    assert args.global_batch_size == batch
-    assert Resumption(checkpoint).position(args, 5, None, (7, 7)) == expected
-    assert Resumption().position(args, 5, None, (7, 7)) == (7, 7)
+def test_a_resumed_run_goes_on_after_the_pairs_that_were_trained(batch, windows, pairs, expected):
+    for position in ({}, {"rows": 24}):  # earlier versions did not record it
+        record = RunRecord(RUN, epoch=1, windows=3, samples_seen=64, step=7, **position)
+        assert resumed_position(record, batch, windows, pairs) == expected
 
 
 def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(resuming.logger, "warning", said.append)
-    args, resumption = arguments(tmp_path / "run"), Resumption(checkpoint)
+    args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
     lengths = 20, 5, 4  # steps, those of a pass, passes
-    assert resumption.first_position(TrainerState(global_step=19), args, lengths, None, (7, 7)) == (1, 6)
+    left = TrainerState(global_step=19, logging_steps=1)
+    assert resumption.first_position(left, args, lengths, None, (7, 7)) == (7, 7), "Trainer's"
+    resumption.begin = Position(7, 64, 1, 3, 24)
+    assert resumption.first_position(left, args, lengths, None, (7, 7)) == (1, 6)
     assert not said
-    assert resumption.first_position(TrainerState(global_step=20), args, lengths, None, (7, 7)) == (4, 0)
+    complete = TrainerState(global_step=20, logging_steps=1)
+    assert resumption.first_position(complete, args, lengths, None, (7, 7)) == (4, 0)
     assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
+    resumption.changes = ["seed was 1 and is 2"]
+    with pytest.raises(ValueError, match=r"step 20, and max_steps=20 allows .*The changes were: seed was 1 and is 2\."):
+        resumption.first_position(complete, args, lengths, None, (7, 7))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +178,13 @@ def test_progress_counts_pairs_and_seconds_across_an_interruption(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
     history = [{"loss": 1.0, "train_seconds": 3.0}, {"loss": 1.0, "train_seconds": 5.0}, {"eval_loss": 1.0}]
-    part = Progress(10, lambda step: 1000 + 8 * (step - 10), history)
+    state = TrainerState(log_history=history)
+    part = Progress(10, lambda step: 1000 + 8 * (step - 10), seconds_of(state))
     assert part.logs(10, torch.device("cpu")) == {"global_batch_size": 8, "samples_seen": 1000, "train_seconds": 5.0}
     now[0] += 4
     logs = part.logs(12, torch.device("cpu"))
     assert (logs["samples_seen"], logs["samples_per_second"], logs["train_seconds"]) == (1016, 4.0, 9.0)
     assert (part.steps(12), part.samples(12)) == (2, 1016)
+    now[0] += 1
+    keep_seconds(state, part)
+    assert seconds_of(state) == 10.0, "a checkpoint knows the time since the last log as well"

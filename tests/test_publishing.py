@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl.averaging import Averaged
 from hf_infcl.publishing import (
     PICTURES_FILE,
     CardCallback,
@@ -31,11 +32,13 @@ from hf_infcl.publishing import (
     TrainingFacts,
     lines_of_changes,
     model_card,
+    outcome,
     plot_curves,
     source_name,
     training_facts,
     write_publication,
 )
+from hf_infcl.training import progress
 
 ZERO_SHOT = {"acc1": 0.51234, "acc5": math.nan, "mean_per_class_recall": 0.5, "runtime": 1.5, "samples_per_second": 7.0}
 PAIRS = {"loss": 1.25, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.75, "steps_per_second": 3.0}
@@ -99,7 +102,7 @@ def test_what_the_card_says_is_what_the_hub_reads(tmp_path):
         "| frozen | image tower |",
         "| time | 1 h 6 min 40 s with 1 process on CPU |",
         "| `someone/labelled`, validation | 300 | top-1 accuracy | 0.5123 |",
-        "“a photo of a {}.”",
+        "`a photo of a {}.`",
         '["cat", "dog"]',
         "](curves.png)",
         "2410.17243",
@@ -174,6 +177,136 @@ def test_any_name_leaves_the_snippet_python_and_the_table_whole(tmp_path, name):
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
         widths = {len(re.split(r"(?<!\\)\|", row)) for row in block.splitlines()}
         assert len(widths) == 1, block
+
+
+def after(score: float, low: float, **metrics: float) -> Evaluation:
+    """A set whose score was 0.5 before the training, and the lower bounds of its new score and of the change."""
+    new = {"acc1": score, "acc1_low": low, "acc1_high": 1.0, **metrics}
+    return dataclasses.replace(LABELLED, metrics=new, before={"acc1": 0.5, "acc1_low": 0.4, "loss": 6.0})
+
+
+FEW, NOISE = "the training made 60 steps instead of a few hundred", "rose beyond its 95% interval"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, [FEW]),
+        ({"steps": 1}, ["the training made 1 step instead"]),
+        ({"steps": 100}, []),
+        ({"steps": 100, "rates": {"adamw": 9.8e-7}}, ["the learning rate of AdamW is 9.8e-07, below 1e-06"]),
+        ({"steps": 100, "rates": {"adamw": 1e-6, "muon": 4e-6}}, []),
+        ({"steps": 100, "rates": {"adamw": 1e-6, "muon": 3e-6}}, ["the learning rate of Muon is 3e-06, below 4e-06"]),
+        ({"steps": 100, "rates": {"adamw": 0.1}}, ["AdamW is 0.1, at least 0.1, so that each step replaces"]),
+        ({"steps": 100, "rates": {"adamw": 0.099}}, []),
+        ({"evaluations": [after(0.6, 0.51)]}, []),
+        ({"evaluations": [after(0.6, 0.4, score_change_low=0.01)]}, []),
+        ({"evaluations": [after(0.6, 0.4, score_change_low=-0.01)]}, [FEW, NOISE]),
+        ({"evaluations": [after(0.3, 0.2, score_change_low=-0.3)], "steps": 100}, [NOISE]),
+        ({"evaluations": [after(0.6, 0.4, loss=4.0)], "rates": {"adamw": 1.0}}, []),
+        ({"evaluations": [after(0.6, 0.4, loss=5.6)], "steps": 100}, [NOISE]),  # a model that tells nothing apart
+        ({"evaluations": [dataclasses.replace(after(0.6, 0.51), guard=True)]}, [FEW]),
+        ({"evaluations": [RETRIEVAL], "steps": 100}, []),  # not measured before
+        ({"evaluations": [after(0.5, 0.4), after(0.6, 0.51)]}, []),
+    ],
+)
+def test_a_training_that_may_have_taught_nothing_says_so_first(tmp_path, changes, reasons):
+    made = facts(**changes)
+    said = outcome(made)
+    assert said.startswith("It is doubtful that this model has learned anything: ") == bool(reasons)
+    assert all(reason in said for reason in reasons)
+    assert said.count("; ") == max(0, len(reasons) - 1)
+    made.save(tmp_path)
+    text = read(TrainingFacts.load(tmp_path), tmp_path).text
+    first = f"{said}\n" if said else ""
+    assert text.startswith(
+        f"\n# my-clip\n\n{first}This is a `CLIPModel` trained with `hf_infcl` on the captioned images"
+    )
+
+
+@pytest.mark.parametrize("tolerance", [0.01, None])
+def test_an_average_that_is_the_start_was_not_trained(tmp_path, tolerance):
+    made = facts(average=Averaged(0.0, "line", tolerance), evaluations=[after(0.9, 0.8)])
+    said = outcome(made)
+    assert said.startswith("This model was not trained: its weights are those before the training, ")
+    assert ("gains nothing" in said) == (tolerance is not None)
+    text = read(made, tmp_path).text
+    assert text.startswith(f"\n# my-clip\n\n{said}\nIt is a `CLIPModel`. The training described here, with")
+    assert "trained with" not in text.partition("## Training")[0]
+    assert not outcome(facts(average=Averaged(0.1, "line", tolerance), evaluations=[after(0.9, 0.8)]))
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({"learning_rate": 5e-4, "learning_rate_batch_size": 80}, {"adamw": 5e-5}),
+        ({"learning_rate": 5e-4, "optimizer": "muon"}, {"adamw": 5e-4, "muon": 2e-3}),
+        ({"learning_rate": 5e-4, "logit_scale_learning_rate": 1.0, "image_learning_rate": 1e-3}, {"adamw": 1e-3}),
+        ({"learning_rate": 0.5, "optim": "sgd"}, {}),
+    ],
+)
+def test_rates_are_those_after_scaling(tmp_path, options, rates):
+    trainer = trainer_for(tmp_path, max_steps=1, lr_scheduler_type="cosine", **options)
+    trainer.train()
+    assert training_facts(trainer, **DESCRIBED).rates == pytest.approx(rates)
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "![x](https://example.org/x.png)",
+    "a\n\n# Heading\n---\n",
+    "a\r\n```\n<img src=x>\n```",
+    "``` ` ``",
+    r"one \| two \\| three",
+    "https://example.org www.example.org",
+    "\x1b[31m \u202e \x85 &lt; @someone",
+    "goldfish, Carassius auratus",
+]
+
+
+def structure(card: ModelCard) -> list[Any]:
+    """What a reader of Markdown makes of a card: headings, links, HTML, and the width of each row of its tables."""
+    text = re.sub(r"```python\n.*?```", "", card.text, flags=re.DOTALL)
+    rows = [len(pipes(line)) for line in text.splitlines() if line.startswith("|")]
+    text = re.sub(r"(?<![`\\])(`+)(?!`)(?:.*?[^`])\1(?!`)", "", text)  # code is shown as it is
+    text = re.sub(r"\\[^\w\s]", "", text)
+    return [rows, re.findall(r"^(?:#+|---|```.*)|[<>&@]|!?\[.*?\]\(|https?://[^ )]*|www\.", text, flags=re.MULTILINE)]
+
+
+def pipes(line: str) -> list[str]:
+    """The pipes that end a cell: those after an even number of backslashes."""
+    return re.findall(r"(?<!\\)(?:\\\\)*\|", line)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_others_is_only_shown(tmp_path, text):
+    def card_of(name: str) -> ModelCard:
+        evaluation = dataclasses.replace(
+            LABELLED,
+            **{"dataset": name.replace("://", ""), "on_hub": False, "split": name, "class_names": [name, "cat"]},
+            **{"templates": [f"{name} {{}}", f"{{}} {name}"], "revision": f"sha256:{name}", "before": {"acc1": 0.1}},
+            metrics={"acc1": 0.2, name: 0.3},
+        )
+        source = Source(name.replace("://", ""), False, name, name)
+        made = facts(
+            **{"name": name, "start": name, "start_on_hub": False, "sources": [source], "evaluations": [evaluation]},
+            **{"pair_id_column": name, "negative_caption_column": name, "replay_sources": [source], "replayed": 4},
+            **{"caption_limit": 7, "cut_captions": {f"evaluation set of eval_{name}_*": 0.5}},
+        )
+        return read(made, tmp_path)
+
+    card, harmless = card_of(text), card_of("harmless")
+    assert structure(card) == structure(harmless)
+    assert len(card.data.widget[0]["candidate_labels"].split(", ")) == 2
+    for part in ("candidate_labels", "example_title"):
+        assert card.data.widget[0][part].isprintable()
+        assert "  " not in card.data.widget[0][part]
+
+
+def test_names_with_dollars_are_drawn(tmp_path):
+    history = [{"step": 1, "loss": 1.0, r"eval_a$\x$b_acc1": 0.5}]
+    plot_curves(history, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
 def test_an_adapter_is_loaded_onto_its_base(tmp_path):
@@ -372,6 +505,35 @@ def test_pairs_seen_are_those_of_every_batch_size(tmp_path):
     assert "8 optimizer steps, 80 pairs seen, 2.0 epochs |" in text
 
 
+class Slow(TrainerCallback):
+    """Makes each step take ten seconds of a clock."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.clock[0] += 10
+
+
+def test_the_time_is_that_of_all_steps_of_a_run(tmp_path, monkeypatch):
+    """Also of those after the last log, and before and after an interruption."""
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
+    options = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 2, "max_steps": 7}
+    first = trainer_for(tmp_path, **options, callbacks=[Slow(clock), StopAt(3)])
+    first.train()
+    assert training_facts(first, **DESCRIBED).seconds == 30
+    clock[0] += 1000
+    again = trainer_for(tmp_path, **options, callbacks=[Slow(clock)])
+    again.train(resume_from_checkpoint=True)
+    clock[0] += 1000  # the evaluations after it
+    again.evaluate({"pairs": models.Pairs(4)})
+    assert training_facts(again, **DESCRIBED).seconds == 70
+    never = trainer_for(tmp_path / "never", max_steps=1, logging_strategy="no", callbacks=[Slow(clock)])
+    never.train()
+    assert training_facts(never, **DESCRIBED).seconds == 10
+
+
 def test_captions_that_were_cut_are_told(tmp_path):
     assert "| captions |" not in read(facts(), tmp_path).text
     limited = facts(caption_limit=77)
@@ -386,13 +548,13 @@ def test_captions_that_were_cut_are_told(tmp_path):
 
 def test_prompts_and_the_example_are_those_of_the_run(tmp_path):
     card = read(facts(evaluations=[LABELLED]), tmp_path)
-    assert "was classified into 2 classes with the prompt “a photo of a {}.”, such as “a photo of a cat.”." in card.text
+    assert "was classified into 2 classes with the prompt `a photo of a {}.`, such as `a photo of a cat.`." in card.text
     assert card.data.widget[0]["candidate_labels"] == "cat, dog"
     assert card.data.widget[0]["example_title"] == "Classes of someone/labelled"
     several = dataclasses.replace(LABELLED, templates=[f"{n} {{}}" for n in range(80)])
     text = read(facts(evaluations=[several]), tmp_path).text
-    assert "is the mean of the embeddings of 80 prompts, such as “0 cat”: “0 {}”, “1 {}”, " in text
-    assert "“9 {}” and 70 more. The pipeline below takes only the first prompt" in text
+    assert "is the mean of the embeddings of 80 prompts, such as `0 cat`: `0 {}`, `1 {}`, " in text
+    assert "`9 {}` and 70 more. The pipeline below takes only the first prompt" in text
     assert "widget" not in read(facts(), tmp_path).content, "the Hub has an example of its own"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import re
 import socket
 import subprocess
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from helpers.demo import CONFIGS, ROOT, SCRIPTS, accelerate, infcl, infcl_launch
 from helpers.processes import as_on_accelerators, launched
 from helpers.shards import write_tar
 
-from hf_infcl.cli.parser import RECIPES
+from hf_infcl import InfCLTrainingArguments
+from hf_infcl.cli.commands import PARSERS
+from hf_infcl.cli.parser import RECIPES, Parser
 from hf_infcl.encoders.sharding import FSDP_SINCE
 
 
@@ -45,6 +50,10 @@ def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict
     else:
         changed |= {"dataset": pairs, "eval_dataset": pairs}
     changed |= {name: pairs for name in ("replay_dataset", "guard_dataset") if name in recipe}
+    if "teacher_embeddings" in recipe:
+        changed["teacher_embeddings"] = tmp_path / "teacher"
+        words = ["--use_cpu", "--format", "npy", "--output_dir", tmp_path / "teacher"]
+        infcl("embed", model, pairs, *words)
     if "cache_features" in recipe:
         changed["cache_features"] = tmp_path / "features"
     return changed
@@ -67,14 +76,129 @@ def test_recipes_train(small, tmp_path, name):
     results = json.loads((out / "all_results.json").read_text())
     assert math.isfinite(results["train_loss"])
     assert ("eval_pairs_loss" in results) == ("eval_dataset" in recipe)
-    rate = float(recipe["learning_rate"])
-    if "learning_rate_batch_size" in recipe:
-        rate *= 8 / recipe["learning_rate_batch_size"]
-    assert f"learning rate | {rate:g}, cosine" in (out / "README.md").read_text()
+    rate, card = float(recipe["learning_rate"]), (out / "README.md").read_text()
+    assert f"learning rate | {rate:g}, cosine" in card, "the rate is that of the recipe with every batch"
+    if "optimizer" in recipe:
+        muon = float(recipe["muon_learning_rate"])
+        assert re.search(rf"\| updated by Muon \| matrices of layers \(\d+, learning rate {muon:g}\)", card)
     assert len(text.split("model:")[0].splitlines()) >= 4, "it says how it is started and when it is for"
     assert all(entry["learning_rate"] <= rate for entry in logs(out))
     assert [entry.get("replay_samples") for entry in logs(out)] == ([4, 8] if "replay_share" in recipe else [None] * 2)
     assert (out / "average_results.json").exists() == ("average_with_start" in recipe)
+
+
+# ---- The same options for every command ----
+
+
+def built(command: str, *words: Any) -> InfCLTrainingArguments:
+    """The arguments of a command, as it builds them."""
+    parser = PARSERS[command]()
+    assert isinstance(parser, Parser)
+    namespace, given = parser.read([str(word) for word in words])
+    args = parser.build(namespace, given, computes=command == "train")[-1]
+    assert isinstance(args, InfCLTrainingArguments)
+    return args
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_path, name, capsys):
+    recipe = yaml.safe_load(RECIPES[name].read_text())
+    changed = changes(small, tmp_path, recipe)
+    del changed["use_cpu"], changed["max_steps"]
+    words = [*as_words(changed), "--recipe", name, "--check_samples", 4, "--overwrite_output_dir"]
+    if "eval_dataset" in recipe:
+        words += ["--early_stopping_patience", 2]
+    with pytest.raises(SystemExit) as end:
+        infcl("check", *words)
+    assert end.value.code in (0, 1), capsys.readouterr().err  # 1 if something spoils the training
+    infcl("plan", *words)
+    said = capsys.readouterr().out
+    assert "Choose  --per_device_train_batch_size 4 --gradient_accumulation_steps 2" in said
+    assert ("replaces resume_from_checkpoint auto of from_scratch.yaml" in said) == (name == "from_scratch")
+
+
+SAMPLES = {int: ("2", "0"), float: ("0.5", "0"), bool: ("true", "false")}
+
+
+def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
+    base = ["--model", "m", "--dataset", "d", "--eval_dataset", "d", "--output_dir", tmp_path]
+    base += ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 2]
+    tried = 0
+    for option, hint in typing.get_type_hints(InfCLTrainingArguments).items():
+        is_option = option in InfCLTrainingArguments.__dataclass_fields__ and option != "use_cpu"
+        kinds = (hint, *typing.get_args(hint)) if is_option else ()
+        for value in [value for kind in kinds for value in SAMPLES.get(kind, ())]:
+            try:
+                built("train", *base, "--use_cpu", f"--{option}", value)
+            except SystemExit:
+                continue
+            tried += 1
+            for command in ("check", "plan"):
+                built(command, *base, f"--{option}", value)
+    assert tried > 100
+
+
+@pytest.mark.parametrize(
+    ("of_file", "typed", "left_out"),
+    [
+        ({"gradient_accumulation_steps": 8}, "--global_batch_schedule 64:0.5 128", ["gradient_accumulation_steps"]),
+        ({"global_batch_schedule": "64:0.5 128"}, "--gradient_accumulation_steps 2", ["global_batch_schedule"]),
+        ({"bf16": True}, "--fp16", ["bf16"]),
+        ({"warmup_steps": 5}, "--lr_scheduler_type constant", ["warmup_steps"]),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "--lr_scheduler_type linear", ["lr_scheduler_kwargs"]),
+        ({"weight_decay": 0.1}, "--keep_weights 1", ["weight_decay"]),
+        ({"keep_weights": 1}, "--weight_decay 0.1", ["keep_weights"]),
+        ({"optimizer": "muon", "muon_learning_rate": 1}, "--optim adafactor", ["optimizer", "muon_learning_rate"]),
+        ({"adam_beta2": 0.98}, "--optim adafactor", ["adam_beta2"]),
+        ({"optim_args": "momentum=0.9"}, "--optim adamw_torch", ["optim_args"]),
+        ({"texts_at_once": 2, "gradient_accumulation_steps": 2}, "--gradient_accumulation_steps 1", ["texts_at_once"]),
+        ({"freeze": "image"}, "--patch_dropout 0.5", ["freeze"]),
+        ({"patch_dropout": 0.5, "full_tokens_last": 0.1}, "--freeze image", ["patch_dropout", "full_tokens_last"]),
+        ({"freeze": "image", "cache_features": "c"}, "--image_learning_rate 1e-5", ["freeze", "cache_features"]),
+        ({"freeze": "image", "cache_features": "c"}, "--augmentation crop", ["cache_features"]),
+        ({"freeze": "image", "cache_features": "c"}, "--torch_compile_mode default", ["cache_features"]),
+        ({"image_size_schedule": "112:0.5 224"}, "--image_size 336", ["image_size_schedule"]),
+        ({"ema_decay": 0.9, "ema_device": "cpu"}, "--ema_decay 0.99", []),
+        ({"early_stopping_patience": 3}, "--eval_strategy no", ["early_stopping_patience"]),
+        ({"eval_strategy": "no"}, "--early_stopping_patience 3", ["eval_strategy"]),
+        ({"save_strategy": "epoch", "eval_strategy": "epoch"}, "--save_steps 5", ["save_strategy"]),
+        ({"save_strategy": "epoch", "eval_strategy": "epoch"}, "--early_stopping_patience 2 --eval_steps 5", None),
+        ({"load_best_model_at_end": True, "save_steps": 50, "eval_steps": 5}, "--eval_steps 7", ["save_steps"]),
+        ({"on_divergence": "roll_back", "divergence_factor": 3}, "--save_strategy no", ["on_divergence"]),
+        ({"max_steps": 5}, "--num_train_epochs 2", ["max_steps"]),
+        ({"torch_compile_mode": "default"}, "--torch_compile false", ["torch_compile_mode"]),
+        ({"dataloader_prefetch_factor": 4}, "--dataloader_num_workers 0", ["dataloader_prefetch_factor"]),
+        ({"resume_from_checkpoint": "auto"}, "--overwrite_output_dir", ["resume_from_checkpoint"]),
+        ({"streaming": True, "samples_per_epoch": 99}, "--streaming false", ["samples_per_epoch"]),
+        ({"replay_dataset": ["r"], "replay_share": 0.2}, "--global_batch_schedule 64:0.5 128", None),
+        ({"average_with_start": 0.5}, "--save_strategy no", ["average_with_start"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_file, typed, left_out):
+    base = {"model": "m", "dataset": ["d"], "eval_dataset": "d", "output_dir": str(tmp_path / "out"), "use_cpu": True}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(base | of_file))
+    args = built("train", tmp_path / "mine.yaml", *typed.split())
+    said = capsys.readouterr().out
+    if left_out is None:  # both of them
+        left_out = (
+            ["replay_dataset", "replay_share"] if "replay_share" in of_file else ["save_strategy", "eval_strategy"]
+        )
+    found = re.findall(r"^--(\w+) replaces (\w+) .* of mine.yaml[.]$", said, re.MULTILINE)
+    assert sorted(name for _, name in found) == sorted(left_out)
+    assert {option for option, _ in found} <= set(re.findall(r"--(\w+)", typed)), "only what was typed replaces"
+    default = {field.name: field.default for field in dataclasses.fields(args)}
+    for name in set(left_out) & default.keys() - {"save_strategy", "eval_strategy", "save_steps"}:  # chosen anew
+        assert getattr(args, name) == default[name]
+
+
+def test_options_of_one_file_that_exclude_each_other_are_refused(tmp_path, capsys):
+    options = {"model": "m", "dataset": ["d"], "output_dir": str(tmp_path), "use_cpu": True, "patch_dropout": 0.5}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**options, "freeze": "image"}))
+    for words in ([], ["--learning_rate", "1e-3"], ["--freeze", "image", "--patch_dropout", "0.5"]):
+        with pytest.raises(SystemExit):
+            built("train", tmp_path / "mine.yaml", *words)
+        assert "patch_dropout=0.5 would have no effect" in capsys.readouterr().err
 
 
 def check_trained(out: Path, pairs: int) -> None:

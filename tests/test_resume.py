@@ -194,7 +194,8 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("logit_scale_learning_rate", "learning_rate_batch_size", "image_learning_rate", "text_learning_rate"),
         *("layer_decay", "no_decay_parameters", "freeze_layers", "patch_dropout", "full_tokens_last"),
         *("keep_features", "keep_weights", "ema_decay", "image_size", "image_size_schedule", "max_text_tokens"),
-        *("replay_share", "replay_as", "global_batch_schedule"),
+        *("replay_share", "replay_as", "global_batch_schedule", "matryoshka_dims", "contrastive_weight"),
+        *("teacher", "teacher_weight", "teacher_side", "teacher_missing"),
         *("remove_unused_columns", "label_smoothing_factor", "neftune_noise_alpha"),
     }
 
@@ -341,6 +342,8 @@ def test_other_options_of_the_data_are_refused(tmp_path):
         ({"caption_column": "other"}, "dataset: caption_column was 'caption' and is 'other'"),
         ({"seed": 3}, "dataset: seed was 0 and is 3"),
         ({"min_side": 8}, "dataset: min_side was None and is 8"),
+        ({"text_dropout": 0.2}, r"dataset: text_dropout was 0\.0 and is 0\.2"),
+        ({"all_captions": True}, "dataset: all_captions was False and is True"),
         ({"max_length": 5}, "collator: max_length was .* and is 5"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -27,7 +27,8 @@ from hf_infcl.data import ImageTextStream, stream_batches
 from hf_infcl.data.pairs import caption_pair_id
 from hf_infcl.shards import opening, readers
 from hf_infcl.shards.opening import find_shards, shard_names
-from hf_infcl.shards.readers import Columns, DamagedShardError, ParquetReader, TarReader
+from hf_infcl.shards.readers import Columns, ParquetReader, TarReader
+from hf_infcl.shards.tar_layout import DamagedShardError
 
 
 def numbers(items):
@@ -664,6 +665,30 @@ def test_splits_of_a_folder(tmp_path):
     assert len(find_shards(str(tmp_path), split="test")) == 1
     with pytest.raises(ValueError, match=r"has no split 'valid'\. Its splits are \['train', 'test'\]"):
         find_shards(str(tmp_path), split="valid")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("*.tar", "012"),
+        ("[01].tar", "01"),
+        ("{1..2}.tar", "12"),
+        ("[01]{a}.tar", ["[01]{a}"]),
+        ("[01]*.tar", ["0", "1"]),
+        ("../my [*/2.tar", "2"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_patterns_below_a_folder_whose_name_is_a_pattern(tmp_path, name, numbers, prefix, monkeypatch):
+    folder = tmp_path / "my [v1] {a}"
+    names = [*"012", "[01]{a}"] if "{a}" in name else "012"
+    for number in names:
+        write_tar(folder / f"{number}.tar", pair(0))
+    found = find_shards(f"{prefix}{folder}/{name}")
+    assert [os.path.realpath(url.removeprefix(prefix)) for url in found] == [f"{folder}/{n}.tar" for n in numbers]
+    monkeypatch.chdir(folder)
+    if not prefix:
+        assert [os.path.realpath(url) for url in find_shards(name)] == [f"{folder}/{n}.tar" for n in numbers]
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,40 @@ def test_a_length_that_captions_cannot_have_is_told(tmp_path, tokens, collator, 
         trainer_for(tmp_path, models.clip(), ImageTextDataset(rows(["a"] * 4)), **options)
 
 
+def test_more_tokens_than_the_tokenizer_states_are_read_everywhere_and_saved(tmp_path, caplog):
+    text = {**models.TEXT, "eos_token_id": 1, "pad_token_id": 0}  # 16 positions; the tokenizer states 8
+    config = transformers.CLIPConfig(text_config=text, vision_config=models.VISION, projection_dim=12)
+    pairs = rows(["a b c d e f g h i j k l m n o p"] * 4)
+    given: dict[str, Any] = {"eval_dataset": ImageTextDataset(pairs, all_captions=True), "data_collator": None}
+    lengths = {}
+    for tokens in (None, 12, 16):
+        options = {**given, "processing_class": clip_processor(), "max_text_tokens": tokens, "max_steps": 1}
+        model, seen = transformers.CLIPModel(config), set()
+        model.text_model.register_forward_pre_hook(
+            lambda _, __, inputs, seen=seen: seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
+        )
+        trainer = trainer_for(
+            tmp_path / str(tokens), model, ImageTextDataset(pairs), per_device_train_batch_size=2, **options
+        )
+        trainer.train()
+        trainer.evaluate()
+        trainer.save_model()
+        saved = transformers.AutoProcessor.from_pretrained(trainer.args.output_dir).tokenizer.model_max_length
+        lengths[tokens] = seen, saved
+        told = "the model has 16 positions: to read longer texts, also in evaluations, pass max_text_tokens=16"
+        assert (told in caplog.text) == (tokens != 16)
+        caplog.clear()
+    assert lengths == {None: ({8}, 8), 12: ({12}, 12), 16: ({16}, 16)}
+    with pytest.raises(ValueError, match=r"got 17\. The tokenizer states the limit of 8 tokens, and the model has 16"):
+        trainer_for(
+            tmp_path,
+            model,
+            ImageTextDataset(pairs),
+            **(given | {"processing_class": clip_processor()}),
+            max_text_tokens=17,
+        )
+
+
 def test_the_plan_counts_shorter_captions():
     config = models.clip().config
     whole, cut = (planning.count(config, text_tokens=tokens) for tokens in (None, 8))

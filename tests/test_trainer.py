@@ -24,7 +24,7 @@ from helpers.parity import Gradients
 from helpers.pictures import picture
 from helpers.processes import forget
 from helpers.processors import clip_processor
-from helpers.trainers import arguments, parameters, trainer_for
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import Trainer, TrainerCallback
 
@@ -508,3 +508,31 @@ def test_cuda_graphs_of_the_compiler_are_refused_for_several_micro_batches(tmp_p
         with pytest.raises(ValueError, match=f"'{backend}' replays CUDA graphs"):
             arguments(tmp_path)
         arguments(tmp_path, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "logged"),
+    [
+        ({"logging_steps": 500, "max_steps": 21}, [1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 21]),
+        ({"logging_steps": 10, "max_steps": 4}, [1, 2, 3, 4]),
+        ({"logging_steps": 2, "max_steps": 5}, [2, 4]),
+        ({"logging_steps": 2, "max_steps": 5, "logging_first_step": True}, [1, 2, 4, 5]),
+        ({"logging_steps": 4, "max_steps": 9, "logging_first_step": True, "callbacks": [StopAt(3)]}, [1, 3]),
+        ({"logging_steps": 500, "max_steps": 21, "logging_strategy": "no"}, []),
+    ],
+)
+def test_the_ends_and_ten_steps_are_logged_unless_an_interval_was_chosen(tmp_path, options, logged):
+    trainer = trainer_for(tmp_path, **options)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
+
+
+def test_the_step_whose_evaluation_ends_a_training_is_logged(tmp_path):
+    class Enough(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    evaluation = {"eval_dataset": {"pairs": models.Pairs(8)}, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = trainer_for(tmp_path, logging_steps=500, max_steps=100, callbacks=[Enough()], **evaluation)
+    trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 3]

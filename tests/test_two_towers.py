@@ -17,7 +17,7 @@ from helpers.processors import tokenizer
 from helpers.trainers import trainer_for
 from safetensors.torch import load_model
 
-from hf_infcl import ImageTextDataset, load_pairs
+from hf_infcl import ImageTextDataset, TwoTowers, load_pairs
 
 GUIDE = Path(__file__).parents[1] / "hf_infcl/training/README.md"
 
@@ -88,3 +88,78 @@ def test_it_resumes(tmp_path):
     assert resumed.steps_trained == 1
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
+
+
+class Flat(torch.nn.Linear):
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return super().forward(pixel_values.flatten(1))
+
+
+class Plain(torch.nn.Module):
+    """A dual encoder that has only what the guide asks for, with towers of its own, and returns dicts."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.vision_model = Flat(3 * models.IMAGE**2, 12)
+        self.text_model = torch.nn.EmbeddingBag(models.VOCABULARY, 12)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.wrong = wrong
+
+    def get_image_features(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"pooler_output": self.vision_model(pixel_values)}
+
+    def get_text_features(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.text_model(input_ids)
+
+    def forward(
+        self, pixel_values: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        normalise = torch.nn.functional.normalize
+        texts = normalise(self.get_text_features(input_ids, attention_mask))
+        images = normalise(self.get_image_features(pixel_values)["pooler_output"])
+        return {"image_embeds": images} if self.wrong else {"image_embeds": images, "text_embeds": texts}
+
+
+@pytest.mark.parametrize("options", [{}, {"freeze": "text"}, {"freeze": "image"}, {"texts_at_once": 2}], ids=str)
+def test_a_module_that_has_only_what_the_guide_asks_for_trains_and_is_evaluated(tmp_path, options):
+    model = Plain()
+    trainer = trainer_for(tmp_path, model, **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer.train()
+    same = {name.split(".")[0] for name, tensor in model.state_dict().items() if torch.equal(tensor, before[name])}
+    frozen = {"image": "vision_model", "text": "text_model"}.get(options.get("freeze", ""))
+    assert same == ({frozen} if frozen else set())
+    assert trainer.evaluate(models.Pairs(8))["eval_loss"] > 0
+
+
+def test_what_a_module_must_return_is_told(tmp_path):
+    with pytest.raises(ValueError, match=r"forward of a Plain must return image_embeds and text_embeds.* a dict with"):
+        trainer_for(tmp_path, Plain(wrong=True)).train()
+    with pytest.raises(ValueError, match=r"The vision_model, a Flat, must return .* an output of transformers"):
+        trainer_for(tmp_path, Plain(), freeze="image").dual_encoder.image_features(models.Pairs(4).batch())
+
+
+class Returns(torch.nn.Module):
+    """A tower that returns what it is told to."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.layer, self.form = torch.nn.Linear(3 * models.IMAGE**2, 16), form
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return self.form(self.layer(images.flatten(1)))
+
+
+def test_towers_may_return_tensors_objects_and_dicts(tmp_path):
+    batch = models.Pairs(4).batch()
+    text = transformers.BertModel(transformers.BertConfig(**models.BERT)).eval()
+    for form in (lambda f: f, lambda f: SimpleNamespace(pooler_output=f), lambda f: {"pooler_output": f}):
+        trainer_for(tmp_path, TwoTowers(Returns(form), text), max_steps=1).train()
+    for form, got in (
+        (lambda f: f[:, None], r"a tensor of shape \[4, 1, 16\]"),
+        (lambda f: {"features": f}, r"a dict with \['features'\]"),
+        (lambda f: (f,), "a tuple"),
+    ):
+        with pytest.raises(ValueError, match=f"The image tower, a Returns, must return one vector .* got {got}"):
+            TwoTowers(Returns(form), text)(**batch)

@@ -1,7 +1,7 @@
 """Averages of the weights before and after a fine-tuning, and the choice of one of them."""
 
 from .choice import ALPHAS, Measured, check_tolerance, chosen, halves, score, score_if_measured
-from .search import SPLIT, Averaged, described, find_average, measured_at, with_halves
+from .search import SPLIT, Averaged, described, find_average, measured_at, not_trained, with_halves
 from .weights import (
     PATHS,
     adapters_of_zero,
@@ -28,6 +28,7 @@ __all__ = [
     "halves",
     "interpolated",
     "measured_at",
+    "not_trained",
     "running_statistics",
     "score",
     "score_if_measured",

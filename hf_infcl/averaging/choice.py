@@ -23,12 +23,16 @@ class Measured:
         gained: the mean score of the sets that the training was for; None if there is none.
         validation: the score of that half of each guard set by which α may be chosen.
         rest: the score of the other half of each guard set, on which the choice is reported.
+        gained_low: the lower bound of the 95% interval of ``gained``; None if a set has no interval.
+        loss: the mean contrastive loss of those sets that are image-text pairs; None if there is none.
     """
 
     alpha: float
     gained: float | None
     validation: Mapping[str, float]
     rest: Mapping[str, float]
+    gained_low: float | None = None
+    loss: float | None = None
 
 
 def score(metrics: Mapping[str, float], prefix: str = "") -> float:
@@ -46,10 +50,10 @@ def score(metrics: Mapping[str, float], prefix: str = "") -> float:
     return found
 
 
-def score_if_measured(metrics: Mapping[str, float], prefix: str = "") -> float | None:
-    """The `score`, or None if neither was measured."""
+def score_if_measured(metrics: Mapping[str, float], prefix: str = "", end: str = "") -> float | None:
+    """The `score`, or with ``end`` the mean of these bounds of its parts; None if they were not measured."""
     for names in SCORES.values():
-        keys = [prefix + name for name in names]
+        keys = [prefix + name + end for name in names]
         if all(key in metrics for key in keys):
             return sum(metrics[key] for key in keys) / len(keys)
     return None
@@ -64,9 +68,11 @@ def check_tolerance(tolerance: float) -> None:
 
 
 def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
-    """The greatest gain at which no guard loses more than is tolerated; of equal gains, the one nearest to the start.
+    """The greatest gain at which no guard loses more than is tolerated, or one that is as good within the noise.
 
-    Only the validation halves of the guards decide.
+    Of the gains within the 95% interval of the greatest, the one with the lowest loss is chosen, if there are pairs:
+    where captions repeat, or rows are few, the recall@1 of the greatest is the greatest by chance. Of equals, it is the
+    one nearest to the start. Only the validation halves of the guards decide.
 
     Args:
         measured: with different α, among them the start's.
@@ -83,7 +89,11 @@ def chosen(measured: Sequence[Measured], tolerance: float) -> Measured:
         )
     least = {name: value - tolerance - ROUNDING for name, value in start.validation.items()}
     kept = [one for one in measured if all(one.validation[name] >= value for name, value in least.items())]
-    return max(kept, key=lambda one: (one.gained or 0.0, -one.alpha))
+    best = max(kept, key=lambda one: (one.gained or 0.0, -one.alpha))
+    if best.gained_low is None or best.loss is None:
+        return best
+    alike = [one for one in kept if (one.gained or 0.0) >= best.gained_low]
+    return min(alike, key=lambda one: (one.loss or 0.0, one.alpha))
 
 
 def halves(rows: Any) -> tuple[Any, Any]:

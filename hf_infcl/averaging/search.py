@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .choice import ALPHAS, Measured, chosen, score
+from ..evaluation.metrics import LOW
+from .choice import ALPHAS, Measured, chosen, score, score_if_measured
 
 VALIDATION, REST = "validation", "rest"  # end the names of the two halves of a guard
 SPLIT = (
     "A random half of the rows of each guard (validation, always the same) may choose alpha; the other half (rest) "
     "reports what was kept. The gain is measured on the same rows that choose."
 )
+BY_LOSS = "Of gains within the 95% interval of the greatest, the one with the lowest loss is chosen."
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,25 @@ def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str]
     """
     gained = [score(metrics, f"eval_{name}_") for name in gains]
     validation, rest = ({g: score(metrics, f"eval_{g}_{part}_") for g in guards} for part in (VALIDATION, REST))
-    return Measured(alpha, sum(gained) / len(gained) if gained else None, validation, rest)
+    bounds = [score_if_measured(metrics, f"eval_{name}_", LOW) for name in gains]
+    lows = [low for low in bounds if low is not None]
+    losses = [metrics[loss] for name in gains if (loss := f"eval_{name}_loss") in metrics]
+    low = _mean(lows) if len(lows) == len(gains) else None
+    return Measured(alpha, _mean(gained), validation, rest, low, _mean(losses))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def not_trained(average: Averaged) -> str:
+    """A sentence if the average is the start itself; otherwise nothing."""
+    if average.alpha != 0:
+        return ""
+    why = "as was asked for (α = 0)"
+    if average.tolerance is not None:
+        why = "since every average with those after it costs a guard more than was tolerated, or gains nothing (α = 0)"
+    return f"This model was not trained: its weights are those before the training, {why}."
 
 
 def described(average: Averaged) -> Iterator[str]:
@@ -93,6 +113,8 @@ def described(average: Averaged) -> Iterator[str]:
         guards = list(average.measured[0].rest)
         if guards:
             yield SPLIT
+        if average.tolerance is not None and average.measured[0].loss is not None:
+            yield BY_LOSS
         yield "  ".join(["alpha", "  gained", *(f"{name} ({VALIDATION}, {REST})" for name in guards)])
         for one in average.measured:
             gained = "       -" if one.gained is None else f"{100 * one.gained:7.2f}%"
@@ -103,5 +125,3 @@ def described(average: Averaged) -> Iterator[str]:
             f"The running statistics of {average.batch_norms} batch norms were averaged like the weights. They are not "
             "those that the averaged weights would have on data, so measure the model before you use it."
         )
-    if average.tolerance is not None and average.alpha == 0:
-        yield "Every average costs a guard more than --guard_tolerance or gains nothing, so the start was saved."

@@ -12,7 +12,10 @@ import datasets
 import numpy as np
 
 from ..data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
-from ..shards.readers import IMAGE_EXTENSIONS, Columns, DamagedShardError, TarReader
+from ..shards.names import IMAGE_EXTENSIONS
+from ..shards.opening import existing_paths_are_literal
+from ..shards.readers import Columns, TarReader
+from ..shards.tar_layout import DamagedShardError
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 
@@ -99,7 +102,8 @@ def _choices(files: Files) -> datasets.Dataset:
 
 def _tables(files: Files) -> datasets.Dataset:
     paths = [str(files.folder / table) for table in files.rows]
-    rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
+    with existing_paths_are_literal():
+        rows = datasets.Dataset.from_parquet(paths, split=datasets.NamedSplit(files.name.rpartition("/")[2]))
     # Its images are structs of bytes and path, not of the type of images.
     return rows.select_columns(["image", "captions"]).cast_column("image", datasets.Image(decode=False))
 
@@ -137,7 +141,7 @@ def _label(kind: str, content: bytes, where: str) -> dict[str, Any]:
         if kind == "multilabel":
             return {"label": np.load(io.BytesIO(content), allow_pickle=False).astype(np.int64).tolist()}
         return {"label": int(content)}
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:  # the second for a header that states a huge array
         raise ValueError(f"Sample {where} has a .{_LABELS[kind]} that cannot be read: {error}") from error
 
 

@@ -19,10 +19,12 @@ class Limits(NamedTuple):
     Attributes:
         side: the pixels of a side of its images.
         tokens: of a caption, with the special ones.
+        more_positions: how it could read more, see `ContrastiveCollator.more_positions`.
     """
 
     side: int
     tokens: int
+    more_positions: str = ""
 
     @property
     def tiny(self) -> int:
@@ -38,7 +40,8 @@ class Limits(NamedTuple):
 def limits_of(config: Any, collator: ContrastiveCollator) -> Limits:
     """What a model reads."""
     side = getattr(config.vision_config, "image_size", USUAL_SIDE)
-    return Limits(min(side) if isinstance(side, (list, tuple)) else side, collator.max_length)
+    shorter = min(side) if isinstance(side, (list, tuple)) else side
+    return Limits(shorter, collator.max_length, collator.more_positions)
 
 
 @dataclass(frozen=True)

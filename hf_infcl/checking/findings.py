@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..data.notices import REPEATED
@@ -21,7 +21,8 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``repeated_images`` or ``overlap``.
+        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``one_embedding``, ``repeated_images``,
+            ``ceiling`` or ``overlap``.
         text: a few sentences with numbers and examples.
         spoils: whether a training would fail, learn something else, or be measured wrongly.
         rows: the names of all pairs that it concerns.
@@ -47,6 +48,8 @@ def findings_of_set(
         skips_bad: whether the training leaves bad pairs out (``on_bad_sample="skip"``).
     """
     found = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
+    if facts.one_embedding:
+        found.append(Finding("one_embedding", facts.one_embedding, spoils=True))
     return sorted(found, key=lambda finding: not finding.spoils)
 
 
@@ -60,6 +63,7 @@ def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
         is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
         option = "" if is_skipped else cures.get(kind, "")
         text = f"{_count(len(rows), facts.looks)} {fault.words.format(**limits)}: {_examples(rows)}. {fault.cure}"
+        text += facts.limits.more_positions if kind == "cut" else ""
         text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
         spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
         yield Finding(kind, text, spoils, tuple(rows), option)
@@ -98,6 +102,26 @@ def _of_copies(facts: SetFacts) -> Iterator[Finding]:
     yield Finding("repeated_images", text, len(rows) > COPIES * len(names), rows)
 
 
+def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list[Finding]:
+    """The captions of an evaluation set that belong to several images, between which no model can choose.
+
+    Args:
+        facts: of the set.
+        ceilings: the highest recalls that a model can reach, by their names.
+    """
+    if not ceilings or min(ceilings.values()) == 1:
+        return []
+    images = Counter(number for own in facts.seen.values() for number in {*own})
+    rows = tuple(name for name, own in facts.seen.items() if any(images[number] > 1 for number in own))
+    highest = " or ".join(f"{name} of {value:.4g}" for name, value in ceilings.items())
+    among = "" if facts.is_whole else " among those that were read"
+    text = (
+        f"{_count(len(rows), facts.looks)} have a caption that also belongs to another image, as the model reads it. "
+        f"No model can exceed {highest}{among}. Compare with these values, or evaluate on captions of one image each."
+    )
+    return [Finding("ceiling", text, min(ceilings.values()) < 1 - COPIES, rows)]
+
+
 def findings_of_overlap(trained: SetFacts, evaluated: SetFacts) -> list[Finding]:
     """Images of an evaluation set that look like one of a set that is trained on."""
     before, after = list(trained.prints), list(evaluated.prints)
@@ -120,11 +144,11 @@ def _count(count: int, of: int, what: str = "pairs") -> str:
 
 
 def _examples(rows: dict[str, str]) -> str:
-    return ", ".join(f"row {name} ({_short(detail)})" for name, detail in list(rows.items())[:3])
+    return ", ".join(f"row {_short(name)} ({_short(detail)})" for name, detail in list(rows.items())[:3])
 
 
 def _and_copy(pairs: Iterable[tuple[str, str]]) -> str:
-    return ", ".join(f"row {row} like row {other}" for row, other in list(pairs)[:3])
+    return ", ".join(f"row {_short(row)} like row {_short(other)}" for row, other in list(pairs)[:3])
 
 
 def _short(text: str) -> str:

@@ -16,11 +16,12 @@ import torch
 from PIL import Image
 
 from ..data import ContrastiveCollator, caption_pair_id
-from ..data.images import BadSampleError
+from ..data.images import BadSampleError, size_of_file
 from ..data.labelled import NUMBER
-from ..data.pairs import usable_captions
+from ..data.pairs import as_pair_id, usable_captions
 from ..encoders.dual_encoder import check_tokens
-from ..shards.readers import IMAGE_EXTENSIONS
+from ..encoders.pooling import Pooling, Reading
+from ..shards.names import IMAGE_EXTENSIONS
 from .copies import Print, is_one_colour, print_of
 
 SIDE = 96  # pixels of a thumbnail
@@ -38,16 +39,19 @@ class Caption(NamedTuple):
     Attributes:
         text: the caption, shortened.
         id: equal for captions that read the same, see `caption_pair_id`.
+        seen: equal for captions of which the model reads the same tokens.
         tokens: their number, including special ones.
         nbytes: in UTF-8.
         rest: what the model does not read because it exceeds the limit.
         unknown: the share of unknown tokens.
         is_foreign: whether the tokenizer does not know the script.
         is_file_name, is_number: whether it is a file name (of its image or any), or a number such as a class index.
+        reading: if the model takes its embedding before its end.
     """
 
     text: str
     id: int
+    seen: int
     tokens: int
     nbytes: int
     rest: str
@@ -55,6 +59,7 @@ class Caption(NamedTuple):
     is_foreign: bool
     is_file_name: bool
     is_number: bool
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -94,10 +99,13 @@ class Looker:
     Args:
         collator: prepares images and knows the tokenizer.
         vocabulary: as for `check_tokens`.
+        pooling: the token at which the text tower takes an embedding, if it is known.
     """
 
-    def __init__(self, collator: ContrastiveCollator, vocabulary: int | None = None) -> None:
-        self._collator, self._vocabulary = collator, vocabulary
+    def __init__(
+        self, collator: ContrastiveCollator, vocabulary: int | None = None, pooling: Pooling | None = None
+    ) -> None:
+        self._collator, self._vocabulary, self.pooling = collator, vocabulary, pooling
 
     def look(self, name: str, values: dict[str, Any], item: Callable[[], dict[str, Any]]) -> Look:
         """Looks at one pair.
@@ -151,6 +159,7 @@ class Looker:
         return Caption(
             text=text[:200],
             id=caption_pair_id(text),
+            seen=self._seen(ids),
             tokens=len(ids),
             nbytes=nbytes,
             rest=self._rest(ids),
@@ -158,13 +167,30 @@ class Looker:
             is_foreign=few or unknown >= _MANY_UNKNOWN,
             is_file_name=_is_file_name(text, file),
             is_number=NUMBER.fullmatch(text.strip()) is not None,
+            reading=None if self.pooling is None or not ids else self._reading(ids, self.pooling),
         )
+
+    def _seen(self, ids: list[int]) -> int:
+        return as_pair_id(" ".join(map(str, self._cut(ids))))
+
+    def _reading(self, ids: list[int], pooling: Pooling) -> Reading | None:
+        cut = self._cut(ids)
+        return pooling.reading(cut, len(cut) - 1)
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """The tokens of a caption that the model reads."""
+        limit, ends = self._collator.max_length, self._ends(ids)
+        return ids if len(ids) <= limit else ids[: limit - ends] + ids[len(ids) - ends :]
+
+    def _ends(self, ids: list[int]) -> int:
+        """The tokens at the end of a caption that stay when it is cut: the end token, if there is one."""
+        return int(ids[-1] in self._collator.processor.tokenizer.all_special_ids)
 
     def _rest(self, ids: list[int]) -> str:
         limit, tokenizer = self._collator.max_length, self._collator.processor.tokenizer
         if len(ids) <= limit:
             return ""
-        ends = int(ids[-1] in tokenizer.all_special_ids)  # the end token stays when a caption is cut
+        ends = self._ends(ids)
         rest: str = tokenizer.decode(ids[limit - ends : len(ids) - ends])
         return rest.strip()
 
@@ -187,7 +213,7 @@ def _size(image: Any) -> int:
         return 0
     if image["bytes"] is not None:
         return len(image["bytes"])
-    return os.path.getsize(image["path"]) if os.path.isfile(image["path"]) else 0
+    return size_of_file(image["path"]) or 0
 
 
 def _is_of_other_letters(text: str) -> bool:

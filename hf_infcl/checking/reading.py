@@ -15,7 +15,7 @@ from transformers.utils.logging import tqdm
 from ..data import ImageTextStream, ZeroShotDataset
 from ..data.images import ImageDataset
 from ..shards.opening import open_shard
-from ..shards.readers import DamagedShardError
+from ..shards.tar_layout import DamagedShardError
 from .looking import Look, Looker
 
 ROWS = 32  # of a table, or samples of a shard, that a worker gives back at once

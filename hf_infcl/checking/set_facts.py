@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..data import ImageTextStream, ZeroShotDataset
+from ..encoders.pooling import Pooling, Reading
 from .copies import Print
 from .faults import Limits, faults_of
 from .looking import Look, Looker
@@ -37,6 +38,7 @@ class SetFacts:
         is_trained: whether a training draws from it; otherwise it is measured.
         has_captions: whether its rows are pairs; otherwise they are labelled images.
         pairs: the number of its rows; None for a stream.
+        pooling: that of the `Looker`.
 
     Attributes:
         looks: the number of pairs that were read.
@@ -44,7 +46,9 @@ class SetFacts:
         sizes, nbytes, seconds: of each image that can be decoded, see `Look`.
         tokens, caption_bytes: of each caption.
         caption_ids: those of each pair that has captions, and their names.
+        seen: the same, one for each caption in their order, by what the model reads (`Caption.seen`).
         texts: the first caption of each of up to `KEPT` ids.
+        one_embedding: why two different captions have one embedding, if they have; see `Pooling.fault`.
         prints: by which copies are found, and the names of their pairs.
         thumbnails: the JPEG and the first caption or the class of up to `KEPT` pairs, by their names.
         shards: those that were read, by their number.
@@ -55,6 +59,7 @@ class SetFacts:
     is_trained: bool = True
     has_captions: bool = True
     pairs: int | None = None
+    pooling: Pooling | None = None
     looks: int = 0
     faults: dict[str, dict[str, str]] = field(default_factory=dict)
     sizes: list[tuple[int, int]] = field(default_factory=list)
@@ -63,10 +68,13 @@ class SetFacts:
     tokens: list[int] = field(default_factory=list)
     caption_bytes: list[int] = field(default_factory=list)
     caption_ids: dict[str, set[int]] = field(default_factory=dict)
+    seen: dict[str, list[int]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    one_embedding: str = ""
     prints: dict[str, Print] = field(default_factory=dict)
     thumbnails: dict[str, tuple[bytes, str]] = field(default_factory=dict)
     shards: dict[int, ShardFacts] = field(default_factory=dict)
+    _read: dict[tuple[int, ...], tuple[Reading, str]] = field(default_factory=dict)
 
     def add(self, part: Part) -> None:
         """Adds successive pairs."""
@@ -84,11 +92,16 @@ class SetFacts:
         if not look.captions:
             return
         self.caption_ids[look.name] = {caption.id for caption in look.captions}
+        self.seen[look.name] = [caption.seen for caption in look.captions]
         for caption in look.captions:
             self.tokens.append(caption.tokens)
             self.caption_bytes.append(caption.nbytes)
             if len(self.texts) < KEPT:
                 self.texts.setdefault(caption.id, caption.text)
+            if self.pooling is not None and caption.reading is not None and not self.one_embedding:
+                first, text = self._read.setdefault(caption.reading.read, (caption.reading, caption.text))
+                if first.text != caption.reading.text:
+                    self.one_embedding = self.pooling.fault(first, (text, caption.text))
 
     def _add_image(self, look: Look) -> None:
         if look.size is None:
@@ -116,6 +129,11 @@ class SetFacts:
         """Pairs per second that one worker reads, decodes and prepares; 0 if no image could be decoded."""
         return 1 / float(np.mean(self.seconds)) if self.seconds else 0.0
 
+    def captions_by_row(self) -> tuple[list[int], list[int]]:
+        """What the model sees of each caption of a table (`Caption.seen`), in the order of its rows; and their rows."""
+        seen = [self.seen[name] for name in sorted(self.seen, key=int)]
+        return [i for own in seen for i in own], [row for row, own in enumerate(seen) for _ in own]
+
     def most_common_caption(self) -> tuple[str, int]:
         """The caption that most pairs have, and their number."""
         counts = Counter(number for own in self.caption_ids.values() for number in own)
@@ -139,9 +157,8 @@ def facts_of(
     pairs = None if isinstance(dataset, ImageTextStream) else len(dataset)
     name = "the training set" if key == TRAINED else dataset.name
     has_captions = not isinstance(dataset, ZeroShotDataset)
-    facts = SetFacts(
-        name, limits, is_trained=key == TRAINED or key.startswith(REPLAYED), has_captions=has_captions, pairs=pairs
-    )
+    is_trained = key == TRAINED or key.startswith(REPLAYED)
+    facts = SetFacts(name, limits, is_trained, has_captions, pairs, looker.pooling)
     for part in read(dataset, looker, samples, workers=workers, progress=f"check {key}" if show else ""):
         facts.add(part)
     if samples is None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 RECORD_NAME = "infcl_run.json"
+# Options of a dataset that earlier versions recorded only if they were in use, and what they were otherwise.
+_LEFT_OUT_BEFORE = {"text_dropout": 0.0}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a run that was resumed with changes.
+
+    Args:
+        step: the optimizer steps trained before it.
+        samples_seen: the pairs trained before it.
+        changes: phrases about what differs from the part before, with both values.
+    """
+
+    step: int
+    samples_seen: int
+    changes: list[str]
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """The content of a file in every checkpoint: the run that wrote it, and its progress.
 
@@ -61,6 +78,7 @@ class RunRecord:
         samples_seen: the number of pairs trained on, in global batches that may have had several sizes.
         step: the number of optimizer steps; None in checkpoints of earlier versions, like the next one.
         rows: the number of pairs trained in the current epoch.
+        stages: the parts of the run after the first, each of which began with a resume with changes.
     """
 
     run: Run
@@ -77,6 +95,12 @@ class RunRecord:
     samples_seen: int = 0
     step: int | None = None
     rows: int | None = None
+    stages: list[Stage] = field(default_factory=list)
+
+    @property
+    def rows_of_epoch(self) -> int:
+        """``rows``, also of a checkpoint of an earlier version, whose batch never changed within an epoch."""
+        return self.windows * self.run.global_batch_size if self.rows is None else self.rows
 
     def write(self, checkpoint: str | Path) -> None:
         text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
@@ -94,7 +118,8 @@ class RunRecord:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            return cls(Run(**content.pop("run")), **content)
+            stages = [Stage(**stage) for stage in content.pop("stages", ())]
+            return cls(Run(**content.pop("run")), stages=stages, **content)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is damaged: {error}. Resume from another checkpoint.") from error
 
@@ -105,5 +130,6 @@ def differences(before: Run, now: Run) -> Iterator[str]:
         if name != "options" and old != new and not (name in ("content", "optimizer") and "" in (old, new)):
             yield f"{name} was {old!r} and is {new!r}"
     for name, new in now.options.items():
-        if name in before.options and before.options[name] != new:
-            yield f"{name} was {before.options[name]!r} and is {new!r}"
+        old = before.options.get(name, _LEFT_OUT_BEFORE.get(name.rpartition(": ")[2], new))
+        if old != new:
+            yield f"{name} was {old!r} and is {new!r}"

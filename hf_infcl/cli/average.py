@@ -17,6 +17,7 @@ from ..averaging import (
     find_average,
     interpolated,
     measured_at,
+    not_trained,
     running_statistics,
     with_halves,
 )
@@ -121,7 +122,8 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         collator = ContrastiveCollator.for_model(moving.processor, moving.model.config)
         write_sentence_files(folder, moving.model.config.model_type, moving.processor, **collator.text_options)
         write_averages(folder, found, namespace.start, namespace.end)
-        print(*described(found), f"The average at alpha {found.alpha:g} is in {folder}.", sep="\n")
+        lines = *described(found), f"The average at alpha {found.alpha:g} is in {folder}.", not_trained(found)
+        print(*filter(None, lines), sep="\n")
     if trainer is not None:
         leave(trainer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..averaging import check_alpha, check_tolerance
 from ..options.arguments import InfCLTrainingArguments
+from ..options.declaring import ExclusiveOptionsError
 from .command_options import EvaluationOptions, GuardOptions, StartOptions
 
 
@@ -15,16 +16,18 @@ def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCL
     """
     if keep.average_with_start is None:
         if keep.average_path != StartOptions.average_path:
-            raise ValueError(
-                f"--average_path {keep.average_path} has no effect without --average_with_start. Pass both or none."
+            raise ExclusiveOptionsError(
+                f"--average_path {keep.average_path} has no effect without --average_with_start. Pass both or none.",
+                *("average_path", "average_with_start"),
             )
         return None
     alpha = alpha_of("average_with_start", keep.average_with_start, keep, evaluation)
     strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
     if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
-            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps."
+            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps.",
+            *("average_with_start", "save_strategy"),
         )
     return alpha
 

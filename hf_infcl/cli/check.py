@@ -25,6 +25,7 @@ from ..checking import (
     facts_lines,
     facts_of,
     finding_lines,
+    findings_of_ceilings,
     findings_of_overlap,
     findings_of_set,
     limits_of,
@@ -36,7 +37,10 @@ from ..conversion.models import load_readers
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream
 from ..data.images import simplejpeg
 from ..encoders.image_size import check_sizes_of_config, config_for_images
-from ..loading.loaders import of_training
+from ..encoders.pooling import Pooling
+from ..evaluation.metrics import CEILING
+from ..evaluation.retrieval import recall_ceilings
+from ..loading.loaders import of_training, set_sizes
 from ..options.arguments import InfCLTrainingArguments
 from ..planning import GPUS, choice_of, counts_of
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
@@ -50,7 +54,7 @@ TOLD_BY_TRAINER = ("cut", "repeated_captions")
 
 def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
-    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace)
+    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace, given, computes=False)
     if args.world_size > 1:
         parser.error("The check reads with the workers of one process. Start it without a launcher.")
     samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
@@ -60,13 +64,13 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         config, processor = load_readers(model_options.model, model_options.open_clip_model)
         config = config_for_images(config, args.image_size)
-        if (sizes := args.image_sizes(0)) is not None:
+        if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)
         collator = ContrastiveCollator.for_model(processor, config, uint8=True)
-        if args.image_size is not None:
-            collator.set_image_size(args.image_size)
+        set_sizes(collator, args)
         of_training(collator, args)  # only its checks: what is cut on purpose is no finding
-        looker = Looker(collator, getattr(config.text_config, "vocab_size", None))
+        text = config.text_config
+        looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
         sets = sets_to_check(data, columns, evaluation, keep, args)
         check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
@@ -79,6 +83,8 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if not facts.is_trained:
             trained = [one for one, _ in results.values() if one.is_trained]
             findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings
+            if getattr(dataset, "kind", "pairs") == "pairs":
+                findings += findings_of_ceilings(facts, ceilings_of(facts))
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
@@ -123,15 +129,21 @@ def findings_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[Findin
     )
 
 
+def ceilings_of(facts: SetFacts) -> dict[str, float]:
+    """The highest recalls at 1 that a model can reach on the pairs of a table that were read."""
+    ids, rows = map(torch.tensor, facts.captions_by_row())
+    found = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
+    return {name.removesuffix(CEILING): value for name, value in found.items()}
+
+
 def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
     """A line about the workers that a GPU needs, and the options to add."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        counts = counts_of(config, args, patch_dropout=args.patch_dropout)
+        counts, choice = counts_of(config, args, patch_dropout=args.patch_dropout), choice_of(args)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
-    choice = choice_of(args)
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
     if not facts.rate:
         return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
@@ -169,7 +181,7 @@ def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:
         return
     plain = dataset.plain()
     collator = trainer.data_collator
-    looker = Looker(collator, trainer.dual_encoder.vocabulary)
+    looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
     limits = limits_of(trainer.dual_encoder.model.config, collator)
     facts = facts_of(TRAINED, plain, looker, limits, samples, 0, show=False)
     found = [finding for finding in findings_of(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]

@@ -199,8 +199,8 @@ class EvaluationOptions:
     class_names: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Names of the classes, by number, or a file with one in each line. By default those stored in the "
-            "dataset, which for a folder of folders are the names of these."
+            "help": "Names of the classes, by number, or a file with one in each line. Names of folders are matched by "
+            "name. By default those stored in the dataset, which for a folder of folders are the names of these."
         },
     )
     templates: list[str] = field(
@@ -260,7 +260,8 @@ class StartOptions(GuardOptions):
         metadata={
             "help": "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This "
             "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
-            "every --guard_dataset stays within --guard_tolerance. The weights of the end stay in the last checkpoint."
+            "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
+            "that with the lowest loss. The weights of the end stay in the last checkpoint."
         },
     )
     average_path: Literal["line", "depth"] = field(
@@ -281,7 +282,7 @@ class AverageOptions:
         metadata={
             "help": "How far to go from START (0) to END (1), or 'auto'. This measures 0, 0.1 ... 1 and takes the "
             "greatest gain on --eval_dataset and --zero_shot_dataset at which every --guard_dataset stays within "
-            "--guard_tolerance."
+            "--guard_tolerance; of gains within the interval of the greatest, that with the lowest loss."
         },
     )
     path: Literal["line", "depth"] = field(

@@ -39,13 +39,16 @@ _OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINT
 OF_TRAINING = {name for name, facts in facts_of_training().items() if facts.first} - _OLD_NAMES
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = {
-    *("objective", "strategy", "backend", "equal_ids"),
+    *("objective", "strategy", "backend", "equal_ids", "max_text_tokens", "dims"),
     *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
 }
 # The options of a training that decide about its check.
 OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
 # The options of a training that decide about embeddings.
-OF_EMBEDDING = {"output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers"}
+OF_EMBEDDING = {
+    *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),
+    "dataloader_num_workers",
+}
 # The options of a training that decide about its plan.
 OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
 
@@ -178,6 +181,12 @@ def convert_parser() -> PlainParser:
         default=".",
         help="With --to open_clip: the Hub repository to which the target will be pushed, where OpenCLIP will look for "
         "a tokenizer that is not CLIP's.",
+    )
+    parser.add_argument(
+        "--max_text_tokens",
+        metavar="N",
+        type=int,
+        help="With --to open_clip: the tokens at which OpenCLIP cuts texts. Defaults to the limit of the tokenizer.",
     )
     return parser
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch.utils.data import ConcatDataset
@@ -14,10 +13,12 @@ from ..averaging import halves
 from ..benchmarks import benchmark_sets
 from ..data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ..data.columns import find_caption_column, find_image_column, find_label_column
-from ..data.images import is_string
+from ..data.images import few_names, is_string
+from ..data.labelled import lines_of, names_by_label
 from ..data.overlap import shared_images
 from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import check_replay
 from ..publishing import source_name
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
@@ -40,14 +41,6 @@ def training_set(
             samples_per_epoch=data.samples_per_epoch,
             **options,
         )
-    unfit = {
-        "several --dataset": len(data.dataset) > 1,
-        "--dataset_weights": data.dataset_weights,
-        "--samples_per_epoch": data.samples_per_epoch,
-        "--lanes": data.lanes,
-    }
-    if given := [name for name, value in unfit.items() if value]:
-        raise ValueError(f"Only shards that are read with --streaming can have {' and '.join(given)}.")
     with _named("dataset", data.dataset[0]) as name:
         rows = load_pairs(data.dataset[0], split=data.split, name=data.dataset_name, image_column=columns.image_column)
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
@@ -66,10 +59,8 @@ def replay_set(
     Raises:
         ValueError: a set cannot be read; there are options of old pairs, but none of these.
     """
+    check_replay(data, args)
     if not data.replay_dataset:
-        own = ("replay_streaming", "replay_image_column", "replay_caption_column")
-        if given := [f"--{name}" for name in own if getattr(data, name)]:
-            raise ValueError(f"{' and '.join(given)} had no effect without --replay_dataset. Pass it as well.")
         return None
     options = _options_of_items(data, args)
     own_columns = data.replay_image_column, data.replay_caption_column
@@ -79,14 +70,9 @@ def replay_set(
     images, captions = own_columns[0] or columns.image_column, own_columns[1] or columns.caption_column
     ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
     options |= {"image_column": images, "caption_column": captions, "pair_id_column": ids}
-    with _named("replay_dataset", " ".join(data.replay_dataset)):
-        return ImageTextStream(
-            data.replay_dataset,
-            split=data.replay_split,
-            shuffle_buffer=data.shuffle_buffer,
-            lanes=data.lanes,
-            **options,
-        )
+    with _named("replay_dataset", " ".join(data.replay_dataset)) as name:
+        order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
+        return _with_name(ImageTextStream(data.replay_dataset, split=data.replay_split, **order, **options), name)
 
 
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
@@ -187,6 +173,9 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
         columns = ", ".join(f"{option} {column}" for option, column in dataset.columns.items())
         line = f"{key} is {dataset.name}: {len(dataset):,} images of the split {dataset.split}; {columns}."
         if isinstance(dataset, ZeroShotDataset):
+            if dataset.known_names not in (None, dataset.class_names):
+                named = zip(dataset.known_names[:3], dataset.class_names, strict=False)
+                line += f" The classes begin with {', '.join(f'{known} = {name}' for known, name in named)}."
             line += f" The prompts begin with {', '.join(map(repr, dataset.prompts()[:3]))}."
         yield line
 
@@ -214,14 +203,6 @@ def check_columns(columns: ColumnOptions, sets: Mapping[str, ImageTextDataset | 
     for option, column in columns.of_pairs.items():
         if column != getattr(ColumnOptions, option) and all(column not in s.columns.values() for s in sets.values()):
             raise ValueError(f"No data set has a column {column!r}, which --{option} names.")
-
-
-def lines_of(values: Sequence[str]) -> list[str]:
-    """The values, or the lines of the text file that a single value names."""
-    if len(values) != 1 or not Path(values[0]).is_file():
-        return list(values)
-    lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line]
 
 
 @contextmanager
@@ -270,10 +251,14 @@ def _labelled(
     options: EvaluationOptions,
     class_names: Sequence[str] | None,
 ) -> ZeroShotDataset:
+    images = _column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column)
+    labels = _column(rows, "label_column", None, options.label_column, find_label_column)
+    if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
+        class_names = names_by_label(class_names, known)
     return ZeroShotDataset(
         rows,
-        image_column=_column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column),
-        label_column=_column(rows, "label_column", None, options.label_column, find_label_column),
+        image_column=images,
+        label_column=labels,
         class_names=class_names,
         templates=lines_of(options.templates),
     )
@@ -288,6 +273,7 @@ def _column(rows: Any, option: str, own: str | None, of_training: str, find: Cal
     column = own or find(rows.features, of_training)
     if column not in rows.column_names:
         raise ValueError(
-            f"It has no column {column!r}. Its columns are {rows.column_names}. Name the right one with --{option}."
+            f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
+            f"--{option}."
         )
     return column

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..benchmarks import benchmark_key, expanded
@@ -15,7 +16,11 @@ from ..loading.batch_plan import plan_of
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
+from ..options.combinations import check_command
 from ..planning.report import number
+from ..training.optimization import check_optimizer_options
+from .averages import check_average
+from .command_options import DataOptions, EvaluationOptions, StartOptions
 from .datasets import guard_names
 
 
@@ -23,8 +28,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     """Chooses the intervals of logging, saving and evaluating that the user did not give.
 
     Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
-    logs every step (or every hundredth of the run, if that is longer), and saves and evaluates every epoch (or every
-    tenth of the run, if ``max_steps`` ends it).
+    logs every step (or the first, the last and every hundredth of the run, if that is longer), and saves and evaluates
+    every epoch (or every tenth of the run, if ``max_steps`` ends it).
     """
     limited = namespace.max_steps > 0
     tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
@@ -51,6 +56,8 @@ def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
     if use_of_metric(namespace) and (own or not evaluated) and "metric_for_best_model" not in given:
         name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
         chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
+    if "logging_steps" in chosen and "logging_first_step" not in given:
+        chosen["logging_first_step"] = True  # and the last, see `hf_infcl.training.loop_events.is_logged`
     return chosen
 
 
@@ -78,6 +85,21 @@ def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Any]
             "--eval_benchmark or --guard_benchmark."
         )
     check_metric(namespace.metric_for_best_model, names, use)
+
+
+def check_training(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    keep: StartOptions,
+    args: InfCLTrainingArguments,
+    *,
+    of_optimizer: bool,
+) -> None:
+    """Raises a ValueError for options of a training that contradict each other, or with ``of_optimizer`` its own."""
+    check_command(data, args)
+    check_average(keep, evaluation, args)
+    if of_optimizer and args.optimizer is None:
+        check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
 
 
 def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
@@ -127,16 +149,3 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     )
     if isinstance(pairs, Replayed):
         print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")
-
-
-def doubtful_rate(args: InfCLTrainingArguments) -> str | None:
-    """A sentence if the learning rate trains nothing, or changes each weight by more than a trained weight is large."""
-    rate = args.learning_rate * args.learning_rate_factor
-    if rate == 0:
-        return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
-    if rate < 1 or args.optimizer is not None:
-        return None
-    return (
-        f"The learning rate is {rate:g}. AdamW changes every weight by about this number in each step, which leaves "
-        "nothing of the model. Fine-tuning takes about 1e-5, training from random weights 1e-3 (--learning_rate)."
-    )

@@ -14,7 +14,7 @@ from ..data import ImageTextDataset, ZeroShotDataset
 from ..encoders.adapters import has_adapters, words_of_adapters
 from ..loading.replay import Replayed
 from ..options.model_options import ModelOptions
-from ..publishing import Evaluation, Source, TrainingFacts, source_name, training_facts
+from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
 
@@ -51,7 +51,7 @@ def describe_run(
         evaluations=_evaluations(evaluation, guards, eval_datasets),
         caption_limit=getattr(collator, "max_length", None),
         settings={
-            **({"converted": f"from OpenCLIP's format. {' '.join(conversion)}"} if conversion else {}),
+            **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
             **trains,
             "augmentation": data.augmentation,
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),

@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..conversion.models import load
+from ..conversion.models import load, stated_licence
 from ..data import ImageTextStream, load_pairs
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
-from ..embedding.sources import ItemSource, ShardSource, TableSource
+from ..embedding.sources import ItemSource, ShardSource, TableSource, shard_columns
+from ..shards.opening import find_shards
 from ..training.trainer import InfCLTrainer
 from .command_options import ColumnOptions
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -40,6 +41,8 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             autocast=trainer.accelerator.autocast,
             dtype=trainer.accelerator.mixed_precision,
             format=options.format,
+            half=options.half_precision,
+            licence=stated_licence(namespace.model) if options.format == "npy" else None,
             batch_size=args.per_device_eval_batch_size,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
@@ -58,7 +61,9 @@ def source_of(data: str, options: EmbedOptions, columns: ColumnOptions, given: s
     if options.streaming:
         if options.key_column:
             raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
-        chosen: dict[str, Any] = {"image_column": columns.image_column, "caption_column": columns.caption_column}
+        shards = find_shards(data, split=options.split)
+        images, captions = shard_columns(shards, columns.image_column, columns.caption_column, sorted(given))
+        chosen: dict[str, Any] = {"image_column": images, "caption_column": captions}
         return ShardSource(ImageTextStream(data, split=options.split, on_bad_sample=options.on_bad_sample, **chosen))
     table = load_pairs(data, split=options.split, image_column=columns.image_column)
     names = columns.image_column, columns.caption_column, options.key_column

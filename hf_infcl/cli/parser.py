@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
+import os
 import re
 import sys
 import typing
@@ -18,11 +18,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NoReturn
 
-import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from ..options.declared import of_transformers, training_options
+from ..options.files import options_in
 from .messages import is_missing_package, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -44,6 +44,10 @@ ELSEWHERE = {
 MOST_CHOICES = 12  # of an option that the short help lists
 
 FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+
+# Options of the machine that computes, with values that any machine has.
+OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
+OF_COMPUTING |= {"ddp_backend": None}
 
 # The files of options that the package holds, by the names of --recipe.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml"))}
@@ -128,10 +132,13 @@ class Parser(HfArgumentParser):
             super().add_argument(
                 "--recipe",
                 choices=RECIPES,
-                help="Start from the options of a recipe of the package. Further options override them. Each file in "
-                "hf_infcl/recipes says what it is for.",
+                help="Start from the options of a recipe of the package. Further options override them, and those that "
+                "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
         self._shown = shown
+        self._file = ""  # the name of the file of options, and the names of the options that only it sets
+        self._of_file: set[str] = set()
+        self._typed: dict[str, str] = {}  # those on the command line, and for one that gave way the one that decided
         for action in self._actions:
             action.required = action.required and action.dest not in optional
             if action.choices and action.dest != "help":
@@ -182,38 +189,92 @@ class Parser(HfArgumentParser):
         """
         asked = list(words)
         values: dict[str, Any] = {}
-        given: set[str] = set()
+        from_file: list[str] = []
         try:
             words = self._with_recipe(asked)
             if words and words[0].endswith(FILES):
                 values, from_file = self._read_file(Path(words[0]))
-                given |= values.keys()
+                self._file = Path(words[0]).name
                 words = from_file + words[1:]
-            given |= {self._known(_name(word)) for word in (*asked, *words) if re.match("--(?!help(=|$))[^-]", word)}
+            self._typed = {name: name for name in self._names(asked)}
+            self._of_file = (self._names(from_file) | values.keys()) - self._typed.keys()
         except (OSError, ValueError) as error:
             self.error(str(error))
         for action in self._actions:
             if action.dest in values:
                 action.required = False
-        return self.parse_args(words, argparse.Namespace(**values)), given
+        return self.parse_args(words, argparse.Namespace(**values)), {*self._typed, *self._of_file}
 
-    def build(self, namespace: argparse.Namespace) -> tuple[Any, ...]:
-        """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program."""
-        from ..options.arguments import InfCLTrainingArguments  # here, because importing torch takes seconds
+    def _names(self, words: Sequence[str]) -> set[str]:
+        return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
 
+    def build(
+        self, namespace: argparse.Namespace, given: set[str] | None = None, *, computes: bool = True
+    ) -> tuple[Any, ...]:
+        """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
+
+        Where options exclude each other, one of the file gives way to one of the command line, and that is told.
+
+        Args:
+            namespace: all options; those that give way are changed in place.
+            given: for a training: the names of the options that the user has set, without which `intervals` chooses;
+                those that give way are removed.
+            computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
+                so have no effect.
+        """
+        from ..options.combinations import DECIDED_BY  # importing torch takes seconds
+        from ..options.declaring import ExclusiveOptionsError
+
+        for option, values, other in DECIDED_BY:
+            applies = option in self._typed and (not values or getattr(namespace, option) in values)
+            if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
+                self._give_way((other, option), namespace, given)
         try:
-            return tuple(
-                options(**{f.name: getattr(namespace, f.name) for f in fields(declared) if f.init})
-                for options, declared in zip(
-                    (*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True
-                )
-            )
+            while True:
+                try:
+                    return self._built(namespace, given, computes)
+                except ExclusiveOptionsError as error:  # noqa: PERF203
+                    if not self._give_way(error.options, namespace, given):
+                        raise
         except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
             self.error(str(error))
         except (ImportError, RuntimeError) as error:
             if not is_missing_package(error):
                 raise
             self.error(missing_package(error))
+
+    def _built(self, namespace: argparse.Namespace, given: set[str] | None, computes: bool) -> tuple[Any, ...]:
+        from ..options.arguments import InfCLTrainingArguments
+        from .defaults import check_best_metric, check_training, intervals
+
+        values = vars(namespace) | ({} if given is None else intervals(namespace, given))
+        if given is not None:
+            check_best_metric(argparse.Namespace(**values))
+        values |= {} if computes else OF_COMPUTING
+        built = [
+            options(**{f.name: values[f.name] for f in fields(declared) if f.init})
+            for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
+        ]
+        built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
+        if given is not None:
+            data, _, evaluation, keep, args = built[-5:]
+            check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)
+        return tuple(built)
+
+    def _give_way(self, options: Sequence[str], namespace: argparse.Namespace, given: set[str] | None) -> bool:
+        """Leaves the first of these options out that only the file sets, if the command line decides about another."""
+        deciding = dict.fromkeys(self._typed[name] for name in options if name in self._typed)
+        name = next((name for name in options if name in self._of_file), None)
+        if name is None or not deciding:
+            return False
+        if os.environ.get("RANK", "0") == "0":
+            print(f"--{' and --'.join(deciding)} replaces {name} {getattr(namespace, name)} of {self._file}.")
+        setattr(namespace, name, self.get_default(name))
+        self._of_file.discard(name)
+        self._typed[name] = next(iter(deciding))
+        if given is not None:
+            given.discard(name)
+        return True
 
     @cached_property
     def _kinds(self) -> dict[str, Any]:
@@ -262,7 +323,8 @@ class Parser(HfArgumentParser):
         """The options of a file: values that no command line can express, and command-line words for the others."""
         values: dict[str, Any] = {}
         words: list[str] = []
-        for key, (value, text) in _load(path).items():
+        for key, (value, text) in options_in(path).items():
+            key = _name(key)
             name = self._known(key)
             if name != key or name not in self._kinds:
                 instead = f" Write {name}: false." if name in self._kinds else ""
@@ -299,56 +361,6 @@ def _similar(name: str, known: Collection[str]) -> list[str]:
         return [ELSEWHERE[name]]
     fuller = sorted(k for k in known if set(name.split("_")) <= set(k.split("_")))
     return fuller if 0 < len(fuller) < 5 else difflib.get_close_matches(name, known, n=1)
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values as in YAML 1.2: `no` and dates are text, 1e-6 is a number, unlike in PyYAML's YAML 1.1."""
-
-
-_TAG = "tag:yaml.org,2002:"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag == _TAG + "null"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_TAG + "bool", re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(_TAG + "int", re.compile("^[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
-    _TAG + "float",
-    re.compile(r"^([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
-    list("-+0123456789."),
-)
-
-
-def _load(path: Path) -> dict[str, tuple[Any, Any]]:
-    """The options of a file by name: each as a Python value, and again with its scalars as the text in the file."""
-    if not path.exists():
-        raise ValueError(f"There is no file {str(path)!r} to read options from.")
-    try:
-        content = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            values = json.loads(content)
-            texts = json.loads(content, parse_int=str, parse_float=str, parse_constant=str)
-        else:
-            values = yaml.load(content, Loader=_Loader)
-            texts = yaml.load(content, Loader=yaml.BaseLoader)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: line {error.lineno}: {error.msg}.") from None
-    except yaml.MarkedYAMLError as error:  # its text has an excerpt of the file, which might be a token
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ValueError(f"{path} is not YAML: line {line}: {error.problem}.") from None
-    except (
-        yaml.YAMLError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:  # PyYAML raises all these
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}.") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must map names of options to values, but it holds a {type(values).__name__}.")
-    if not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{path} must map names of options to values; some of its keys are not text.")
-    return {_name(key): (values[key], texts[key]) for key in values}
 
 
 def _name(word: str) -> str:

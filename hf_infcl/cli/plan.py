@@ -12,11 +12,10 @@ import torch
 from .. import planning
 from ..conversion.models import load_config
 from ..conversion.pretrained import base_of_adapters
-from ..encoders.dual_encoder import TOWERS
+from ..data.text_positions import text_positions
 from ..encoders.image_size import config_for_images
 from ..loading.replay import DEFAULT_SHARE
 from ..options.batch_schedule import BatchSchedule
-from ..options.combinations import check_dropped_patches
 from ..options.declared import training_options
 from ..options.facts import check_values
 from ..planning import GPUS, Choice, Counts
@@ -47,6 +46,9 @@ SMALL = 32  # below this micro-batch gradient checkpointing is considered
 
 def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
+    asked, namespace.texts_at_once = namespace.texts_at_once, 1  # whose windows the plan may have to choose
+    parser.build(namespace, given, computes=False)
+    namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         print("\n".join(report(namespace, given)))
 
@@ -68,6 +70,9 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
     schedule = None if options.global_batch_schedule is None else BatchSchedule.of(options.global_batch_schedule)
     global_batch = global_batch_of(options, kept) if schedule is None else last_batch_of(schedule, options, kept)
     config = config_for_images(load_config(options.model, options.open_clip_model), options.image_size)
+    longest, tokens = text_positions(config), options.max_text_tokens
+    if tokens is not None and longest is not None and tokens > longest:
+        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {tokens}.")
     counts: dict[bool, Counts] = {}
 
     def find(batch: int, *, compiled: bool) -> tuple[float, Choice] | None:
@@ -76,7 +81,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 
     asked = kept.get("checkpointing", False)
     frozen: dict[str, Any] = {"freeze": options.freeze, "freeze_layers": options.freeze_layers}
-    frozen |= {"text_tokens": options.max_text_tokens}
+    frozen |= {"text_tokens": tokens}
     counted = frozen | {"patch_dropout": None if options.full_tokens_last else options.patch_dropout}
     counts[asked] = planning.count(config, **counted, checkpointing=asked)
     found = find(global_batch, compiled=options.torch_compile)
@@ -155,11 +160,9 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises a ValueError if an option has a value with which nothing can be planned."""
-    numbers = ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs", "num_train_epochs")
+    """Raises a ValueError if an option of the plan has a value with which nothing can be planned."""
     check_values(options, training_options(), lambda facts: facts.plans)
-    check_dropped_patches(options)
-    for name in numbers:
+    for name in ("global_batch", "gpus", "gpu_memory", "dataset_size", "epochs"):
         if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name} must be more than 0, got {value}.")
     if options.gpu not in GPUS:
@@ -167,10 +170,6 @@ def check_options(options: argparse.Namespace) -> None:
             f"--gpu must be {' or '.join(GPUS)}, whose rates were measured, got {options.gpu!r}. For another GPU give "
             "its --gpu_memory. The predicted memory is then correct, and the times are those of --gpu."
         )
-    if options.freeze not in (None, *TOWERS):
-        raise ValueError(f"--freeze must be {' or '.join(TOWERS)}, got {options.freeze!r}.")
-    if options.retain_graphs != "auto" and not options.retain_graphs.isdecimal():
-        raise ValueError(f"--retain_graphs must be 'auto' or an integer of at least 0, got {options.retain_graphs!r}.")
     if options.measure and not torch.cuda.is_available():
         raise ValueError("--measure needs a GPU. Omit it to predict from the config alone.")
 

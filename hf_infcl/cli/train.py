@@ -14,7 +14,7 @@ from ..conversion import compare_formats
 from ..encoders.adapters import ADAPTER_FILES, has_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
-from ..publishing import CardCallback, PicturesCallback, lines_of_changes
+from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
 from ..training.ending import full_disk_told
 from ..training.optimizer_table import GroupsTold
 from ..training.starting import merge_into_start, model_to_train
@@ -23,7 +23,7 @@ from ..training.with_start import AverageWithStart
 from .averages import check_average
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
-from .defaults import check_best_metric, doubtful_rate, intervals, tell_choices
+from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import (
     EarlierDeleted,
@@ -41,20 +41,10 @@ from .results import save_results, tell_places
 @record  # so the launcher's last lines are the error of the process that failed first
 def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
-    chosen = intervals(namespace, given)
-    vars(namespace).update(chosen)
-    try:
-        check_best_metric(namespace)
-    except ValueError as error:
-        parser.error(str(error))
-    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace)
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, given)
+    vars(namespace).update(chosen := intervals(namespace, given))
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        if data.overwrite_output_dir and args.resume_from_checkpoint:
-            raise ValueError(
-                "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
-                f"{args.resume_from_checkpoint} continues one. Omit one of them."
-            )
         alpha = check_average(keep, evaluation, args)
         check_output_folder(args.output_dir, model_options, data, evaluation, keep)
         earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
@@ -135,4 +125,6 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     if trainer.is_world_process_zero():
         print(*lines_of_changes(facts), sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
+        if doubt := outcome(facts):
+            print(doubt)
     leave(trainer)

@@ -13,15 +13,16 @@ ENOUGH = 0.9999
 ROWS = 4
 
 
-def fixed_inputs(config: Any) -> tuple[Tensor, Tensor]:
+def fixed_inputs(config: Any, length: int | None = None) -> tuple[Tensor, Tensor]:
     """Pixels [4, 3, S, S] and token ids [4, L] that are the same at every call, for a model's config.
 
-    Captions of CLIP end at different positions; those of SigLIP fill their length.
+    L is the length, by default that of the model's positions. Captions of CLIP end at different positions; those of
+    SigLIP fill their length.
     """
     text, image = config.text_config, config.vision_config
     drawn = torch.Generator().manual_seed(0)
     pixels = torch.randn(ROWS, 3, image.image_size, image.image_size, generator=drawn)
-    length = text.max_position_embeddings
+    length = length or text.max_position_embeddings
     ids = torch.randint(3, text.vocab_size - 1, (ROWS, length), generator=drawn)
     if config.model_type != "siglip":
         # For CLIPModel, eos_token_id 2 means the largest id.
@@ -54,7 +55,7 @@ def differences(model: Any, tensors: dict[str, Any], config: dict[str, Any]) -> 
         ModuleNotFoundError: OpenCLIP is not installed.
     """
     theirs = own_model({name: tensor.float() for name, tensor in clean(tensors).items()}, config)
-    pixels, ids = fixed_inputs(model.config)
+    pixels, ids = fixed_inputs(model.config, config["model_cfg"]["text_cfg"].get("context_length"))
     dtype = model.dtype
     ours = model.float()(pixel_values=pixels, input_ids=ids)
     model.to(dtype)

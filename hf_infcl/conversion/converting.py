@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, logging
 
 from .comparison import ENOUGH, differences
+from .ends import check_ends
+from .explaining import asks_hub_once
 from .folders import CONFIG, read, read_config, write
 from .incoming import from_open_clip, transformers_config
 from .outgoing import to_open_clip
@@ -23,6 +25,7 @@ from .tokenizing import UNREPAIRED, prepared
 logger = logging.get_logger(__name__)
 
 
+@asks_hub_once
 def load_open_clip(
     source: str | Path, *, open_clip_model: str | None = None, tell: Callable[[str], object] = logger.info
 ) -> tuple[Any, Any]:
@@ -44,11 +47,13 @@ def load_open_clip(
     return model, processor
 
 
+@asks_hub_once
 def config_of_open_clip(source: str | Path, *, open_clip_model: str | None = None) -> Any:
     """The config of the model that `load_open_clip` returns, without reading its weights; raises as it does."""
     return transformers_config(read_config(source, open_clip_model)[0])
 
 
+@asks_hub_once
 def convert(
     source: str | Path,
     target: str | Path,
@@ -56,6 +61,7 @@ def convert(
     to: str = "transformers",
     open_clip_model: str | None = None,
     repository: str = ".",
+    max_text_tokens: int | None = None,
 ) -> list[str]:
     """Writes a model of OpenCLIP in transformers' format, or the other way round, with its processor.
 
@@ -70,6 +76,7 @@ def convert(
         to: "transformers" or "open_clip".
         open_clip_model: as in `load_open_clip`.
         repository: as in `to_open_clip`.
+        max_text_tokens: with to="open_clip", the tokens at which OpenCLIP cuts texts; by default the tokenizer's limit.
 
     Returns:
         Sentences about what was written and compared.
@@ -89,10 +96,12 @@ def convert(
                 f"{str(target)!r} holds a model already ({file}). Name another folder, or delete this one."
             )
     if to == "transformers":
+        if max_text_tokens is not None:
+            raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
         return list(_to_transformers(source, target, open_clip_model))
     if open_clip_model is not None:
         raise ValueError("--open_clip_model is for a source of OpenCLIP; with --to open_clip, the source is the other.")
-    return list(_to_open_clip(source, target, repository))
+    return list(_to_open_clip(source, target, repository, max_text_tokens))
 
 
 def _incoming(source: str | Path, open_clip_model: str | None) -> tuple[Any, Any, Iterator[str]]:
@@ -126,6 +135,7 @@ def _to_transformers(source: str | Path, target: str | Path, open_clip_model: st
         yield from _merged(source, target, base)
         return
     model, processor, sentences = _incoming(source, open_clip_model)
+    check_ends(model, processor.tokenizer)
     yield from sentences
     model.save_pretrained(target)
     processor.save_pretrained(target)
@@ -145,9 +155,25 @@ def _merged(adapters: str | Path, target: str | Path, base: str) -> Iterator[str
     yield f"The adapters were merged into {base}. {type(model).__name__} and its processor were written to {target}."
 
 
-def _to_open_clip(source: str | Path, target: str | Path, repository: str) -> Iterator[str]:
+def _to_open_clip(
+    source: str | Path, target: str | Path, repository: str, max_text_tokens: int | None
+) -> Iterator[str]:
     model, processor = load_pretrained(str(source))
+    if max_text_tokens is not None:
+        processor.tokenizer.model_max_length = max_text_tokens
     tensors, config = to_open_clip(model, processor, repository=repository)
+    check_ends(model, processor.tokenizer)
+    positions = model.config.text_config.max_position_embeddings
+    if max_text_tokens is not None and not 0 < max_text_tokens <= positions:
+        raise ValueError(
+            f"--max_text_tokens must be from 1 to the {positions} positions of the model, got {max_text_tokens}."
+        )
+    length = config["model_cfg"]["text_cfg"]["context_length"]
+    if length < positions:
+        yield (
+            f"Texts are cut at {length} tokens, as here: the other {positions - length} of the model's {positions} "
+            f"positions are left out. For longer texts, pass --max_text_tokens {positions}."
+        )
     yield _compared(model, tensors, config)
     write(target, tensors, config, processor.tokenizer)
     yield f"The model of OpenCLIP was written to {target}; load it as 'local-dir:{target}'."

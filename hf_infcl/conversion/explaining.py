@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.utils import http_backoff
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
@@ -23,6 +30,38 @@ def explained(checkpoint: str, *, needed: str = "") -> Iterator[None]:
         yield
     except Exception as error:  # a damaged file makes the libraries raise exceptions of any class
         raise ValueError(_explanation(checkpoint, error, needed)) from error
+
+
+def asks_hub_once(load: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Decorates a function that loads a model: if the Hub cannot be reached, it takes what was downloaded before.
+
+    The libraries would ask for each of the files, and try again for 24 seconds each time.
+
+    Args:
+        load: its first argument is a model. For a path that exists nothing is asked.
+    """
+    first = next(iter(inspect.signature(load).parameters))
+
+    @wraps(load)
+    def loading(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        source = str(args[0] if args else kwargs[first])
+        if constants.HF_HUB_OFFLINE or Path(source).exists() or _hub_answers():
+            return load(*args, **kwargs)
+        constants.HF_HUB_OFFLINE = True
+        try:
+            return load(*args, **kwargs)
+        finally:
+            constants.HF_HUB_OFFLINE = False
+
+    return loading
+
+
+def _hub_answers() -> bool:
+    try:
+        http_backoff("HEAD", constants.ENDPOINT, max_retries=1, retry_on_status_codes=(), timeout=10)
+    except Exception:  # of the library that speaks HTTP, which differs between releases
+        return False
+    return True
 
 
 def _explanation(checkpoint: str, error: BaseException, needed: str) -> str:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import ModelCard
 from transformers import PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
+from .explaining import asks_hub_once
 from .folders import is_of_open_clip
 from .pretrained import base_of_adapters, config_of, load_pretrained, processor_of
+
+logger = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -21,6 +28,7 @@ class Loaded(NamedTuple):
     conversion: Sequence[str] = ()
 
 
+@asks_hub_once
 def load(
     checkpoint: str,
     open_clip_model: str | None = None,
@@ -49,6 +57,7 @@ def load(
     return Loaded(model.float(), processor, told)
 
 
+@asks_hub_once
 def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
     """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
@@ -58,8 +67,25 @@ def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[P
     return config_of(checkpoint, base), processor_of(checkpoint, base)
 
 
+@asks_hub_once
 def load_config(checkpoint: str, open_clip_model: str | None = None) -> PretrainedConfig:
     """The model's config; takes and raises what `load` does."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
         return config_of_open_clip(checkpoint, open_clip_model=open_clip_model)
     return config_of(checkpoint, base_of_adapters(checkpoint))
+
+
+def stated_licence(checkpoint: str) -> str | None:
+    """The licence in a model's card, in its folder or on the Hub; None if none is stated or the card cannot be read."""
+    path = Path(checkpoint, "README.md")
+    if not path.is_file() and os.path.exists(checkpoint):
+        return None
+    try:
+        card = ModelCard.load(path if path.is_file() else checkpoint)
+    except Exception as error:  # of the Hub's client, of its HTTP library or of YAML
+        logger.warning(
+            "No licence of %s is stated in the model card, because its own could not be read: %s", checkpoint, error
+        )
+        return None
+    stated = getattr(card.data, "license", None)
+    return ", ".join(stated) if isinstance(stated, list) else stated

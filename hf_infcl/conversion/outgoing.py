@@ -19,6 +19,8 @@ def to_open_clip(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A model of transformers as a model of OpenCLIP with equal embeddings, scale and bias.
 
+    Texts are cut at the ``model_max_length`` of the tokenizer, as they are here: positions behind it are left out.
+
     Args:
         model: a CLIPModel, MetaClip2Model or SiglipModel (which is also the class of SigLIP 2 at a fixed resolution).
         processor: its processor.
@@ -37,6 +39,8 @@ def to_open_clip(
     rows = siglip_rows(*layers) if model.config.model_type == "siglip" else clip_rows("", *layers)
     tensors = model.state_dict() if state_dict is None else state_dict
     weights = {name: tensor.detach().cpu() for name, tensor in tensors.items() if not name.endswith("position_ids")}
+    positions = "text_model.embeddings.position_embedding.weight"
+    weights[positions] = weights[positions][: config["model_cfg"]["text_cfg"]["context_length"]].contiguous()
     return renamed(rows, weights), config
 
 
@@ -47,6 +51,9 @@ def open_clip_config(config: Any, processor: Any, *, repository: str = ".") -> d
         raise refusal(f"it is of the type {kind}, of which OpenCLIP has no counterpart")
     fields = _siglip(config) if kind == "siglip" else _clip(config)
     check_length(processor.tokenizer, config.text_config.vocab_size, exact=False)
+    # OpenCLIP cuts texts at this length.
+    length = min(config.text_config.max_position_embeddings, processor.tokenizer.model_max_length)
+    fields["text_cfg"]["context_length"] = length
     if kind != "clip" or not is_of_clip(processor.tokenizer):
         clean = cleaning(processor.tokenizer) or "whitespace"
         fields["text_cfg"] |= {"hf_tokenizer_name": repository, "tokenizer_kwargs": {"clean": clean}}
@@ -70,7 +77,6 @@ def _tower(config: Any) -> dict[str, Any]:
 
 def _text(config: Any) -> dict[str, Any]:
     return _tower(config) | {
-        "context_length": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
         "heads": config.num_attention_heads,
     }

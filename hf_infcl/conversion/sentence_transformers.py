@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ MODULES, CONFIG, MODULE_CONFIG = "modules.json", "config_sentence_transformers.j
 SENTENCE_FILES = (MODULES, CONFIG, MODULE_CONFIG)
 
 
-def write_sentence_files(folder: str | Path, model_type: str, processor: Any, *, max_length: int, padding: str) -> None:
+def write_sentence_files(
+    folder: str | Path,
+    model_type: str,
+    processor: Any,
+    *,
+    max_length: int,
+    padding: str,
+    matryoshka_dims: Sequence[int] | None = None,
+) -> None:
     """Writes three small files beside a model and its processor, which transformers does not read.
 
     Without them, sentence-transformers does not normalise the embeddings, and pads the captions of SigLIP, whose
@@ -22,6 +31,7 @@ def write_sentence_files(folder: str | Path, model_type: str, processor: Any, *,
         processor: has an `image_processor` and a `tokenizer`.
         max_length: tokens per caption.
         padding: "max_length" if all captions are padded to it, "longest" if to the longest of a batch.
+        matryoshka_dims: where the embeddings may be cut; the values for ``SentenceTransformer(..., truncate_dim=...)``.
     """
     tokenizer, images = processor.tokenizer, processor.image_processor
     # Releases before 5.4 have only this module for images, and no place for options.
@@ -54,7 +64,11 @@ def write_sentence_files(folder: str | Path, model_type: str, processor: Any, *,
             "module_output_name": "sentence_embedding",
             "processing_kwargs": {"text": text, "image": image} if image else {"text": text},
         },
-        CONFIG: {"similarity_fn_name": "cosine", "prompts": {}},
+        CONFIG: {
+            "similarity_fn_name": "cosine",
+            "prompts": {},
+            **({"matryoshka_dims": list(matryoshka_dims)} if matryoshka_dims else {}),
+        },
     }
     for name, content in contents.items():
         Path(folder, name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from .text_positions import text_positions
 from .transforms import ImageTransform, set_image_size
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class ContrastiveCollator:
             before passing them to the model; `InfCLTrainer` does.
 
     Raises:
-        ValueError: the processor lacks a part, or no maximum length is known.
+        ValueError: the processor lacks a part, its tokenizer has no token for padding, or no maximum length is known.
+
+    Attributes:
+        positions: the tokens that the model could read of a caption, if `for_model` knows it, or else `max_length`.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class ContrastiveCollator:
     ) -> None:
         if missing := [part for part in ("image_processor", "tokenizer") if getattr(processor, part, None) is None]:
             raise ValueError(f"The processor, a {type(processor).__name__}, has no {' and no '.join(missing)}.")
+        _check_padding(processor.tokenizer)
         self.processor = processor
         if max_length is None:
             max_length = processor.tokenizer.model_max_length
@@ -66,7 +71,7 @@ class ContrastiveCollator:
                     f"The tokenizer, a {type(processor.tokenizer).__name__}, states no model_max_length. "
                     "Pass max_length, at most the text model's max_position_embeddings."
                 )
-        self.max_length = max_length
+        self.max_length = self.positions = self._stated = max_length
         if fixed_length is None:
             fixed_length = (
                 type(processor).__name__.startswith("Siglip")
@@ -93,17 +98,28 @@ class ContrastiveCollator:
         state no limit. SigLIP's captions are padded to one length with any processor. Otherwise, an embedding would
         depend on the other captions of its micro-batch.
         """
-        positions = getattr(getattr(config, "text_config", None), "max_position_embeddings", None)
+        length = positions = text_positions(config)
         if positions is not None:
             stated = getattr(getattr(processor, "tokenizer", None), "model_max_length", None)
-            positions = int(min(positions, stated or positions))
+            length = int(min(positions, stated or positions))
         is_siglip = str(getattr(config, "model_type", "")).startswith("siglip")
-        return cls(processor, max_length=positions, fixed_length=True if is_siglip else None, uint8=uint8)
+        collator = cls(processor, max_length=length, fixed_length=True if is_siglip else None, uint8=uint8)
+        collator.positions = positions or collator.max_length
+        return collator
 
     def set_image_size(self, side: int) -> None:
         """Returns images of this height and width from now on, and sets that of the processor; see `set_image_size`."""
         set_image_size(self.processor.image_processor, side)
         self._transform = ImageTransform.of(self.processor.image_processor)
+
+    def lengthen(self, tokens: int) -> None:
+        """Reads this many tokens of a text from now on, as does what loads the saved processor.
+
+        This is for a model with more positions than its tokenizer states as ``model_max_length``. Other numbers of
+        tokens than those between the two have no effect; see `cut_to`.
+        """
+        if self.max_length < tokens <= self.positions:
+            self.max_length = self.processor.tokenizer.model_max_length = tokens
 
     def cut_to(self, tokens: int) -> ContrastiveCollator:
         """A collator that cuts texts to this many tokens, special ones included, and otherwise is the same.
@@ -111,6 +127,8 @@ class ContrastiveCollator:
         Raises:
             ValueError: texts are not cut by it, no word would be left, or an embedding depends on its padding.
         """
+        if tokens == self.max_length > self._stated:  # lengthened to it
+            return self
         if self._padding != "longest":
             raise ValueError(
                 f"max_text_tokens={tokens} is refused, because the model reads the padding of its captions like text, "
@@ -120,11 +138,21 @@ class ContrastiveCollator:
         if not least <= tokens < self.max_length:
             raise ValueError(
                 f"max_text_tokens must be from {least}, a token beside the special ones, to {self.max_length - 1}, one "
-                f"less than captions have at most anyway, got {tokens}."
+                f"less than captions have at most anyway, got {tokens}.{self.more_positions}"
             )
         shorter = copy.copy(self)
         shorter.max_length = tokens
         return shorter
+
+    @property
+    def more_positions(self) -> str:
+        """A sentence with a space before it, if the tokenizer states a lower limit than the model has."""
+        if self.max_length >= self.positions:
+            return ""
+        return (
+            f" The tokenizer states the limit of {self.max_length} tokens, and the model has {self.positions} "
+            f"positions: to read longer texts, also in evaluations, pass max_text_tokens={self.positions}."
+        )
 
     @property
     def text_options(self) -> dict[str, Any]:
@@ -151,8 +179,13 @@ class ContrastiveCollator:
     @property
     def options(self) -> dict[str, Any]:
         """The options that decide about the batches, for the record of a training."""
-        images = self.processor.image_processor.to_dict()
-        unrelated = ("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device")
+        kind = getattr(self.processor.image_processor, "valid_kwargs", None)
+        # Its own dict leaves out those without a value.
+        images = dict.fromkeys(getattr(kind, "__annotations__", ())) | self.processor.image_processor.to_dict()
+        unrelated = (
+            *("_", "image_processor_type", "processor_class", "data_format", "return_tensors", "device"),
+            *("input_data_format", "disable_grouping"),
+        )
         return {
             **self.text_options,
             "vocabulary": len(self.processor.tokenizer),
@@ -258,6 +291,16 @@ class ContrastiveCollator:
             return_tensors="pt",
         )
         return dict(tokens)
+
+
+def _check_padding(tokenizer: Any) -> None:
+    """Raises a ValueError if a tokenizer has no token with which captions are padded."""
+    if getattr(tokenizer, "pad_token", "unknown") is None:
+        raise ValueError(
+            f"The tokenizer, a {type(tokenizer).__name__}, has no pad_token, with which the captions of a batch are "
+            "brought to one length. Set it to the token of the text_config's pad_token_id, or else to the end token, "
+            "and save the processor again: processor.tokenizer.pad_token = processor.tokenizer.eos_token."
+        )
 
 
 def _check_kinds(items: Sequence[dict[str, Any]]) -> None:

@@ -7,14 +7,17 @@ import io
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
+
+from ..shards.members import is_member, member_size, read_member
+from ..shards.values import ERRORS
 
 try:
     import simplejpeg  # the extra `fast`
@@ -23,6 +26,17 @@ except ImportError:
 
 if TYPE_CHECKING:
     import datasets
+
+# How to turn an image upright, by the orientation in its EXIF data; 1 is upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class BadSampleError(ValueError):
@@ -62,11 +76,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
                         " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
-                        "file names (file_name)."
+                        f"file names (file_name).{_metadata_above(dataset)}"
                     )
                 raise ValueError(
-                    f"The dataset has no column {column!r}. Its columns are {dataset.column_names}. Name the right one "
-                    f"with {option} (--{option} on the command line).{hint}"
+                    f"The dataset has no column {column!r}. Its columns are {few_names(dataset.column_names)}. Name "
+                    f"the right one with {option} (--{option} on the command line).{hint}"
                 )
         if len(dataset) == 0:
             raise ValueError("The dataset has no rows.")
@@ -80,7 +94,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ValueError(
                 f"The image_column {image_column!r} must hold images, paths or encoded images, not {feature}."
             )
-        rows = dataset.with_format(None).select_columns(columns)
+        rows = dataset.with_format(None).select_columns(with_errors(dataset, columns))
         self._rows = rows.cast_column(image_column, datasets.Image(decode=False))
         self.columns = {option: column for option, column in options.items() if column}
         self.split = None if dataset.split is None else str(dataset.split)
@@ -103,8 +117,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def image_and_path(self, row: int) -> tuple[np.ndarray, str | None]:
         """The image of a row, decoded, and the path of its file if the dataset does not hold the file itself."""
-        value = self._rows[row][self._image_column]
-        return self._image(row, value), value["path"] if value["bytes"] is None else None
+        value = self.undecoded(row)
+        self._check_errors(row, value)
+        image = value[self._image_column]
+        pixels = self._image(row, image)
+        return pixels, None if image["bytes"] is not None or is_member(image["path"]) else image["path"]
 
     def encoded(self, row: int) -> bytes:
         """The contents of the image file of a row.
@@ -112,7 +129,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             BadSampleError: it has none, or it cannot be read.
         """
-        return self._encoded(row, self._rows[row][self._image_column])
+        value = self.undecoded(row)
+        self._check_errors(row, value)
+        return self._encoded(row, value[self._image_column])
 
     def file_sizes(self, step: int = 1) -> Iterator[tuple[int, int]]:
         """(row, bytes of its image file) of every ``step``-th row, if the file is local; none is read."""
@@ -125,8 +144,8 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             paths = chunk.field("path").to_pylist()
             for row in range(-first % step, len(sizes), step):
                 size, path = sizes[row], paths[row]
-                if size is None and path is not None and os.path.isfile(path):
-                    size = os.stat(path).st_size
+                if size is None and path is not None:
+                    size = size_of_file(path)
                 if size is not None:
                     yield first + row, size
             first += len(sizes)
@@ -147,6 +166,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                     found = Path(path).stat()
                     digest.update(f"{path} {found.st_size} {found.st_mtime_ns}\n".encode())
         return digest.hexdigest()
+
+    def _check_errors(self, row: int, value: Mapping[str, Any]) -> None:
+        """Raises a BadSampleError if the table says that a value of the row is wrong."""
+        if error := error_of(value):
+            raise self._bad_sample(row, error)
 
     def _image(self, row: int, value: dict[str, Any] | None) -> np.ndarray:
         return self._decoded(row, self._encoded(row, value))
@@ -174,6 +198,32 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             'Repair or drop it; in training, on_bad_sample="skip" replaces it by another row.',
             cause,
         )
+
+
+def few_names(names: Sequence[str]) -> str:
+    """The names for a message, of many the first 30."""
+    shown = ", ".join(repr(name if len(name) <= 80 else f"{name[:80]}...") for name in names[:30])
+    return f"[{shown}]" if len(names) <= 30 else f"[{shown}, ...] ({len(names):,} in all)"
+
+
+def _metadata_above(dataset: datasets.Dataset) -> str:
+    """A sentence if captions lie above the folder of a split, such as ``train``, where they are not read."""
+    import datasets
+
+    if "image" not in dataset.column_names or not len(dataset):
+        return ""
+    image = dataset.with_format(None).select_columns("image").cast_column("image", datasets.Image(decode=False))[0]
+    path = Path((image["image"] or {}).get("path") or "")
+    found = [
+        (above, folder / name)
+        for above, folder in zip(path.parents, list(path.parents)[1:3], strict=False)
+        for name in ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+        if (folder / name).is_file()
+    ]
+    if not found:
+        return ""
+    split, file = found[0]
+    return f" {file} lies above: move its lines into {split / file.name}, with file names relative to it."
 
 
 def least_side(min_side: int | None, side: int | None) -> int | None:
@@ -214,8 +264,9 @@ def decode_rgb(encoded: bytes, min_side: int | None = None) -> np.ndarray:
         return pixels
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers, whose range is not known")
-    if _orientation(image) != 1:
-        ImageOps.exif_transpose(image, in_place=True)
+    image.load()  # which turns a TIFF already
+    if (turn := _UPRIGHT.get(_orientation(image))) is not None:
+        image = image.transpose(turn)  # ImageOps.exif_transpose also writes the EXIF data, which may be odd
     if image.mode.startswith("I"):  # 16-bit grey, which PIL clips to 255; take the high byte, as it does for colour
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     elif "transparency" in image.info:  # a palette: PIL warns unless it goes by way of RGBA
@@ -227,7 +278,7 @@ def _decode_jpeg(encoded: bytes, image: Image.Image) -> np.ndarray | None:
     """The pixels of a JPEG in the size of ``image``, which PIL has opened but not decoded; None if PIL has to do it."""
     if image.format != "JPEG" or image.mode not in ("RGB", "L"):
         return None
-    if _orientation(image) != 1:
+    if _orientation(image) in _UPRIGHT:
         return None
     try:
         return simplejpeg.decode_jpeg(encoded, "RGB", min_height=image.height, min_width=image.width)
@@ -244,10 +295,30 @@ def _orientation(image: Image.Image) -> int:
     return orientation
 
 
+def with_errors(dataset: datasets.Dataset, columns: Iterable[str]) -> list[str]:
+    """The columns, and that of errors if the dataset has it."""
+    return [*columns, *([ERRORS] if ERRORS in dataset.column_names else [])]
+
+
+def error_of(value: Mapping[str, Any]) -> str | None:
+    """What is wrong with the values of a row, if its table says that."""
+    errors = value.get(ERRORS) or ()
+    return next((error["error"] for error in errors if error["column"] is None or error["column"] in value), None)
+
+
+def size_of_file(path: str) -> int | None:
+    """The bytes of an image file; None if it is not on this machine."""
+    if is_member(path):
+        return member_size(path)
+    return os.path.getsize(path) if os.path.isfile(path) else None
+
+
 def read_encoded(value: Mapping[str, Any]) -> bytes:
     """The contents of the file of an undecoded value of `datasets.Image`."""
     if value["bytes"] is not None:
         return value["bytes"]
+    if is_member(value["path"]):
+        return read_member(value["path"])
     if "://" in value["path"]:
         from datasets.utils.file_utils import xopen
 

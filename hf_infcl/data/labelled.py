@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+import string
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..shards.values import ERRORS
 from .images import ImageDataset, is_integer
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class ZeroShotDataset(ImageDataset):
 
     Attributes:
         kind: the kind of its metrics, see `hf_infcl.evaluation.metrics.Metric`.
+        known_names: the names of the `ClassLabel`, such as those of folders; None without any.
 
     Args:
         dataset: a map-style `datasets.Dataset` without a transform.
@@ -37,9 +41,9 @@ class ZeroShotDataset(ImageDataset):
         templates: prompts, each with one "{}" for the class name.
 
     Raises:
-        ValueError: at construction, for a wrong dataset, column, column type or template, for labels without a name, or
-            for the names of the `ClassLabel` in another order; on access, for a bad image. Bad images are never skipped
-            here, because that would change what is measured.
+        ValueError: at construction, for a wrong dataset, column, column type or template, for labels without a name,
+            for another number of names than the `ClassLabel` has, or its names in another order; on access, for a bad
+            image. Bad images are never skipped here, because that would change what is measured.
     """
 
     def __init__(
@@ -69,11 +73,8 @@ class ZeroShotDataset(ImageDataset):
                 f"label_column {label_column!r} is a ClassLabel, but it is {feature}."
             )
         class_names = list(class_names)
-        if known is not None and class_names != known and sorted(class_names) == sorted(known):
-            raise ValueError(
-                f"class_names has the names of the label_column {label_column!r} in another order: {class_names} "
-                f"instead of {known}. Label i means the i-th name, so omit class_names or pass it in that order."
-            )
+        if known is not None:
+            _check_names(class_names, known, label_column)
         if not templates or isinstance(templates, str) or any(template.count("{}") != 1 for template in templates):
             raise ValueError(f'templates must be a sequence of prompts with one "{{}}" each, got {templates!r}.')
         if not are_given and all(map(NUMBER.fullmatch, class_names)):
@@ -82,6 +83,9 @@ class ZeroShotDataset(ImageDataset):
                 "give the classes their names with class_names (--class_names, which also takes a file).",
                 *(len(class_names), templates[0].replace("{}", class_names[0])),
             )
+        if ERRORS in self._rows.column_names:  # a row without a label cannot be measured
+            for row, value in enumerate(self._rows.select_columns([label_column, ERRORS])):
+                self._check_errors(row, value)
         self.kind = "labels" if several else "classes"
         if several:
             for row, of_row in enumerate(self._rows.select_columns([label_column])[label_column]):
@@ -95,12 +99,13 @@ class ZeroShotDataset(ImageDataset):
             raise ValueError(
                 f"The label_column {label_column!r} holds {unnamed[:10]}, but there are {len(class_names)} class names."
             )
-        self._label_column = label_column
+        self._label_column, self.known_names = label_column, known
         self.class_names = class_names
         self.templates = tuple(templates)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         value = self._rows[row]
+        self._check_errors(row, value)
         return {"image": self._image(row, value[self._image_column]), "label": value[self._label_column]}
 
     def prompts(self) -> list[str]:
@@ -110,3 +115,64 @@ class ZeroShotDataset(ImageDataset):
     def sample_captions(self, count: int) -> list[list[str]]:
         """Up to ``count`` of the prompts, as captions of one image each."""
         return [[prompt] for prompt in self.prompts()[:count]]
+
+
+def lines_of(values: Sequence[str]) -> list[str]:
+    """The values, or the lines of the text file that a single value names."""
+    if len(values) != 1 or not Path(values[0]).is_file():
+        return list(values)
+    lines = [line.strip() for line in Path(values[0]).read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line]
+
+
+def names_by_label(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names of classes in the order of their labels.
+
+    If they are the names that the dataset knows, they are matched by name; case, spaces, "_" and "-" do not count.
+    Otherwise the i-th name is that of label i. Where the dataset has numbers as names, in the order of text as folders
+    are (1, 10, 2), it is that of the i-th number instead.
+
+    Args:
+        names: of the classes, one each.
+        known: the names of a `ClassLabel`.
+
+    Raises:
+        ValueError: there is another number of names.
+    """
+    _check_number(names, known)
+    place = {_as_read(name): i for i, name in enumerate(names)}
+    if {*map(_as_read, known)} == place.keys() and len(place) == len(names):
+        return [names[place[_as_read(name)]] for name in known]
+    order = list(range(len(known)))
+    if all(map(NUMBER.fullmatch, known)) and list(known) == sorted(known):
+        order.sort(key=lambda label: int(known[label].lstrip(string.ascii_letters)))
+    named = dict(zip(order, names, strict=True))
+    return [named[label] for label in range(len(known))]
+
+
+def _as_read(name: str) -> str:
+    return " ".join(re.split(r"[\s_-]+", name.casefold().strip()))
+
+
+def _check_number(names: Sequence[str], known: Sequence[str]) -> None:
+    if len(names) != len(known):
+        raise ValueError(
+            f"There are {len(names)} class_names ({_listed(names)}) for the {len(known)} classes of the dataset "
+            f"({_listed(known)}). Name each of them, in their order."
+        )
+
+
+def _check_names(names: Sequence[str], known: Sequence[str], label_column: str) -> None:
+    """Raises a ValueError for another number of names than are known, or for a known name at another place."""
+    _check_number(names, known)
+    places = {_as_read(name): i for i, name in enumerate(known)}
+    wrong = [name for i, name in enumerate(names) if places.get(_as_read(name), i) != i]
+    if wrong and len(places) == len(known):
+        raise ValueError(
+            f"class_names has names of the label_column {label_column!r} in another order: [{_listed(names)}] instead "
+            f"of [{_listed(known)}], for example {wrong[0]!r}. Label i means the i-th name: pass them in that order."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")

@@ -68,7 +68,7 @@ class CaptionNotices:
                 logger.warning(
                     f"{cut.share:.1%} of {cut.captions:,} captions of the {name} have more than {cut.limit} tokens, "
                     "the limit of the model, which does not see what follows. Captions that differ only there are "
-                    "equal to it. Shorten them, or use a model with a higher limit."
+                    f"equal to it. Shorten them, or use a model with a higher limit.{collator.more_positions}"
                 )
         for part, sample in zip(parts, samples, strict=True):
             if batch_size is None or part.pair_id_column is not None:
@@ -85,11 +85,12 @@ class CaptionNotices:
         """Looks at the training set and the evaluation sets of a trainer.
 
         Args:
-            train: the training set.
+            train: the training set; one of several parts has them by their names in ``parts``.
             evaluated: an evaluation set, or a mapping of them.
             collator, batch_size: as for `look`.
         """
-        self.look("training set", parts_of(train), collator, batch_size)
+        for name, part in getattr(train, "parts", {"training set": train}).items():
+            self.look(name, parts_of(part), collator, batch_size)
         several = isinstance(evaluated, Mapping)
         for name, dataset in evaluated.items() if several else [("", evaluated)]:
             self.look(f"evaluation set of eval_{name}{'_' if name else ''}*", parts_of(dataset), collator)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..shards.values import is_unicode, shortened
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, ImageDataset, is_integer, is_string
 
@@ -131,12 +132,21 @@ class ImageTextDataset(ImageDataset):
         self._augmentation = augmentation
         self._min_side = min_side
         self._text_dropout = text_dropout
+        self._number: int | None = None
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
+
+    def name_places(self, number: int) -> None:
+        """Lets items have their ``place``: the number of this set, and that of the row whose image and captions it has.
+
+        Args:
+            number: of this set among those that are combined.
+        """
+        self._number = number
 
     def plain(self) -> ImageTextDataset:
         """The same rows unchanged, where a bad one raises an error."""
@@ -184,12 +194,15 @@ class ImageTextDataset(ImageDataset):
         return self._text(row, self._texts[row])
 
     def _text(self, row: int, value: dict[str, Any]) -> dict[str, Any]:
+        self._check_errors(row, value)
         captions = usable_captions(value[self.caption_column])
         if not captions:
             raise self._bad_sample(row, f"column {self.caption_column!r}: no caption")
         if not self._all_captions:
             captions = draw_captions(captions, self.captions_per_image, self._random(row, "caption"))
         item: dict[str, Any] = {"caption": captions}
+        if self._number is not None:
+            item["place"] = (self._number, str(row))
         if self.negative_caption_column:
             negatives = usable_captions(value[self.negative_caption_column])
             item["negative_captions"] = draw_captions(negatives, 1, self._random(row, "negative caption"))
@@ -216,7 +229,8 @@ class ImageTextDataset(ImageDataset):
             "on_bad_sample": self._on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
-            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
+            "text_dropout": self._text_dropout,
+            "all_captions": self._all_captions,
         }
 
     @property
@@ -258,20 +272,12 @@ def usable_captions(value: str | list[str | None] | None) -> list[str]:
     """
     captions = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(captions, list) or not all(isinstance(caption, (str, NoneType)) for caption in captions):
-        raise ValueError(f"the caption {_shortened(value)} is neither a string nor a list of strings")
-    return [caption for caption in captions if caption and _is_visible(caption) and _is_unicode(caption)]
+        raise ValueError(f"the caption {shortened(value)} is neither a string nor a list of strings")
+    return [caption for caption in captions if caption and _is_visible(caption) and is_unicode(caption)]
 
 
 def _is_visible(text: str) -> bool:
     return any(character.isprintable() and character != " " for character in text)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def draw_captions(captions: list[str], count: int, random: random.Random) -> list[str]:
@@ -310,7 +316,7 @@ def as_pair_id(value: str | int) -> int:
     if isinstance(value, str):
         return _hash(value)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"the pair id {_shortened(value)} is neither an integer nor a string")
+        raise ValueError(f"the pair id {shortened(value)} is neither an integer nor a string")
     return _as_int64(value)
 
 
@@ -331,11 +337,6 @@ def content_pair_id(encoded: bytes, captions: list[str]) -> int:
     `caption_pair_id`). The number of a row or the name of a sample would repeat in another part of a training set.
     """
     return _hash_of_bytes(hashlib.blake2b(encoded).digest() + repr(captions).encode())
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _hash(text: str) -> int:

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
 from ..shards.opening import digest
-from ..shards.readers import DamagedShardError
+from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
 from .keyed import KeyedItem, sample_key
 
@@ -234,10 +234,9 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return None if sides is None else sides.smaller_at(first + self._window(number))
 
     def _window(self, number: int) -> int:
-        """The global batch of a micro-batch, counted from the begin of the run or, if their sizes differ, from here."""
-        if self._steps_after is None:
-            return number // self._first_window
-        return self._steps_after(number - self._begun)
+        """The global batch of a micro-batch, counted from the begin of this training, before which sizes may differ."""
+        number -= self._begun
+        return number // self._first_window if self._steps_after is None else self._steps_after(number)
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

@@ -10,16 +10,20 @@ import math
 import posixpath
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+import numpy as np
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import Shard
+from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, DamagedShardError, reader_of
+from ..shards.readers import Columns, reader_of
+from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
+from ..shards.values import cause_of
 from .augmentation import Augmentation, augment, check_augmentation, check_text_dropout, drop_words
 from .images import BadSampleError, decode_rgb, least_side
 from .pairs import (
@@ -64,7 +68,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             once.
         split: the split of sources that are folders or Hub ids.
         name: the configuration of sources that are folders or Hub ids.
-        image_column: in tar files, an extension; "image" means the file with the extension of an image.
+        image_column: in tar files, an extension; "image" means the file with the extension of an image. None reads no
+            images, and a ``caption_column`` of None no captions, as `infcl embed` does; training needs both.
         caption_column: in tar files a field of the ``.json`` or an extension; "caption" also finds ``.txt``.
         captions_per_image: the maximum number of different captions to draw from a list.
         negative_caption_column: as in `ImageTextDataset`; in tar files a field of the ``.json`` or an extension,
@@ -91,8 +96,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         weights: Sequence[float] | None = None,
         split: str = "train",
         name: str | None = None,
-        image_column: str = "image",
-        caption_column: str = "caption",
+        image_column: str | None = "image",
+        caption_column: str | None = "caption",
         captions_per_image: int = 1,
         negative_caption_column: str | None = None,
         pair_id_column: str | None = None,
@@ -135,6 +140,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.captions_per_image, self.negative_caption_column = captions_per_image, negative_caption_column
         self.on_bad_sample: str = on_bad_sample
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
+        self._number: int | None = None
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -159,7 +165,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             "on_bad_sample": self.on_bad_sample,
             "augmentation": self._augmentation,
             "min_side": self._min_side,
-            **({"text_dropout": self._text_dropout} if self._text_dropout else {}),
+            "text_dropout": self._text_dropout,
         }
 
     @property
@@ -203,12 +209,20 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return {**vars(self), "_processes": _world_size()}  # a worker that is not forked belongs to no group
 
     @property
-    def caption_column(self) -> str:
+    def image_column(self) -> str | None:
+        return self._columns.image
+
+    @property
+    def caption_column(self) -> str | None:
         return self._columns.caption
 
     @property
     def pair_id_column(self) -> str | None:
         return self._columns.pair_id
+
+    def name_places(self, number: int) -> None:
+        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row."""
+        self._number = number
 
     def plain(self) -> ImageTextStream:
         """The same samples unchanged, where a bad one raises an error."""
@@ -218,6 +232,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def sample_captions(self, count: int) -> list[list[str]]:
         """The captions of up to 256 samples at the beginnings of eight shards, or fewer; bad samples are left out."""
+        if (column := self.caption_column) is None:
+            return []
         count = min(count, _SAMPLED)
         shards = self.shards[:: -(-len(self.shards) // _SAMPLED_SHARDS)]
         found: list[list[str]] = []
@@ -227,7 +243,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
                     with suppress(ValueError):
                         if not isinstance(sample, DamagedShardError):
                             row: dict[str, Any] = shard.reader.row(sample)
-                            found.append(usable_captions(row[self.caption_column]))
+                            found.append(usable_captions(row[column]))
         return [captions for captions in found if captions]
 
     def batches(
@@ -243,28 +259,53 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             BadSampleError: the sample cannot be used, with the names of shard and sample.
         """
         url, name, reader = self.shards[shard]
+        with self._named(url, key, sample):
+            item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            return item if self._number is None else {**item, "place": (self._number, place_of(url, key))}
+
+    def image_and_captions(self, shard: int, key: str, sample: Any) -> tuple[np.ndarray | None, list[str]]:
+        """The image of a raw sample and all its captions, of which it need not have any.
+
+        Raises:
+            BadSampleError: as `item`.
+        """
+        url, _, reader = self.shards[shard]
+        with self._named(url, key, sample):
+            row = reader.row(sample)
+            image = None if self.image_column is None else decode_rgb(self._encoded(url, row), self._min_side)
+            return image, [] if self.caption_column is None else usable_captions(row[self.caption_column])
+
+    @contextmanager
+    def _named(self, url: str, key: str, sample: Any) -> Iterator[None]:
+        """Raises a BadSampleError with the names of shard and sample in place of another error."""
         if isinstance(sample, DamagedShardError):
             raise BadSampleError(f"{sample} {_CURE}", str(sample)) from sample
         try:
             if _leaves_folder(key):
                 raise ValueError("its name points outside its folder")
-            return self._item(url, f"{name} {key}", passes, reader.row(sample), side)
+            yield
         except ReadError:
             raise
         except Exception as error:  # decoders raise exceptions of any class
-            cause = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-            raise BadSampleError(f"Sample {key!r} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
+            cause = cause_of(error)
+            raise BadSampleError(f"Sample {shown(key)} of the shard {url!r} is bad: {cause}. {_CURE}", cause) from error
+
+    def _encoded(self, url: str, row: dict[str, Any]) -> bytes:
+        image: bytes | str | None = row[self.image_column or ""]
+        if image is None:
+            raise ValueError(f"it has no image in column {self.image_column!r}")
+        if not isinstance(image, str):
+            return image
+        if _leaves_folder(image):
+            raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
+        with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
+            return file.read()
 
     def _item(self, url: str, sample: str, passes: int, row: dict[str, Any], side: int | None) -> dict[str, Any]:
         columns = self._columns
-        image = row[columns.image]
-        if image is None:
-            raise ValueError(f"it has no image in column {columns.image!r}")
-        if isinstance(image, str):
-            if _leaves_folder(image):
-                raise ValueError(f"the path of its image, {image!r}, points outside the shard's folder")
-            with open_shard(posixpath.join(posixpath.dirname(url), image)) as file:
-                image = file.read()
+        if columns.image is None or columns.caption is None:
+            raise ValueError("it is read without its image or its captions")
+        image = self._encoded(url, row)
         captions = usable_captions(row[columns.caption])
         if not captions:
             raise ValueError(f"it has no caption in column {columns.caption!r}")
@@ -289,6 +330,16 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
         return random.Random(f"{self.seed} {passes} {sample} {purpose}")
+
+
+def name_of_shard(url: str) -> str:
+    """The name of a shard without its folder and ending."""
+    return posixpath.splitext(posixpath.basename(url))[0]
+
+
+def place_of(url: str, key: str) -> str:
+    """The name of a sample, after that of its shard."""
+    return f"{name_of_shard(url)}/{key}"
 
 
 def _world_size() -> int:

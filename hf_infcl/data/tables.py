@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import itertools
 import json
 import os
 import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..shards.opening import name_or_folder
+from ..shards.members import register
+from ..shards.names import IMAGE_EXTENSIONS
+from ..shards.opening import existing_part, existing_paths_are_literal, name_or_folder, open_shard
+from ..shards.tar_tables import tar_table
 from ..shards.urls import Url
 from .columns import find_image_column
 from .images import holds_images, is_value
 
 if TYPE_CHECKING:
     import datasets
+
+_PROBED = 2**16  # bytes of a CSV file whose rows show the separator
+_LOOKED_FOR, _LOOKED_FOR_REMOTELY = 10_000, 10  # images whose relative paths are tried
+
+
+_LOOKED_AT = 100  # files that may lie beside images
 
 
 def load_pairs(source: str, *, split: str, name: str | None = None, image_column: str = "image") -> datasets.Dataset:
@@ -24,18 +37,20 @@ def load_pairs(source: str, *, split: str, name: str | None = None, image_column
     Args:
         source: a folder written by `save_to_disk`, or anything that `datasets.load_dataset` accepts: a Hub id, or a
             local folder, such as an imagefolder (images beside a `metadata.csv` or `metadata.jsonl` with a `file_name`
-            column), a folder with a `train.csv` whose columns hold image paths and captions, or a folder of tar shards,
-            whose JSON fields become columns.
+            column), a folder with a `train.csv` whose columns hold image paths and captions, separated by commas, tabs,
+            semicolons or bars, or a folder of tar shards, whose JSON fields become columns.
         split: name of the split, for example "train". Slices such as "train[:10%]" work for whatever `load_dataset`
             loads.
         name: configuration of the dataset, if it has several.
         image_column: the column of images; if there is no such column, the one of `find_image_column`, if any. Relative
             paths of images in parquet files are relative to the file, as in `ImageTextStream`, and become absolute
-            here; those in other files, such as CSV, stay relative to the working directory.
+            here. Those in CSV and JSON files are relative to the working folder if there are such images, and else to
+            the file.
 
     Raises:
-        ValueError: there is nothing to load at `source`, or it is a file or a URL rather than a folder; or it has no
-            such split or configuration, in which case the message names the existing ones.
+        ValueError: there is nothing to load at `source`, or it is a file or a URL rather than a folder; it has no such
+            split or configuration, in which case the message names the existing ones; or no image is where its relative
+            path says.
     """
     return Table(source, name).load(split, image_column)
 
@@ -54,13 +69,14 @@ class Table:
         """`load_pairs` of this dataset."""
         import datasets
 
+        register()  # a saved table may refer to images in tar files
         source = self._source
         if "://" in source and not source.startswith("hf://"):
             raise ValueError(
                 f"{Url(source)!r} is a URL, and a table is loaded from a folder or from the Hub. Shards behind a URL "
                 "can be streamed as training data (--streaming, or ImageTextStream in Python)."
             )
-        if Path(source).is_file() or (not Path(source).exists() and set(source) & set("*?{[")):
+        if Path(source).is_file() or set(source[len(existing_part(source)) :]) & set("*?{["):
             raise ValueError(
                 f"{source!r} names files, and a table is loaded from a folder. Name the folder that holds them. "
                 "Training data in tar or parquet shards can be streamed (--streaming, or ImageTextStream in Python)."
@@ -97,7 +113,8 @@ class Table:
     def _builder(self) -> datasets.DatasetBuilder:
         import datasets
 
-        return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
+        with existing_paths_are_literal():
+            return datasets.load_dataset_builder(name_or_folder(self._source), self._name)
 
     def _load_files(self, split: str, image_column: str) -> datasets.Dataset:
         import datasets
@@ -105,11 +122,22 @@ class Table:
 
         source = self._source
         try:
-            self._builder.download_and_prepare()
-            rows = self._builder.as_dataset(split=split)
-            if rows.info.builder_name == "webdataset":
-                rows = _with_json_fields(rows)
-            files = self._builder.config.data_files or {}
+            builder = self._builder
+            files = builder.config.data_files or {}
+            separator = _separator([str(file) for of_split in files.values() for file in of_split])
+            if separator and builder.info.builder_name == "csv":
+                with existing_paths_are_literal():
+                    builder = datasets.load_dataset_builder(name_or_folder(source), self._name, sep=separator)
+            elif separator not in (None, ",") and builder.info.builder_name == "imagefolder":
+                raise ValueError(
+                    f"its metadata.csv separates the columns by {separator!r}. Write it with commas, or write a "
+                    "metadata.jsonl."
+                )
+            if builder.info.builder_name == "webdataset":
+                return _of_tar_files(files, split, image_column)
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=split)
+            _check_no_pairs_of_files(rows, files, split)
             return _with_whole_paths(rows, files, source, split, find_image_column(rows.features, image_column))
         except ConnectionError as error:
             raise ValueError(
@@ -145,35 +173,96 @@ def _load_saved(source: str, split: str) -> datasets.Dataset:
     return loaded[split]
 
 
-def _with_json_fields(rows: datasets.Dataset) -> datasets.Dataset:
-    """The rows of tar files with the fields of their ``.json`` as columns, unless a file has the field's name."""
+def _check_no_pairs_of_files(rows: datasets.Dataset, files: Any, split: str) -> None:
+    """Raises a ValueError if the rows are of text files that lie beside images of the same names."""
+    if rows.info.builder_name not in ("text", "json"):
+        return
+    for file in map(str, files.get(split.partition("[")[0], ())[:_LOOKED_AT]):
+        stem = posixpath.splitext(file)[0]
+        image = next((f"{stem}.{kind}" for kind in sorted(IMAGE_EXTENSIONS) if os.path.isfile(f"{stem}.{kind}")), None)
+        if image is not None:
+            raise ValueError(
+                f"{os.path.basename(image)} lies beside {os.path.basename(file)}, but captions of a folder are not "
+                "read from such files. Write them into a metadata.jsonl there, with lines such as "
+                f'{{"file_name": "{os.path.basename(image)}", "caption": "..."}}, or pack the folder with '
+                "`tar --sort=name` into shards and stream these (--streaming)."
+            )
 
-    rows = rows.flatten()
-    names = {column: column.removeprefix("json.") for column in rows.column_names if column.startswith("json.")}
-    return rows.rename_columns({column: name for column, name in names.items() if name not in rows.column_names})
+
+def _of_tar_files(files: Mapping[str, Sequence[str]], split: str, image_column: str) -> datasets.Dataset:
+    """The rows of tar files; ``files`` are those of each split."""
+    import datasets
+
+    found: dict[str, datasets.Dataset] = {}
+    for name in dict.fromkeys(names_of(split)):
+        if name not in files:
+            raise ValueError(f"there is no such split. Its splits are {[str(known) for known in files]}.")
+        if wrong := [Url(file) for file in files[name] if not str(file).endswith(".tar")]:
+            raise ValueError(f"{wrong[0]!r} is compressed. Compressed tar files have to be unpacked once to .tar.")
+        local = datasets.DownloadManager().download([str(file) for file in files[name]])
+        found[name] = tar_table(list(zip(local, map(Url, files[name]), strict=True)), image_column, name)
+    lengths = {name: len(rows) for name, rows in found.items()}
+    parts = [
+        found[part.splitname].select(range(part.from_ or 0, lengths[part.splitname] if part.to is None else part.to))
+        for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    ]
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts, split=datasets.NamedSplit(split))
+
+
+def _separator(files: Sequence[str]) -> str | None:
+    """What separates the columns of CSV files; None if there are none, or if they have one column.
+
+    Raises:
+        ValueError: they do not agree.
+    """
+    found: dict[str, str] = {}
+    for file in files:
+        if file.lower().endswith((".csv", ".tsv")):
+            with open_shard(file, buffer=_PROBED) as opened:
+                text = opened.read(_PROBED).decode("utf-8-sig", "replace")
+            whole = text if len(text) < _PROBED else text[: text.rfind("\n") + 1]
+            widths = {
+                separator: [
+                    len(row) for row in csv.reader(io.StringIO(whole, newline=None), delimiter=separator) if row
+                ]
+                for separator in ("\t,;|" if file.lower().endswith(".tsv") else ",\t;|")
+            }
+            several = [separator for separator, width in widths.items() if width and width[0] > 1]
+            even = [separator for separator in several if len(set(widths[separator])) == 1]
+            for separator in [*even, *several][:1]:
+                found.setdefault(separator, file)
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise ValueError(f"{first} separates the columns by {one!r}, and {second} by {other!r}. Write all with commas.")
+    return next(iter(found), None)
 
 
 def _with_whole_paths(
     rows: datasets.Dataset, files: Any, source: str, split: str, image_column: str
 ) -> datasets.Dataset:
-    """The rows of parquet files with the relative paths of their images joined to the folder of the files.
+    """The rows with the relative paths of their images joined to the folder of the files, if they are relative to it.
 
     ``files`` are the paths of the files of each split.
     """
     import datasets
 
     feature = rows.features.get(image_column)
-    if rows.info.builder_name != "parquet" or not holds_images(feature) or is_value(feature, "binary", "large_binary"):
+    formats, encoded = ("parquet", "csv", "json"), is_value(feature, "binary", "large_binary")
+    if rows.info.builder_name not in formats or not holds_images(feature) or encoded:
         return rows
     images = rows.cast_column(image_column, datasets.Image(decode=False))
-    relative = _first_relative_path(images, image_column)
-    if relative is None:
+    relative = list(itertools.islice(_relative_paths(images, image_column), _LOOKED_FOR))
+    folders = sorted({posixpath.dirname(str(file)) for name in names_of(split) for file in files.get(name, ())})
+    if (
+        not relative
+        or not folders
+        or (rows.info.builder_name != "parquet" and not _are_beside(relative, folders, source, split))
+    ):
         return rows
-    folders = {posixpath.dirname(str(file)) for file in files[split.partition("[")[0]]}
     if len(folders) > 1:
         raise ValueError(
-            f"The parquet files of the split {split!r} of {source!r} lie in several folders, so that it is not known "
-            f"to which of them the path of the image {relative!r} is relative. Use absolute paths, or one folder."
+            f"The files of the split {split!r} of {source!r} lie in several folders, so that it is not known to which "
+            f"of them the path of the image {relative[0]!r} is relative. Use absolute paths, or one folder."
         )
     (folder,) = folders
 
@@ -185,12 +274,37 @@ def _with_whole_paths(
     return images.map(join, input_columns=[image_column], desc="Paths of images")
 
 
-def _first_relative_path(images: datasets.Dataset, column: str) -> str | None:
+def names_of(split: str) -> list[str]:
+    """The names of the splits in "train[:10%]+test"."""
+    return [part.partition("[")[0].strip() for part in split.split("+")]
+
+
+def _are_beside(paths: Sequence[str], folders: Sequence[str], source: str, split: str) -> bool:
+    """Whether images are relative to one of the folders, not to the working folder.
+
+    Raises:
+        ValueError: none of the images is there.
+    """
+    from datasets.utils.file_utils import xexists
+
+    if any(map(os.path.exists, paths)):
+        return False
+    for folder in folders:
+        # A look over the network takes long.
+        some = paths[:_LOOKED_FOR_REMOTELY] if "://" in folder else paths
+        if any(xexists(posixpath.join(folder, path)) for path in some):
+            return True
+    raise ValueError(
+        f"none of its images is there, such as {paths[0]!r}, relative to the working folder {os.getcwd()} or to the "
+        f"folder of the table, {' or '.join(folders[:3])}. Use absolute paths, or another working folder."
+    )
+
+
+def _relative_paths(images: datasets.Dataset, column: str) -> Iterator[str]:
     for chunk in images.data.column(column).chunks:  # of which only the paths of images without bytes are read
-        paths = chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist()
-        if found := next((path for path in paths if _is_relative({"bytes": None, "path": path})), None):
-            return str(found)
-    return None
+        for path in chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist():
+            if _is_relative({"bytes": None, "path": path}):
+                yield str(path)
 
 
 def _is_relative(image: dict[str, Any]) -> bool:

@@ -68,5 +68,5 @@ def check_has_end(dataset: Any) -> None:
         raise ValueError(
             "An ImageTextStream cannot be evaluated: it gives its samples pass after pass, without end. Evaluate a "
             "dataset that has a length, such as "
-            'ImageTextDataset(datasets.load_dataset("webdataset", data_files="shards/*.tar", split="train"), ...).'
+            'ImageTextDataset(load_pairs("shards", split="test"), all_captions=True), for tar shards as well.'
         )

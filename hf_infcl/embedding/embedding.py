@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..data import ContrastiveCollator
+from ..encoders.adapters import fingerprint_of
 from ..encoders.dual_encoder import DualEncoder
 from ..loading.feature_cache import fingerprint, for_each_missing
+from ..loading.stored_embeddings import index_of, join
+from ..options.run_options import as_json
 from ..processes.collectives import Processes, failures_announced
 from .output import Rows, begin, write
 from .sources import Collator, ItemSource
@@ -32,6 +36,8 @@ def embed(
     autocast: Callable[[], Any],
     dtype: str,
     format: str = "parquet",
+    half: bool = False,
+    licence: str | None = None,
     batch_size: int = 64,
     **loading: Any,
 ) -> dict[str, int]:
@@ -48,7 +54,9 @@ def embed(
         prepare: moves a batch to the device and normalises its images.
         autocast: the context of the forwards.
         dtype: the precision of that context, for the record.
-        format: "parquet" or "safetensors".
+        format: "parquet", "safetensors" or "npy", in which the parts become one file at the end.
+        half: whether npy has fp16 instead of fp32.
+        licence: of the model, for the record of npy.
         batch_size: images, and texts, of one forward.
         **loading: options of the DataLoader.
 
@@ -62,13 +70,17 @@ def embed(
     """
     processes, place = Processes(), Path(folder)
     content = source.image_fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
+    content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
     record = {
         "fingerprint": fingerprint(content, encoder.model, collator, dtype),
         "dtype": dtype,
         "format": format,
         "kinds": list(source.kinds),
         "parts": source.parts,
+        **({**_told(source, encoder, collator, licence), "half": half} if format == "npy" else {}),
     }
+    if half and format != "npy":
+        raise ValueError(f"half_precision is for the format npy, got {format}. Leave it out, or choose npy.")
     with failures_announced():
         if processes.rank == 0:
             begin(place, record)
@@ -81,7 +93,7 @@ def embed(
     missing = [
         part
         for part in range(processes.rank, source.parts, processes.world_size)
-        if not all(names[kind][part].exists() for kind in source.kinds)
+        if not all(names[kind][part].exists() or index_of(place, kind)[-1].exists() for kind in source.kinds)
     ]
 
     def encode(batches: Iterator[Any]) -> dict[str, Rows]:
@@ -93,12 +105,32 @@ def embed(
     def compute(part: int) -> None:
         for kind, rows in encode(next(parts)).items():
             if kind in source.kinds:
-                write(names[kind][part], rows)
+                values = rows.embeddings.astype(np.float16) if half else rows.embeddings
+                write(names[kind][part], replace(rows, embeddings=values))
         logger.info(f"Part {part} of {source.parts} was embedded.")
 
     for_each_missing(source.parts, lambda part: part not in missing, compute, lambda: processes.agree([]))
+    if format == "npy":
+        with failures_announced():
+            for kind in source.kinds if processes.rank == 0 else ():
+                join(place, kind, names[kind])
     totals = processes.agree([counts[name] for name in counts])
     return {name: int(sum(of_rank)) for name, of_rank in zip(counts, zip(*totals, strict=True), strict=True)}
+
+
+def _told(
+    source: ItemSource, encoder: DualEncoder, collator: ContrastiveCollator, licence: str | None
+) -> dict[str, Any]:
+    """What the record of files for a training says of model and data, besides the fingerprint of all that decides."""
+    config = getattr(encoder.base, "config", None)
+    return {
+        "model": getattr(config, "_name_or_path", "") or type(encoder.base).__name__,
+        "weights": fingerprint_of(encoder.model),
+        "licence": licence,
+        "revision": getattr(config, "_commit_hash", None),
+        "preprocessing": as_json(collator.options),
+        "data": source.described(),
+    }
 
 
 def _encoded(
@@ -109,7 +141,7 @@ def _encoded(
     counts: dict[str, int],
 ) -> dict[str, Rows]:
     """The images and texts of a part, in the order of its rows; counts them."""
-    items: dict[str, list[tuple[int, str, str | None]]] = {"images": [], "texts": []}
+    items: dict[str, list[tuple[int, str, str | None, str]]] = {"images": [], "texts": []}
     vectors: dict[str, list[Tensor]] = {"images": [], "texts": []}
     for kept, bad, images, texts in batches:
         for reason in bad:
@@ -117,12 +149,12 @@ def _encoded(
         counts["skipped"] += len(bad)
         if images is not None:
             vectors["images"].append(_of_length_1(encoder.encode_images(prepare(images))))
-            items["images"] += [(item["row"], item["key"], None) for item in kept]
+            items["images"] += [(item["row"], item["key"], None, item["place"]) for item in kept]
         if texts is not None:
             vectors["texts"] += [
                 _of_length_1(encoder.encode_texts(prepare(part))) for part in _split(texts, batch_size)
             ]
-            items["texts"] += [(item["row"], item["key"], c) for item in kept for c in item["caption"]]
+            items["texts"] += [(item["row"], item["key"], c, item["place"]) for item in kept for c in item["caption"]]
     found = {}
     for kind, described in items.items():
         values = torch.cat(vectors[kind]).cpu().numpy() if described else np.empty((0, 1), np.float32)
@@ -136,7 +168,8 @@ def _encoded(
         order = sorted(range(len(described)), key=lambda number: described[number][0])
         keys = [described[number][1] for number in order]
         captions = [described[number][2] or "" for number in order] if kind == "texts" else None
-        found[kind] = Rows(keys, captions, values[order] if order else values)
+        places = [described[number][3] for number in order]
+        found[kind] = Rows(keys, captions, values[order] if order else values, places)
     return found
 
 

@@ -21,8 +21,15 @@ class EmbedOptions:
             "keys of a stream are the names of the samples, after that of the shard."
         },
     )
-    format: Literal["parquet", "safetensors"] = field(
-        default="parquet", metadata={"help": "The format of the files that are written."}
+    format: Literal["parquet", "safetensors", "npy"] = field(
+        default="parquet",
+        metadata={
+            "help": "The format of the files that are written. npy is mapped into memory: a training reads it with "
+            "--teacher_embeddings."
+        },
+    )
+    half_precision: bool = field(
+        default=False, metadata={"help": "With npy: 16 instead of 32 bits for each number, half of the disk."}
     )
     on_bad_sample: Literal["raise", "skip"] = field(
         default="raise", metadata={"help": "What to do with a broken image: end, or leave it out and count it."}

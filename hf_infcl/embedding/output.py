@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-RECORD = "embeddings.json"
+from ..loading.stored_embeddings import RECORD, hashed, keys_of, of_caption
 
 
 @dataclass
@@ -20,19 +20,28 @@ class Rows:
     Args:
         keys: of the rows that they belong to.
         captions: the texts; None for images.
+        places: what each row is found by in a training: the number of the row, or the names of shard and sample.
         embeddings: [n, D] float32, of length 1.
     """
 
     keys: list[str]
     captions: list[str] | None
     embeddings: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    places: list[str] = field(default_factory=list)
 
 
 def write(path: Path, rows: Rows) -> None:
-    """Writes a file whose name ends in .parquet or .safetensors."""
+    """Writes a file whose name ends in .parquet, .safetensors or .npy."""
     partial = path.with_name(f"_{os.getpid()}.{path.name}")  # which images-* does not match
-    (_write_parquet if path.suffix == ".parquet" else _write_safetensors)(partial, rows)
+    _WRITERS[path.suffix](partial, rows)
+    if path.suffix == ".npy":  # whose keys are there first
+        captions = rows.places if rows.captions is None else map(of_caption, rows.places, rows.captions)
+        np.save(keys_of(path), hashed(captions))
     os.replace(partial, path)
+
+
+def _write_npy(path: Path, rows: Rows) -> None:
+    np.save(path, rows.embeddings)
 
 
 def _write_parquet(path: Path, rows: Rows) -> None:
@@ -56,6 +65,9 @@ def _write_safetensors(path: Path, rows: Rows) -> None:
     save_file({"embeddings": rows.embeddings}, path, names)
 
 
+_WRITERS = {".parquet": _write_parquet, ".safetensors": _write_safetensors, ".npy": _write_npy}
+
+
 def begin(folder: Path, record: dict[str, Any]) -> None:
     """Writes the record of what is embedded into the folder, or compares it with the one that is there.
 
@@ -65,7 +77,8 @@ def begin(folder: Path, record: dict[str, Any]) -> None:
     path = folder / RECORD
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        if differing := sorted(name for name in {*before, *record} if before.get(name) != record.get(name)):
+        # What later versions say beside the fingerprint is not in older records.
+        if differing := sorted(name for name in before if before[name] != record.get(name)):
             shown = "; ".join(f"{name} was {before.get(name)} and is {record.get(name)}" for name in differing)
             raise ValueError(
                 f"{folder} holds other embeddings ({shown}). Choose another --output_dir, or delete this one."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, i
 from .dual_encoder import DualEncoder
 from .image_size import resize_images
 
+LORA = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
 ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
 
 
@@ -78,3 +80,13 @@ def adapter_state(model: Any) -> dict[str, Tensor]:
 
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     return state
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """A hash of the weights, without LoRA's factors: 16 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if LORA not in name:
+            digest.update(f"{name} {parameter.dtype}\n".encode())
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

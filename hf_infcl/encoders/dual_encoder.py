@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .depth import Place, depths
-from .tower_outputs import PlaceholderText, remembered
+from .pooling import Pooling, SameEmbeddings
+from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remembered, return_dict_for
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def type_of(model: nn.Module) -> ModelType | None:
     """The type of a dual encoder of transformers or of one's own, or None.
 
     One's own is a module with ``get_image_features`` and ``get_text_features``, a scalar parameter ``logit_scale`` and,
-    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1.
+    if its objective is sigmoid, ``logit_bias``, whose forward returns ``image_embeds`` and ``text_embeds`` of length 1,
+    as attributes of an object or in a dict.
     """
     name = getattr(getattr(model, "config", None), "model_type", None)
     base = getattr(model, "get_base_model", lambda: model)()
@@ -107,6 +109,8 @@ class DualEncoder:
         model: a dual encoder of transformers or one's own (see `type_of`), unwrapped (no DDP around it; PEFT adapters
             inside are fine).
 
+        dims: see the attribute.
+
     Raises:
         ValueError: the model is not a dual encoder that this package supports, its class has only one tower, or the
             model was split over devices or processes while it was loaded.
@@ -118,11 +122,13 @@ class DualEncoder:
         temperature_name: the name of the temperature's parameter.
         stock_temperature_shape: its shape in transformers.
         takes_any_size: whether positions are interpolated for images of other sizes; see `OtherSizes`.
+        pooling: the token at which the text tower takes an embedding, if it is known.
+        dims: how many of their first dimensions `encode_images` and `encode_texts` return; None for all.
     """
 
     takes_any_size = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dims: int | None = None) -> None:
         kind = type_of(model)
         if kind is None:
             name = getattr(getattr(model, "config", None), "model_type", None)
@@ -142,13 +148,17 @@ class DualEncoder:
                 "Load it without these options. To shard its parameters, train with --fsdp."
             )
         self.model: Any = model
+        self.dims = dims
         self.base: Any = getattr(model, "get_base_model", lambda: model)()
         self.objective, self._unused = kind.objective, kind.unused
         self.temperature_name, self.stock_temperature_shape = kind.temperature, kind.temperature_shape
+        self._return_dict = return_dict_for(self.base)
         self._divides = kind.temperature == "temperature"
         text_tower = self._towers().get("text")
         projection = getattr(model, TOWERS["text"][1], None)
         self._placeholder = None if text_tower is None else PlaceholderText(text_tower, projection)
+        self.pooling = Pooling.of_tower(text_tower)
+        self._same_embeddings = SameEmbeddings(self.pooling)
         self._ceiling = getattr(model, "max_log_logit_scale", None)  # AIMv2 clamps within its forward
 
     @property
@@ -175,6 +185,10 @@ class DualEncoder:
                 f"The images of a batch have {height} × {width} pixels, and the model takes {size} × {size}. Load "
                 "processor and model from one checkpoint, or train with the image_size that you want."
             )
+
+    def check_texts(self, batch: Mapping[str, Any]) -> None:
+        """Raises a ValueError if different texts, also of earlier calls, get one embedding; see `SameEmbeddings`."""
+        self._same_embeddings.check(batch["input_ids"], batch.get("attention_mask"))
 
     @property
     def temperature_parameters(self) -> tuple[nn.Parameter, ...]:
@@ -261,14 +275,19 @@ class DualEncoder:
                     stack.enter_context(remembered(tower, frozen_outputs, name))
             if placeholder is not None and placeholder.known():
                 stack.enter_context(placeholder.instead_of_tower())
-            outputs = forward(**inputs, return_dict=True)
-        return outputs.image_embeds, outputs.text_embeds[:0] if no_texts else outputs.text_embeds
+            outputs = forward(**inputs, **self._return_dict)
+        images, texts = embeds_of(outputs, self.base)
+        return images, texts[:0] if no_texts else texts
 
     def image_features(self, batch: Mapping[str, Any]) -> Tensor:
-        """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does."""
+        """The pooled output [images, H] of the image tower, before the projection; raises as `embed` does.
+
+        The tower has to return it as those of transformers do, because the forward gets it in such an output.
+        """
         self.check_images(batch)
-        tower = getattr(self.model, TOWERS["image"][0])
-        return tower(**_select(batch, IMAGE_INPUTS), return_dict=True).pooler_output
+        tower = getattr(self.model, name := TOWERS["image"][0])
+        output = tower(**_select(batch, IMAGE_INPUTS), **return_dict_for(tower))
+        return pooled(output, tower, name, of_transformers=True)
 
     def freeze(self, tower: str | None) -> None:
         """Freezes one tower, ``"image"`` or ``"text"``, with its projection (LiT, arXiv 2111.07991), or none.
@@ -363,14 +382,30 @@ class DualEncoder:
         self.check_images(batch)
         return self._normalised(self.model.get_image_features(**_select(batch, IMAGE_INPUTS)))
 
-    def encode_texts(self, batch: Mapping[str, Any]) -> Tensor:
-        """L2-normalised text embeddings [texts, D], for evaluation; raises as `check_tokens` does."""
-        check_tokens(batch["input_ids"], self.vocabulary)
+    def encode_texts(self, batch: Mapping[str, Any], *, checked: bool = False) -> Tensor:
+        """L2-normalised text embeddings [texts, D], for evaluation.
+
+        Raises as `check_tokens` and `check_texts` do, unless the texts were ``checked``.
+        """
+        if not checked:
+            check_tokens(batch["input_ids"], self.vocabulary)
+            self.check_texts(batch)
         return self._normalised(self.model.get_text_features(**_select(batch, TEXT_INPUTS)))
 
-    @staticmethod
-    def _normalised(features: Any) -> Tensor:
-        return F.normalize(features if isinstance(features, Tensor) else features.pooler_output, dim=-1)
+    @torch.no_grad()
+    def width(self) -> int:
+        """D, the dimensions of its embeddings; for towers of one's own it is found by encoding a text of one token."""
+        if isinstance(projection := getattr(self.model, TOWERS["text"][1], None), nn.Linear):
+            return projection.out_features
+        device, mode = self.temperature_parameters[0].device, self.model.training
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        found = self.model.eval().get_text_features(input_ids=token, attention_mask=token + 1)
+        self.model.train(mode)
+        return int((found if isinstance(found, Tensor) else part_of(found, "pooler_output")).shape[-1])
+
+    def _normalised(self, features: Any) -> Tensor:
+        whole = features if isinstance(features, Tensor) else part_of(features, "pooler_output")
+        return F.normalize(whole[:, : self.dims], dim=-1)
 
     def batch_norms(self) -> list[str]:
         """Names of the trained batch norms, whose outputs, and thus the gradient, depend on the micro-batch."""

@@ -3,12 +3,71 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.utils import ModelOutput
+
+
+def return_dict_for(module: nn.Module) -> dict[str, bool]:
+    """``return_dict=True`` for a module of transformers, or of one's own that names it; nothing for others."""
+    of_transformers = type(module).__module__.startswith("transformers.")
+    takes = of_transformers or "return_dict" in inspect.signature(module.forward).parameters
+    return {"return_dict": True} if takes else {}
+
+
+def part_of(output: Any, name: str) -> Any:
+    """A part of a module's output, which may be a dict; None if it is not there."""
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+def pooled(output: Any, module: nn.Module, what: str, *, of_transformers: bool = False) -> Tensor:
+    """One vector for each input, [n, H]: the output of a tower, or its ``pooler_output``.
+
+    Args:
+        output: of the tower.
+        module: the tower.
+        what: its name for the error.
+        of_transformers: whether only outputs of transformers are taken, because a forward will get the vectors in one.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    features = output if isinstance(output, Tensor) else part_of(output, "pooler_output")
+    is_right = isinstance(features, Tensor) and features.ndim == 2
+    if not is_right or (of_transformers and not isinstance(output, ModelOutput)):
+        every = "a tensor [inputs, features], or pooler_output of an object or a dict"
+        forms = "pooler_output of an output of transformers" if of_transformers else every
+        raise ValueError(
+            f"The {what}, a {type(module).__name__}, must return one vector for each input, as {forms}, got "
+            f"{_described(output)}."
+        )
+    return features
+
+
+def embeds_of(output: Any, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """``image_embeds`` and ``text_embeds`` of a model's output.
+
+    Raises:
+        ValueError: it has not both.
+    """
+    images, texts = part_of(output, "image_embeds"), part_of(output, "text_embeds")
+    if images is None or texts is None:
+        raise ValueError(
+            f"The forward of a {type(model).__name__} must return image_embeds and text_embeds, as attributes of an "
+            f"object or in a dict, got {_described(output)}."
+        )
+    return images, texts
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {list(output.shape)}"
+    return f"a {type(output).__name__}{f' with {list(output)}' if isinstance(output, Mapping) else ''}"
 
 
 @contextlib.contextmanager
@@ -18,9 +77,12 @@ def remembered(tower: nn.Module, outputs: dict[str, Any], name: str) -> Iterator
 
     def first(*args: Any, **kwargs: Any) -> Any:
         full = forward(*args, **kwargs)
+        if part_of(full, "last_hidden_state") is None:  # of one's own
+            outputs[name] = full
+            return full
         # The models read the pooled vector or the first position; a window of whole sequences would be large.
         first_position = full.last_hidden_state[:, :1].clone()
-        outputs[name] = BaseModelOutputWithPooling(first_position, full.get("pooler_output"))
+        outputs[name] = BaseModelOutputWithPooling(first_position, part_of(full, "pooler_output"))
         return full
 
     with _forward_of(tower, (lambda *args, **kwargs: outputs[name]) if name in outputs else first):
@@ -40,10 +102,10 @@ class PlaceholderText:
 
     def __init__(self, tower: nn.Module, projection: nn.Module | None) -> None:
         self._tower, self._projection = tower, projection
-        self._output: dict[str, Any] = {}
+        self._output: Any = None
         self._kind: Any = None  # dtype and device of the tower that returned it
         # The same function for all forwards, because a compiled model would be compiled again for another one.
-        self._forward = lambda *args, **kwargs: BaseModelOutputWithPooling(**self._output)
+        self._forward = self._again
 
     def known(self) -> bool:
         """Whether the output is there, in the tower's dtype and on its device."""
@@ -61,8 +123,10 @@ class PlaceholderText:
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.no_grad(), _evaluation_mode(model), remembered(self._tower, outputs, "text"):
             forward()
-        if all(value.isfinite().all() for value in outputs["text"].values()):
-            self._output, self._kind = dict(outputs["text"]), self._kind_of_tower()
+        found = outputs["text"]
+        if all(value.isfinite().all() for value in _tensors(found)):
+            self._output = dict(found) if isinstance(found, BaseModelOutputWithPooling) else found
+            self._kind = self._kind_of_tower()
 
     @contextlib.contextmanager
     def instead_of_tower(self) -> Iterator[None]:
@@ -71,9 +135,18 @@ class PlaceholderText:
         with _forward_of(self._tower, self._forward), _evaluation_mode(self._projection):
             yield
 
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        of_transformers = type(self._output) is dict and "last_hidden_state" in self._output
+        return BaseModelOutputWithPooling(**self._output) if of_transformers else self._output
+
     def _kind_of_tower(self) -> Any:
         parameter = next(self._tower.parameters())
         return parameter.dtype, parameter.device
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    values = [output] if isinstance(output, Tensor) else output.values() if isinstance(output, Mapping) else []
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 @contextlib.contextmanager

@@ -12,19 +12,21 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
+from .tower_outputs import pooled
+
 
 class _Tower(nn.Module):
     """A module whose output is that of a tower of transformers: one vector for each input."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, what: str) -> None:
         super().__init__()
-        self.module = module
+        self.module, self._what = module, what
 
     def forward(
         self, pixel_values: Tensor | None = None, return_dict: bool = True, **texts: Tensor
     ) -> BaseModelOutputWithPooling:
         output = self.module(**texts) if pixel_values is None else self.module(pixel_values)
-        features = output if isinstance(output, Tensor) else output.pooler_output
+        features = pooled(output, self.module, self._what)
         return BaseModelOutputWithPooling(features[:, None], features)
 
 
@@ -46,14 +48,17 @@ class TwoTowers(nn.Module):
     Saved models hold its state dict, as model.safetensors; build the same modules to load it.
 
     Args:
-        image_tower: called with images [images, 3, H, W] alone. It returns features [images, H1], or an output of
-            transformers with a ``pooler_output``.
+        image_tower: called with images [images, 3, H, W] alone. It returns features [images, H1], or an object, such as
+            an output of transformers, or a dict with them as ``pooler_output``.
         text_tower: called with ``input_ids`` and ``attention_mask`` [texts, L], and whatever else the tokenizer
             returns. It returns features [texts, H2], or such an output.
         image_projection, text_projection: from these features to the embeddings, which need the same dimension; by
             default the features are the embeddings.
         scale: the initial multiplier of the cosines. ``logit_scale`` is its logarithm.
         bias: the initial ``logit_bias``, with which the objective is sigmoid; None for softmax.
+
+    Raises:
+        ValueError: when it is called, a tower returns something else.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class TwoTowers(nn.Module):
         bias: float | None = None,
     ) -> None:
         super().__init__()
-        self.vision_model, self.text_model = _Tower(image_tower), _Tower(text_tower)
+        self.vision_model, self.text_model = _Tower(image_tower, "image tower"), _Tower(text_tower, "text tower")
         self.visual_projection = nn.Identity() if image_projection is None else image_projection
         self.text_projection = nn.Identity() if text_projection is None else text_projection
         self.logit_scale = nn.Parameter(torch.tensor(math.log(scale)))

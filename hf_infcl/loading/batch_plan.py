@@ -1,4 +1,4 @@
-"""The global batches of a training whose batch grows, planned from its first step to its last."""
+"""Where a training goes on; and the global batches of one whose batch grows, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..checkpoints.record import RunRecord
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_schedule import BatchSchedule, divided_batch
+from ..options.batch_schedule import BatchSchedule, Course, EqualBatches, divided_batch
+from .sampling import windows_lacking
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class MicroBatchPlace(NamedTuple):
     rows: range
 
 
-class BatchPlan:
+class BatchPlan(Course):
     """The size and the place of each global batch, from a position on.
 
     A stage ends with the first step after which its share of the training has been trained. The training is measured in
@@ -112,6 +113,7 @@ class BatchPlan:
                     "in global_batch_schedule. Lower it, or use more data."
                 )
         self.begin = at
+        self._too_large: set[int] = set()  # for the rest of a pass
         self._sections = list(self._walk(at))
         end = self._sections[-1].after(self._sections[-1].steps) if self._sections else at
         self.steps, self.samples, self.epochs = end.step, end.samples, end.epoch + 1
@@ -125,11 +127,13 @@ class BatchPlan:
         begun = bisect_right([round(end * self._whole) for end in self._schedule.ends], reached)
         to_come = self._schedule.sizes[begun + 1 :] if self.begin.step else self._schedule.sizes
         if missing := sorted(set(to_come) - {section.size for section in self._sections}):
-            why = "" if self._rows is None else f", since a pass over {self._rows:,} pairs ends where no batch fits in"
+            why = f"the {self.steps:,} steps with {self.samples:,} pairs in all are too few for its share"
+            cure = "Give it a larger share, train longer, or lower the batches"
+            if missing[0] in self._too_large:
+                why = f"a pass over {self._rows:,} pairs ends where it no longer fits in"
+                cure = "Lower that batch, give it a larger share, or train longer"
             raise ValueError(
-                f"global_batch_schedule has a batch of {missing[0]:,} pairs that no step would train. There are "
-                f"{self.steps:,} steps with {self.samples:,} pairs in all{why}. Lower that batch, give it a larger "
-                "share, or train longer."
+                f"global_batch_schedule has a batch of {missing[0]:,} pairs that no step would train: {why}. {cure}."
             )
 
     def _walk(self, at: Position) -> Iterator[Section]:
@@ -142,6 +146,7 @@ class BatchPlan:
             micro_batch, _ = divided_batch(size, self._micro_batch, self._processes)
             fit = None if self._rows is None else max(0, self._rows - at.rows) // size
             if fit == 0:
+                self._too_large.add(size)
                 at = replace(at, epoch=at.epoch + 1, windows=0, rows=0)
                 continue
             in_stage = -(-(ends[stage] - self._reached(at)) // size) if stage < len(ends) else None
@@ -258,8 +263,7 @@ def plan_of(args: InfCLTrainingArguments, rows: int | None, record: RunRecord | 
                 "The checkpoint was written by a version of hf_infcl that did not record its step, from which "
                 "global_batch_schedule goes on. Resume without it, or start a new run from the checkpoint's model."
             )
-        trained = record.windows * record.run.global_batch_size if record.rows is None else record.rows
-        within = {} if args.ignore_data_skip else {"windows": record.windows, "rows": trained}
+        within = {} if args.ignore_data_skip else {"windows": record.windows, "rows": record.rows_of_epoch}
         at = Position(record.step, record.samples_seen, record.epoch, **within)
     return BatchPlan(
         BatchSchedule.of(args.global_batch_schedule),
@@ -270,3 +274,39 @@ def plan_of(args: InfCLTrainingArguments, rows: int | None, record: RunRecord | 
         processes=args.world_size,
         at=at,
     )
+
+
+def resumed_position(record: RunRecord, batch: int, windows: int, pairs: int | None) -> Position:
+    """Where a training with equal global batches goes on, after parts of it whose batches may have had other sizes.
+
+    A pass over the data ends where no further global batch fits in.
+
+    Args:
+        record: that of the checkpoint.
+        batch: the pairs of a global batch.
+        windows: the global batches of a whole pass.
+        pairs: those of a pass, if reading can go on with any of them; None if it goes on with a whole window.
+
+    Returns:
+        The position, whose ``windows`` are those that Trainer's loop counts as trained: what they lack of a whole pass
+        is left of this one.
+    """
+    rows = record.rows_of_epoch
+    trained = -(-rows // batch) if pairs is None else windows_lacking(rows, batch, pairs)
+    if trained >= windows:
+        return Position(record.step or 0, record.samples_seen, record.epoch + 1)
+    rows = rows if pairs is not None else trained * batch
+    return Position(record.step or 0, record.samples_seen, record.epoch, trained, rows)
+
+
+def course_of(args: InfCLTrainingArguments, state: Any, record: RunRecord | None, plan: BatchPlan | None) -> Course:
+    """The samples of the steps of a training, those before it was resumed included.
+
+    Args:
+        args: its arguments.
+        state: Trainer's.
+        record: that of the checkpoint that it resumes from, if any.
+        plan: of global batches that grow.
+    """
+    earlier = 0 if record is None else record.samples_seen
+    return plan or EqualBatches(args.global_batch_size, state.max_steps, state.global_step, earlier)

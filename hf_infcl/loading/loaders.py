@@ -15,21 +15,23 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 
+from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
-from ..data.keyed import KeyedRows
 from ..data.stream_batches import StepSides
-from ..data.wrapped import check_has_end, has_epochs, parts_of, set_epoch
+from ..data.wrapped import check_has_end, has_epochs, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .batch_plan import BatchPlan, plan_of
+from .batch_plan import BatchPlan, Position, plan_of, resumed_position
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
+from .keys import with_keys
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
+from .teacher_inputs import with_teachers
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -52,6 +54,16 @@ def add_used_columns(columns: list[str] | None, collator: Any) -> None:
     used = _OF_COLLATOR if isinstance(collator, ContrastiveCollator) else _OF_TRAINER
     assert columns is not None
     columns += [name for name in used if name not in columns]
+
+
+def set_sizes(collator: Any, args: InfCLTrainingArguments) -> None:
+    """Sets the ``image_size``, and ``max_text_tokens`` above the tokenizer's limit, for all rows and what is saved."""
+    if not isinstance(collator, ContrastiveCollator):
+        return
+    if args.image_size is not None:
+        collator.set_image_size(args.image_size)
+    if args.max_text_tokens is not None:
+        collator.lengthen(args.max_text_tokens)
 
 
 def of_training(collator: Any, args: InfCLTrainingArguments) -> Any:
@@ -107,6 +119,11 @@ class LoaderParts:
             return None
         return self._loader.dataset if self.stream is None else data
 
+    def begin_at(self, at: Position) -> None:
+        """Lets the training go on from a position, before which global batches may have had other sizes."""
+        if self.sampler is not None:
+            self.sampler.begin_at(at.epoch, at.rows, at.samples)
+
     def begin_epoch(self, epoch: int, seed: int) -> None:
         """Begins a pass over the data, in a training with this seed."""
         # torch's loaders draw seeds for their workers; the number of draws depends on the options and on resuming. If
@@ -153,25 +170,8 @@ def stream_loader(
         return None
     args = setup.args
     device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(of_training(setup.collator, args), setup.encoder.vocabulary)
+    collate = CheckingCollator(with_teachers(of_training(setup.collator, args), setup), setup.encoder.vocabulary)
     return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
-
-
-def check_keyed(dataset: Any, args: InfCLTrainingArguments) -> None:
-    """Raises a ValueError if the pairs of a training set cannot be told apart, which ``leave_out`` needs."""
-    of_shards = isinstance(dataset, (ImageTextStream, Replayed))
-    if args.leave_out is not None and isinstance(dataset, IterableDataset) and not of_shards:
-        raise ValueError(
-            f"leave_out={args.leave_out!r} has to recognise each pair when it comes again, but those of a "
-            f"{type(dataset).__name__} have no keys. Train on a dataset with a length or an ImageTextStream, or leave "
-            "it out."
-        )
-
-
-def with_keys(dataset: Any, args: InfCLTrainingArguments) -> Any:
-    """A dataset with a length, whose items have keys if ``leave_out`` needs them."""
-    has_keys = args.leave_out is None or any(isinstance(part, KeyedRows) for part in parts_of(dataset))
-    return dataset if has_keys or isinstance(dataset, IterableDataset) else KeyedRows(dataset)
 
 
 def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
@@ -215,6 +215,40 @@ def initial_values(
             max_steps = math.ceil(args.num_train_epochs * windows)
         epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
     return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
+
+
+def rest_of_training(
+    args: InfCLTrainingArguments, loader: Any, record: RunRecord, values: tuple[Any, ...], *, changed: bool
+) -> tuple[Position, tuple[Any, ...]]:
+    """Where a training without a plan goes on, and the values of `initial_values` for what is left of it.
+
+    That is what is left of ``num_train_epochs`` or, if that is given, the steps that are left of ``max_steps``. A pass
+    that has begun counts by its pairs, since its global batches may have had other sizes.
+
+    Args:
+        args: the arguments of the training.
+        loader: the training loader.
+        record: that of the checkpoint.
+        values: those of the whole training.
+        changed: whether it was ever resumed with changes; otherwise its values stay.
+    """
+    epochs, windows, examples, _, batch, micro_batches, steps = values
+    parts, sized, step = LoaderParts(loader), has_length(loader), record.step
+    from_any_pair = sized and (parts.sampler is not None or parts.stream_loader is not None)
+    data = loader.dataset
+    pairs = getattr(data, "pairs_of_pass", None) or len(data) if from_any_pair else None
+    at = resumed_position(record, batch, windows if sized else sys.maxsize, pairs)
+    begin = replace(at, windows=0, rows=0) if args.ignore_data_skip else at
+    if not changed or step is None:  # earlier versions did not record it
+        return begin, values
+    if not sized:
+        windows = max(windows, at.windows + steps - step)  # of the only pass
+        micro_batches = windows * args.gradient_accumulation_steps
+    elif args.max_steps < 1:
+        steps = step + max(0, steps - at.epoch * windows - at.windows)
+    if sized and parts.stream is None:
+        epochs = at.epoch + math.ceil((at.windows + steps - step) / windows)
+    return begin, (epochs, windows, examples, steps * batch, batch, micro_batches, steps)
 
 
 def sampler_of(dataset: Any, args: InfCLTrainingArguments) -> WindowSampler | None:
@@ -307,7 +341,7 @@ def adapt_training_loader(dataloader: Any, setup: Setup) -> None:
         source.dispatcher.slice_fn = rows_of_one_process
     loader = dataloader.base_dataloader
     loader.generator = WorkerSeeds()
-    loader.collate_fn = CheckingCollator(loader.collate_fn, setup.encoder.vocabulary)
+    loader.collate_fn = CheckingCollator(with_teachers(loader.collate_fn, setup), setup.encoder.vocabulary)
     if setup.args.offload_inputs:
         dataloader.device = None
 
@@ -351,6 +385,13 @@ def rows_of_one_process(
 def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
     texts, images = batch.get("input_ids"), images_of(batch)
     return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
+
+
+def pairs_to_train(
+    setup: Setup, prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]], interruptions: Interruptions
+) -> Any:
+    """The training set `with_cached_features` and, if it has a length, `with_keys`; collective."""
+    return with_keys(with_cached_features(setup, prepare_inputs, interruptions), setup.args)
 
 
 def with_cached_features(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ..data.keyed import keyed_rows, rows_of
+from ..data.keyed import rows_of
 from ..data.stream_batches import StepSides
 from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import BatchPlan, MicroBatchPlace
@@ -28,7 +28,7 @@ class PlannedRows(IterableDataset[tuple[Any, dict[str, Any]]]):
         plan: of the training, also where it resumes.
         collate: turns a list of items into a batch.
         shuffle, seed: as for `WindowSampler`.
-        rank, world_size, num_workers, keyed: as for `StreamBatches`.
+        rank, world_size, num_workers: as for `StreamBatches`.
     """
 
     def __init__(
@@ -42,10 +42,9 @@ class PlannedRows(IterableDataset[tuple[Any, dict[str, Any]]]):
         rank: int,
         world_size: int,
         num_workers: int,
-        keyed: bool = False,
     ) -> None:
         self._dataset, self._plan, self._collate = dataset, plan, collate
-        self._shuffle, self._seed, self._keyed = shuffle, seed, keyed
+        self._shuffle, self._seed = shuffle, seed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._consumed = 0  # micro-batches of this training, of all processes
         self._sides: StepSides | None = None
@@ -83,8 +82,7 @@ class PlannedRows(IterableDataset[tuple[Any, dict[str, Any]]]):
                 side = self._sides.smaller_at(place.at.step)
                 rows = [SizedRow(row, side) for row in rows]
             set_epoch(dataset, place.at.epoch)
-            items = rows_of(dataset, rows)
-            batch = self._collate(keyed_rows(items, rows) if self._keyed else items)
+            batch = self._collate(rows_of(dataset, rows))
             yield batch, {"seconds": time.perf_counter() - began, "pairs": len(rows)}
 
     def _rows(self, place: MicroBatchPlace) -> list[int]:

@@ -58,6 +58,11 @@ class Replayed(IterableDataset[Any]):
         self.check()
 
     @property
+    def parts(self) -> dict[str, Any]:
+        """The new pairs and the old ones by what messages call them."""
+        return dict(zip(("training set", "replayed set"), self.datasets, strict=True))
+
+    @property
     def old(self) -> int:
         """The old pairs of a global batch."""
         share = self._args.replay_share
@@ -71,8 +76,14 @@ class Replayed(IterableDataset[Any]):
     @property
     def samples_per_epoch(self) -> int | None:
         """The new and the old pairs of an epoch, which ends with the new pairs; None if these are without end."""
+        batch = self._args.global_batch_size
+        return None if self.pairs_of_pass is None else self.pairs_of_pass // batch * batch
+
+    @property
+    def pairs_of_pass(self) -> int | None:
+        """The same, with those that fill no global batch."""
         new, batch = self.datasets[0], self._args.global_batch_size
-        return len(new) // (batch - self.old) * batch if has_length(new) else None
+        return len(new) * batch // (batch - self.old) if has_length(new) else None
 
     def __len__(self) -> int:
         if (samples := self.samples_per_epoch) is None:
@@ -228,8 +239,9 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         at = state or {"samples": 0, "windows": 0, "pass": 0, "rows": 0}
         self._first_window, self._first_pass, self._earlier = at["windows"], at["pass"], at["samples"]
-        # In windows, which in the run of the checkpoint may have had other sizes.
-        self._windows_before = -(-at["rows"] // share.pairs)
+        # Before, windows may have had other sizes.
+        self._windows_before = sampler.begin_at(at["pass"], at["rows"], at["samples"])
+        self._shift = at["rows"] - self._windows_before * share.pairs  # of the rows of the first pass
         self._consumed = at["windows"] * share.micro_batches  # of the whole run, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and the step of micro-batch 0
         self._pass: tuple[int, list[int]] = (-1, [])  # the pass whose order was needed last
@@ -245,7 +257,8 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         window = self._consumed // self._share.micro_batches
         number, first = self._place(window)
         samples = self._earlier + (window - self._first_window) * self._share.pairs
-        return {"samples": samples, "windows": window, "pass": number, "rows": first}
+        rows = first + (self._shift if number == self._first_pass else 0)
+        return {"samples": samples, "windows": window, "pass": number, "rows": rows}
 
     def counts(self) -> dict[str, int]:
         """``samples``: those consumed by all processes since the run began, on rank 0, and none on the others."""

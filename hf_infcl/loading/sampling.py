@@ -24,6 +24,11 @@ class SizedRow(int):
         return sized
 
 
+def windows_lacking(trained: int, batch: int, pairs: int) -> int:
+    """The global batches of a whole pass over ``pairs`` that no longer fit into it after so many trained pairs."""
+    return pairs // batch - max(0, pairs - trained) // batch
+
+
 class WindowSampler(Sampler[int]):
     """The rows of an epoch in the order of its global batches, full batches only, reshuffled each epoch.
 
@@ -50,6 +55,7 @@ class WindowSampler(Sampler[int]):
         self._rows, self._shuffle, self._seed, self._epoch = len(dataset), shuffle, seed, 0
         self._length = self._rows // global_batch_size * global_batch_size
         self._batch, self._first_step = global_batch_size, 0
+        self._begin, self._shift, self._earlier = 0, 0, 0
         self._sides: StepSides | None = None
 
     def __len__(self) -> int:
@@ -57,6 +63,21 @@ class WindowSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+
+    def begin_at(self, epoch: int, rows: int, samples: int) -> int:
+        """Lets a training go on that may have trained rows in global batches of other sizes.
+
+        Args:
+            epoch: the passes that were completed.
+            rows: the rows of the next one that were trained.
+            samples: all rows that were trained.
+
+        Returns:
+            The global batches that this pass lacks. The next one, as if they had been trained, begins after ``rows``.
+        """
+        lacking = windows_lacking(rows, self._batch, self._rows)
+        self._begin, self._shift, self._earlier = epoch, rows - lacking * self._batch, samples - rows
+        return lacking
 
     def set_sides(self, sides: StepSides | None, first_step: int) -> None:
         """Lets the rows of the next epochs be `SizedRow` with these sides; the epoch begins with this step."""
@@ -70,11 +91,13 @@ class WindowSampler(Sampler[int]):
         return (SizedRow(row, sides.smaller_at(place // self._batch)) for place, row in steps)
 
     def _order(self) -> Iterable[int]:
+        passes = self._epoch - self._begin
         if not self._shuffle:
-            first = self._epoch * self._length
+            first = self._earlier + self._shift + passes * self._length
             return (row % self._rows for row in range(first, first + self._length))
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        rows: list[int] = torch.randperm(self._rows, generator=generator)[: self._length].tolist()
+        order = torch.randperm(self._rows, generator=generator)
+        rows: list[int] = order.roll(0 if passes else -self._shift)[: self._length].tolist()
         return rows
 
 

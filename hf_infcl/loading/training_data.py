@@ -13,11 +13,12 @@ from transformers.utils import logging
 from ..checkpoints.record import RunRecord
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
 from ..windows.window import Window
 from .batch_checks import check_window
-from .batch_plan import BatchPlan
+from .batch_plan import BatchPlan, Position
 from .data_wait import WAIT_SHARE, WAIT_WINDOWS, DataWait
 from .loaders import LoaderParts, of_training
 
@@ -42,8 +43,9 @@ class TrainingData:
         args: the arguments of the training.
         resumed: the record of the checkpoint that the training resumes from, if any.
         collator: the data collator, which knows how captions are padded.
-        steps: the optimizer steps of the whole training, in which ``image_size_schedule`` changes the images.
-        plan: of global batches that grow.
+        course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images; a
+            `BatchPlan` if its global batches grow. None before it begins.
+        begin: where a training without a `BatchPlan` goes on; None for a new one.
 
     Attributes:
         window: the micro-batches that are trained now.
@@ -57,11 +59,12 @@ class TrainingData:
         args: InfCLTrainingArguments,
         resumed: RunRecord | None = None,
         collator: Any = None,
-        steps: int = 0,
-        plan: BatchPlan | None = None,
+        course: Course | None = None,
+        begin: Position | None = None,
     ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
-        self._plan, self._images = plan, args.global_batch_size // args.world_size  # of a window
+        self._plan = course if isinstance(course, BatchPlan) else None
+        self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
         self._text_padding: Mapping[str, int] | None = getattr(of_training(collator, args), "text_padding", None)
         # None until the data reports it. On the main process a resumed run continues the earlier count.
@@ -69,12 +72,18 @@ class TrainingData:
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
         self._has_warned_of_wait = False
-        self._sides = args.image_sizes(steps)
+        self._sides, self._begin = args.image_sizes(course), begin
+        if begin is not None:
+            self.source.begin_at(begin)
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
-        rows = windows * self._args.global_batch_size if self._plan is None else self._plan.position(step).rows
+        rows, begin = windows * self._args.global_batch_size, self._begin
+        if self._plan is not None:
+            rows = self._plan.position(step).rows
+        elif begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
+            rows = begin.rows
         self._epoch = _Epoch(epoch, windows, rows)
         self.source.set_sides(self._sides, step, windows)
         self.source.begin_epoch(epoch, self._args.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,9 @@ class MovingAverage:
         after_switch: called when the weights of the optimizer have changed, to copy them into the model.
         in_host: whether the average is in host memory. It is computed where the weights are, so its bits are the same.
 
+    Attributes:
+        begins: whether the average of weights without one begins with their next step.
+
     Raises:
         ValueError: the optimizer averages its weights itself, or some weights are not in fp32.
     """
@@ -61,12 +65,14 @@ class MovingAverage:
             )
         self._optimizer, self._decay, self._in_host = optimizer, decay, in_host
         self._before_switch, self._after_switch = before_switch, after_switch
-        self._stepped = False
+        self._stepped, self.begins = False, True
         for name, value in {UPDATES: 0, EVALUATES: False}.items():
             self._first.setdefault(name, value)  # under ZeRO a checkpoint may have been loaded already
-        optimizer.register_step_post_hook(self._note_step)
+        self._hook = optimizer.register_step_post_hook(self._note_step)
         # Instance attributes: the class of the optimizer stays what it is.
-        vars(optimizer).update({"eval": self.evaluate, "train": self.train, "update_average": self.update})
+        methods = {"eval": self.evaluate, "train": self.train, "update_average": self.update}
+        self._added = {**methods, "moving_average": self}
+        vars(optimizer).update(self._added)
 
     @property
     def _first(self) -> dict[str, Any]:
@@ -81,7 +87,7 @@ class MovingAverage:
             for p in group["params"]:
                 if p.grad is not None:
                     self._stepped = True
-                    if AVERAGE not in self._optimizer.state[p]:
+                    if self.begins and AVERAGE not in self._optimizer.state[p]:
                         self._optimizer.state[p][AVERAGE] = _in_host(p) if self._in_host else p.detach().clone()
 
     @torch.no_grad()
@@ -111,6 +117,14 @@ class MovingAverage:
         """Puts the weights that are trained into the model."""
         self._switch(evaluates=False)
 
+    def end(self) -> None:
+        """Puts the weights that are trained into the model, and removes the average and these methods."""
+        self.train()
+        self._hook.remove()
+        for name in self._added:
+            del vars(self._optimizer)[name]
+        _remove(self._optimizer)
+
     @torch.no_grad()
     def _switch(self, *, evaluates: bool) -> None:
         if self._first.get(EVALUATES, False) == evaluates:
@@ -131,6 +145,31 @@ class MovingAverage:
                     if self._in_host and state[AVERAGE].device.type != "cpu":  # as it is loaded
                         state[AVERAGE] = _in_host(state[AVERAGE])
                     yield _local(state[AVERAGE]), _local(p)
+
+
+@contextmanager
+def without_average(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The context in which the state of a training without average is loaded; the next step begins one, if any.
+
+    Earlier versions left the average of the training before in the state, where nothing updated it.
+    """
+    average: MovingAverage | None = vars(optimizer).get("moving_average")
+    if average is not None:
+        average.begins = False
+    _remove(optimizer)
+    yield
+    _remove(optimizer)
+    if average is not None:
+        average.begins = True
+
+
+def _remove(optimizer: torch.optim.Optimizer) -> None:
+    """Removes an average from the state of an optimizer."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state.get(p, {}).pop(AVERAGE, None)
+    for name in (UPDATES, EVALUATES):
+        optimizer.param_groups[0].pop(name, None)
 
 
 def update_average(optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from ..processes.preemption import ended_with_launcher
 from .batch_options import BatchOptions
-from .batch_schedule import BatchSchedule, check_batch_schedule
+from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
 from .course_options import CourseOptions
 from .facts import check_values
@@ -23,6 +23,7 @@ from .metric_sums import greater_is_better
 from .muon_options import check_muon
 from .rate_options import RateOptions
 from .selection_options import SelectionOptions, check_selection
+from .teacher_options import TeacherOptions
 from .tower_options import TowerOptions
 
 SAVE_FORMATS = ("transformers", "open_clip")
@@ -32,6 +33,7 @@ SAVE_FORMATS = ("transformers", "open_clip")
 class InfCLTrainingArguments(
     CourseOptions,
     KeepingOptions,
+    TeacherOptions,
     TowerOptions,
     SelectionOptions,
     RateOptions,
@@ -105,6 +107,9 @@ class InfCLTrainingArguments(
                 "train_sampling_strategy must be 'random' or 'sequential', because a contrastive batch must not be "
                 f"selected by length, got {self.train_sampling_strategy!r}."
             )
+        widths = self.matryoshka_dims or [1]
+        if min(widths) < 1 or sorted(set(widths)) != widths:
+            raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")
         self.retain_graphs = str(self.retain_graphs)
         if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
             raise ValueError(f"retain_graphs must be 'auto' or an integer of at least 0, got {self.retain_graphs!r}.")
@@ -127,9 +132,9 @@ class InfCLTrainingArguments(
             return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
-    def image_sizes(self, steps: int) -> ImageSizes | None:
-        """``image_size_schedule`` over this many steps, or None."""
-        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, steps)
+    def image_sizes(self, course: Course | None = None) -> ImageSizes | None:
+        """``image_size_schedule`` over the samples of a training, or None."""
+        return None if self.image_size_schedule is None else ImageSizes.of(self.image_size_schedule, course)
 
     @property
     def learning_rate_factor(self) -> float:

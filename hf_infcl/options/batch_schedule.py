@@ -1,13 +1,72 @@
-"""A global batch that grows: its stages, and how each global batch is divided among processes and micro-batches."""
+"""The samples of the steps of a training; and a global batch that grows: its stages, and how each one is divided."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .combinations import SCHEDULES_BY_METRIC
+from .declaring import ExclusiveOptionsError
 from .stages import same_words, stages_of
+
+
+class Course:
+    """How far a training has come before each of its steps, in samples: all shares of a training are shares of these.
+
+    Attributes:
+        steps: of the whole training, from its first on.
+        samples: its pairs.
+    """
+
+    steps: int
+    samples: int
+
+    def samples_before(self, step: int) -> int:
+        """The pairs trained before a step."""
+        raise NotImplementedError
+
+    def first_step(self, share: float) -> int:
+        """The first step before which this share of the samples is trained."""
+        return bisect_left(range(self.steps + 1), round(share * self.samples), key=self.samples_before)
+
+    def last_steps(self, share: float) -> int:
+        """How many steps at the end train this share of the samples, or a little more."""
+        before = self.samples - math.ceil(share * self.samples)
+        return self.steps + 1 - bisect_right(range(self.steps + 1), before, key=self.samples_before)
+
+
+class EqualBatches(Course):
+    """The course of a training without ``global_batch_schedule``.
+
+    Args:
+        size: the pairs of a global batch.
+        steps: of the whole training.
+        begin: the steps trained before it was resumed.
+        earlier: their pairs, in global batches that may have had other sizes; 0 if they are not known.
+
+    Attributes:
+        has_changed: whether they had other sizes.
+    """
+
+    def __init__(self, size: int, steps: int, begin: int = 0, earlier: int = 0) -> None:
+        self.steps, self.samples = steps, earlier + max(0, steps - begin) * size
+        self._size, self._begin, self._earlier = size, begin, earlier
+        self.has_changed = earlier not in (0, begin * size)
+
+    def samples_before(self, step: int) -> int:
+        """The pairs trained before a step. Before the training was resumed, all steps are taken for equally large."""
+        if step < self._begin:
+            return self._earlier * step // self._begin
+        return self._earlier + (step - self._begin) * self._size
+
+    def first_step(self, share: float) -> int:
+        return super().first_step(share) if self.has_changed else round(share * self.steps)
+
+    def last_steps(self, share: float) -> int:
+        return super().last_steps(share) if self.has_changed else math.ceil(share * self.steps)
 
 
 @dataclass(frozen=True)
@@ -65,13 +124,15 @@ def check_batch_schedule(args: Any) -> None:
     BatchSchedule.of(args.global_batch_schedule)
     args.global_batch_schedule = same_words(args.global_batch_schedule)
     if args.gradient_accumulation_steps > 1:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} contradicts global_batch_schedule, from "
-            "which the micro-batches of each step follow. Set it to 1, the default."
+            "which the micro-batches of each step follow. Set it to 1, the default.",
+            *("gradient_accumulation_steps", "global_batch_schedule"),
         )
     by_metric = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) in SCHEDULES_BY_METRIC
     if by_metric and args.learning_rate_batch_size is not None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "learning_rate_batch_size cannot follow global_batch_schedule while the learning rate depends on a metric. "
-            "Leave it out, or choose another lr_scheduler_type."
+            "Leave it out, or choose another lr_scheduler_type.",
+            *("learning_rate_batch_size", "global_batch_schedule", "lr_scheduler_type"),
         )

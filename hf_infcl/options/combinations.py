@@ -8,10 +8,27 @@ from typing import Any
 
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
+from .declaring import ExclusiveOptionsError
+
 SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # whose learning rate depends on an evaluation's metric
 WITHOUT_WARM_UP = ("constant", *SCHEDULES_BY_METRIC)  # schedules that ignore warmup_steps
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # transformers before 5.23 has only the second
 _CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # torch.compile's
+
+OF_MUON = ("muon_learning_rate", "muon_parameters", "adamw_parameters")
+NO_DEEPSPEED = (
+    "optimizer='muon' orthogonalises whole matrices, but DeepSpeed's ZeRO gives an optimizer flat parts of all "
+    "parameters together. Use DDP, or --fsdp to shard the parameters, or leave optimizer out."
+)
+
+# (an option, its values if not any, another one that would decide in its place, or that belongs to its former value).
+DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    *(("save_steps", (), "save_strategy"), ("eval_steps", (), "eval_strategy")),
+    *(("logging_steps", (), "logging_strategy"), ("num_train_epochs", (), "max_steps")),
+    *(("lr_scheduler_type", (), "lr_scheduler_kwargs"), ("optim", (), "optim_args"), ("optimizer", (), "optim_args")),
+    *(("torch_compile", (False,), "torch_compile_mode"), ("torch_compile", (False,), "torch_compile_backend")),
+    ("gradient_checkpointing", (), "activation_checkpointing"),
+)
 
 
 def check_combinations(args: Any) -> None:
@@ -32,39 +49,77 @@ def check_combinations(args: Any) -> None:
         if getattr(args, strategy) == "steps" and interval is not None and not interval > 0:
             raise ValueError(f"{steps} must be more than 0 with {strategy}='steps', got {interval}.")
     if args.early_stopping_patience is not None and args.eval_strategy == "no":
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "early_stopping_patience counts evaluations, of which eval_strategy='no' makes none. Choose "
-            "eval_strategy='epoch' or 'steps'."
+            "eval_strategy='epoch' or 'steps'.",
+            *("early_stopping_patience", "eval_strategy"),
+        )
+    _check_best_checkpoint(args)
+    if args.bf16 and args.fp16:
+        raise ExclusiveOptionsError("At most one of fp16 and bf16 can be True.", "bf16", "fp16")
+    if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
+        raise ExclusiveOptionsError(
+            f"dataloader_prefetch_factor={args.dataloader_prefetch_factor} has no effect with "
+            "dataloader_num_workers=0, because no worker loads ahead. Leave it out, or set more workers.",
+            *("dataloader_prefetch_factor", "dataloader_num_workers"),
         )
     if args.on_divergence == "roll_back":
         if args.divergence_factor is None:
-            raise ValueError("on_divergence='roll_back' needs a divergence_factor, for example 3.")
+            raise ExclusiveOptionsError(
+                "on_divergence='roll_back' needs a divergence_factor, for example 3.",
+                *("on_divergence", "divergence_factor"),
+            )
         if args.save_strategy == "no" or args.save_only_model:
-            raise ValueError(
+            raise ExclusiveOptionsError(
                 "on_divergence='roll_back' needs checkpoints with the optimizer: choose a save_strategy other than "
-                "'no', and leave save_only_model off."
+                "'no', and leave save_only_model off.",
+                *("on_divergence", "save_only_model", "save_strategy"),
             )
     _check_cache_folder(args)
     several = args.gradient_accumulation_steps > 1 or args.global_batch_schedule is not None
     option = "gradient_accumulation_steps" if args.global_batch_schedule is None else "global_batch_schedule"
     if args.ddp_static_graph and several:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"ddp_static_graph=True does not work with {option}={getattr(args, option)}: DDP fails in the second "
-            "micro-batch of a step. Leave it off."
+            "micro-batch of a step. Leave it off.",
+            *("ddp_static_graph", option),
         )
     # accelerate completes the plugin from the variables that `accelerate launch` sets.
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     replays = compiler.backend == DynamoBackend.CUDAGRAPHS or compiler.mode in _CUDA_GRAPH_MODES
     number = "" if args.global_batch_schedule is not None else f"{args.gradient_accumulation_steps} "
     if replays and several:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"torch_compile_mode={compiler.mode!r} with the backend {compiler.backend.value.lower()!r} replays "
             "CUDA graphs, and a replay overwrites the outputs of the one before, but the loss needs those of all "
             f"{number}micro-batches of a step. Choose 'default' or "
-            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1)."
+            "'max-autotune-no-cudagraphs', or one micro-batch per step (gradient_accumulation_steps=1).",
+            *("torch_compile_mode", "torch_compile_backend", option),
         )
     _check_effects(args)
     _check_parts(args)
+    _check_optimizer(args)
+
+
+def _check_best_checkpoint(args: Any) -> None:
+    """Raises a ValueError if the best checkpoint cannot be loaded, because not every checkpoint is evaluated."""
+    saved, evaluated = (str(getattr(value, "value", value)) for value in (args.save_strategy, args.eval_strategy))
+    if not args.load_best_model_at_end or saved == "best":
+        return
+    if saved != evaluated:
+        raise ExclusiveOptionsError(
+            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_strategy is {saved!r} and "
+            f"eval_strategy {evaluated!r}. Choose the same, or save_strategy='best'.",
+            *("save_strategy", "eval_strategy", "load_best_model_at_end", "save_steps", "eval_steps"),
+        )
+    saves, evaluations = args.save_steps, args.eval_steps or args.logging_steps
+    shares = (saves < 1) + (evaluations < 1)
+    if saved == "steps" and (shares == 1 or round(saves * 1e6) % max(1, round(evaluations * 1e6))):
+        raise ExclusiveOptionsError(
+            f"load_best_model_at_end needs an evaluation for each checkpoint, but save_steps={saves} is no multiple of "
+            f"eval_steps={evaluations}.",
+            *("save_steps", "eval_steps", "load_best_model_at_end"),
+        )
 
 
 def _check_parts(args: Any) -> None:
@@ -73,37 +128,43 @@ def _check_parts(args: Any) -> None:
     names = [name for name in ("image_learning_rate", "text_learning_rate") if getattr(args, name) is not None]
     for name in names:
         if name.startswith(str(args.freeze)):
-            raise ValueError(
-                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both."
+            raise ExclusiveOptionsError(
+                f"{name} would have no effect, because freeze={args.freeze!r} freezes that tower. Omit one of both.",
+                *(name, "freeze"),
             )
     if names and args.learning_rate == 0:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"{' and '.join(names)} cannot be set beside learning_rate=0, to which they are relative. Set that to more "
-            "than 0; freeze leaves a tower as it is."
+            "than 0; freeze leaves a tower as it is.",
+            *(*names, "learning_rate"),
         )
     of_parts = [*names, *(["layer_decay"] if args.layer_decay is not None else [])]
     if of_parts and args.optim_target_modules is not None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"{' and '.join(of_parts)} cannot be combined with optim_target_modules, which divides the parameters in "
-            "its own way. Leave one of them out."
+            "its own way. Leave one of them out.",
+            *(*of_parts, "optim_target_modules"),
         )
     if args.keep_weights and args.weight_decay:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"keep_weights={args.keep_weights:g} pulls the weights to the start, weight_decay={args.weight_decay:g} to "
-            "zero. Choose one of both."
+            "zero. Choose one of both.",
+            *("weight_decay", "keep_weights"),
         )
     if args.keep_weights and "schedule_free" in str(getattr(args.optim, "value", args.optim)):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "keep_weights pulls the weights that a step changes, of which schedule-free optimizers have two sets. "
-            "Choose another optimizer."
+            "Choose another optimizer.",
+            *("keep_weights", "optim"),
         )
     for name in CHECKPOINTING if args.freeze_layers is not None else ():
         if getattr(args, name, False):
             settings = {"use_reentrant": False} | (getattr(args, f"{name}_kwargs") or {})
             if settings["use_reentrant"]:
-                raise ValueError(
+                raise ExclusiveOptionsError(
                     f"{name}_kwargs with use_reentrant=True loses the gradient of the layers above those that "
-                    f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False."
+                    f"freeze_layers={args.freeze_layers} freezes. Set use_reentrant to False.",
+                    *(f"{name}_kwargs", "freeze_layers"),
                 )
             setattr(args, f"{name}_kwargs", settings)  # the default of some releases of transformers is True
 
@@ -111,51 +172,80 @@ def _check_parts(args: Any) -> None:
 def check_dropped_patches(args: Any) -> None:
     """Raises a ValueError if ``patch_dropout`` would have no effect."""
     if args.patch_dropout and args.freeze == "image":
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"patch_dropout={args.patch_dropout:g} would have no effect, because freeze='image' runs the image tower "
-            "in evaluation mode. Omit one of both."
+            "in evaluation mode. Omit one of both.",
+            *("patch_dropout", "freeze"),
         )
 
 
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
     if args.texts_at_once > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
-            "micro-batch. Omit it, or choose smaller micro-batches and more of them."
+            "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
+            *("texts_at_once", "gradient_accumulation_steps"),
         )
     if args.texts_at_once > 1 and args.gradient_noise_steps is not None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
-            f"{args.texts_at_once} gives some of them the texts of others. Omit one of both."
+            f"{args.texts_at_once} gives some of them the texts of others. Omit one of both.",
+            *("gradient_noise_steps", "texts_at_once"),
         )
     if args.save_strategy == "best" and args.eval_strategy == "no":
-        raise ValueError(
+        raise ExclusiveOptionsError(
             "save_strategy='best' saves after evaluations, of which eval_strategy='no' makes none: nothing would "
-            "be saved. Choose eval_strategy='epoch' or 'steps'."
+            "be saved. Choose eval_strategy='epoch' or 'steps'.",
+            *("save_strategy", "eval_strategy"),
         )
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if args.warmup_steps and schedule in WITHOUT_WARM_UP:
         instead = " Choose 'constant_with_warmup'." if schedule == "constant" else " Leave it out."
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={schedule!r}, which has no "
-            f"warm-up.{instead}"
+            f"warm-up.{instead}",
+            *("warmup_steps", "lr_scheduler_type"),
         )
     if args.lr_scheduler_kwargs and schedule in ("constant", "constant_with_warmup"):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} have no effect with lr_scheduler_type={schedule!r}, "
-            "which takes none. Leave them out, or choose another schedule."
+            "which takes none. Leave them out, or choose another schedule.",
+            *("lr_scheduler_kwargs", "lr_scheduler_type"),
         )
     names = [name for name in CHECKPOINTING if hasattr(args, name)]
     given = [f"{name}_kwargs" for name in names if getattr(args, f"{name}_kwargs")]
     if given and not any(getattr(args, name) for name in names):
-        raise ValueError(f"{given[0]} has no effect without {names[0]}=True. Pass both or none.")
+        raise ExclusiveOptionsError(
+            f"{given[0]} has no effect without {names[0]}=True. Pass both or none.", *given, *names
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if args.optim_target_modules is not None and not optimizer.startswith(("galore", "apollo")):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"optim_target_modules has no effect with optim={optimizer!r}: only GaLore and APOLLO project the "
-            "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters."
+            "gradients of some modules. Leave it out; requires_grad_(False) freezes parameters.",
+            *("optim_target_modules", "optim"),
         )
+
+
+def _check_optimizer(args: Any) -> None:
+    """Checks the options that ``optimizer="muon"`` needs or excludes."""
+    if args.optimizer is None:
+        if given := [name for name in OF_MUON if getattr(args, name) is not None]:
+            raise ExclusiveOptionsError(
+                f"{' and '.join(given)} would have no effect without optimizer='muon'. Pass both or none.",
+                *(*given, "optimizer"),
+            )
+        return
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in ("adamw_torch", "adamw_torch_fused"):
+        raise ExclusiveOptionsError(
+            f"optimizer='muon' updates the parameters that are no matrices with 'adamw_torch_fused' or 'adamw_torch', "
+            f"not with optim={name!r}. Leave optim or optimizer out.",
+            *("optimizer", "optim"),
+        )
+    if args.deepspeed is not None:
+        raise ExclusiveOptionsError(NO_DEEPSPEED, "optimizer", "deepspeed")
 
 
 def check_texts_at_once(args: Any) -> None:
@@ -164,10 +254,11 @@ def check_texts_at_once(args: Any) -> None:
     To be called when the processes are set up, since their number is not known before.
     """
     if args.texts_at_once > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
             f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
-            "one other. Omit it, or choose smaller micro-batches and more of them."
+            "one other. Omit it, or choose smaller micro-batches and more of them.",
+            *("texts_at_once", "gradient_accumulation_steps"),
         )
 
 
@@ -182,6 +273,80 @@ def _check_cache_folder(args: Any) -> None:
             f"cache_features {args.cache_features} is inside output_dir {args.output_dir}, so a push to the Hub "
             f"would upload the features. Choose a folder outside, or {Path(args.output_dir, '_features')}."
         )
+
+
+def check_command(data: Any, args: Any) -> None:
+    """Raises an ExclusiveOptionsError for options of `infcl train` that contradict each other.
+
+    Args:
+        data: the `DataOptions` of the command.
+        args: `InfCLTrainingArguments`.
+    """
+    if data.overwrite_output_dir and args.resume_from_checkpoint:
+        raise ExclusiveOptionsError(
+            "--overwrite_output_dir deletes the run in --output_dir, and --resume_from_checkpoint "
+            f"{args.resume_from_checkpoint} continues one. Omit one of them.",
+            *("resume_from_checkpoint", "overwrite_output_dir"),
+        )
+    of_streams = {
+        "dataset": len(data.dataset or ()) > 1,
+        "dataset_weights": data.dataset_weights,
+        "samples_per_epoch": data.samples_per_epoch,
+        "lanes": data.lanes,
+    }
+    if given := [name for name, value in of_streams.items() if value and not data.streaming]:
+        names = " and ".join("several --dataset" if name == "dataset" else f"--{name}" for name in given)
+        raise ExclusiveOptionsError(
+            f"Only shards that are read with --streaming can have {names}.", *(*given, "streaming")
+        )
+    if data.replay_dataset and args.global_batch_schedule is not None:
+        raise ExclusiveOptionsError(
+            "--global_batch_schedule needs one set of pairs, and --replay_dataset mixes old ones into it. Omit one of "
+            "them.",
+            *("replay_dataset", "global_batch_schedule"),
+        )
+    check_replay(data, args)
+    if args.cache_features is not None:
+        _check_cached(data, args)
+
+
+def check_replay(data: Any, args: Any) -> None:
+    """Raises an ExclusiveOptionsError for options of old pairs without any."""
+    if data.replay_dataset:
+        return
+    names = ("replay_streaming", "replay_image_column", "replay_caption_column", "replay_share", "replay_as")
+    if given := [name for name in names if getattr(args if hasattr(args, name) else data, name)]:
+        raise ExclusiveOptionsError(
+            f"{' and '.join(f'--{name}' for name in given)} had no effect without --replay_dataset. Pass it as well.",
+            *(*given, "replay_dataset"),
+        )
+
+
+def _check_cached(data: Any, args: Any) -> None:
+    """Checks the options by which there is nothing to cache, or no two epochs have the same."""
+    keeps, freezes = bool(args.keep_features), args.freeze == "image"
+    if not keeps and not freezes:
+        raise ExclusiveOptionsError(
+            "cache_features computes what is frozen once, but the image tower trains. Pass --freeze image, or keep the "
+            "start's with --keep_features.",
+            *("cache_features", "freeze"),
+        )
+    for changes, name, *others in (
+        (data.streaming, "streaming"),
+        (data.augmentation != "none", "augmentation"),
+        (data.on_bad_sample == "skip", "on_bad_sample"),
+        (args.fsdp, "fsdp"),
+        (args.deepspeed, "deepspeed"),
+        (args.torch_compile and freezes, "torch_compile", "torch_compile_mode", "torch_compile_backend"),
+        (data.text_dropout and keeps, "text_dropout"),
+        (data.negative_caption_column and keeps, "negative_caption_column"),
+    ):
+        if changes:
+            raise ExclusiveOptionsError(
+                f"cache_features computes what is frozen once for all epochs, which --{name} does not allow. Omit one "
+                "of both.",
+                *("cache_features", name, *others),
+            )
 
 
 def check_support(args: Any) -> None:

@@ -28,8 +28,8 @@ class CourseOptions:
         help=(
             "Allow resuming with another global batch, objective, model or training set, or with other options "
             "of the optimizer, the schedule (also its length) or the data. The log names the changes, which the loaded "
-            "optimizer and schedule then use; the class of the optimizer cannot change. The count of steps goes on, "
-            "and the epoch after the rows that were already trained."
+            "optimizer and schedule then use; the class of the optimizer cannot change. What is left of "
+            "num_train_epochs is trained, counted in pairs, or of max_steps; if nothing is left, that is an error."
         ),
         decides=False,
     )

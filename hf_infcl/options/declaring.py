@@ -14,6 +14,19 @@ from typing import Any
 _FACTS = "facts"  # the key of an option's `Facts` in the metadata of its field
 
 
+class ExclusiveOptionsError(ValueError):
+    """An option contradicts another one, or has no effect because of it.
+
+    Attributes:
+        options: their names. If some are set by a file and others on the command line, the first one of the file gives
+            way.
+    """
+
+    def __init__(self, message: str, *options: str) -> None:
+        super().__init__(message)
+        self.options = options
+
+
 @dataclass(frozen=True)
 class Range:
     """The numbers that an option may be."""

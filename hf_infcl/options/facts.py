@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
-from .declaring import Facts, facts_of
+from .declaring import ExclusiveOptionsError, Facts, facts_of
 from .theirs import facts_of_theirs
 
 
@@ -41,15 +41,12 @@ def check_values(options: Any, declared: Any = None, chosen: Callable[[Facts], b
             needed, _, wanted = facts.needs.partition("=")
             found = getattr(options, needed)
             if (str(found) != wanted) if wanted else not found:
-                raise ValueError(f"{name}={value} has no effect without {facts.needs}. Pass both or none.")
+                message = f"{name}={value} has no effect without {facts.needs}. Pass both or none."
+                raise ExclusiveOptionsError(message, name, needed)
 
 
-def rows_of_card(args: Any) -> Mapping[str, str]:
-    """The rows of a model card about options that are set: each option's row, and its value in words."""
-    rows = {}
+def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
+    """(name, row, value) of each option that is set and has a row in a model card."""
     for name, facts in facts_by_name(args).items():
-        value = getattr(args, name)
-        if facts.card and value is not None:
-            between = " " if name.endswith("_schedule") else " and "
-            rows[facts.card] = between.join(value) if isinstance(value, list) else f"{value:g}"
-    return rows
+        if facts.card and (value := getattr(args, name)) is not None:
+            yield name, facts.card, value

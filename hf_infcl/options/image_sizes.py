@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .batch_schedule import Course
+from .declaring import ExclusiveOptionsError
 from .stages import same_words, stages_of
 
 
@@ -15,23 +17,28 @@ class ImageSizes:
 
     Attributes:
         sizes: heights and widths in pixels; the last one is that of the model.
-        ends: for each size but the last, the share of the steps after which it ends.
-        steps: of the whole training.
+        ends: for each size but the last, the share of the samples after which it ends.
+        first_steps: for each size but the first, the step with which it begins; empty without a training.
     """
 
     sizes: tuple[int, ...]
     ends: tuple[float, ...]
-    steps: int = 0
+    first_steps: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, words: Sequence[str], steps: int = 0) -> ImageSizes:
-        """The schedule of words such as 112:0.5 160:0.4 224: each size with its share of the steps, the rest is last.
+    def of(cls, words: Sequence[str], course: Course | None = None) -> ImageSizes:
+        """The schedule of words such as 112:0.5 160:0.4 224: each size with its share of the samples, the rest is last.
+
+        Args:
+            words: the words.
+            course: of the training, if its steps are known.
 
         Raises:
             ValueError: the words are no such schedule.
         """
-        of = "sizes with their shares of the steps", "sizes of at least one pixel"
-        return cls(*stages_of("image_size_schedule", words, *of, "112:0.5 160:0.4 224"), steps)
+        of = "sizes with their shares of the samples", "sizes of at least one pixel"
+        sizes, ends = stages_of("image_size_schedule", words, *of, "112:0.5 160:0.4 224")
+        return cls(sizes, ends, () if course is None else tuple(map(course.first_step, ends)))
 
     @property
     def full(self) -> int:
@@ -40,8 +47,7 @@ class ImageSizes:
 
     def at(self, step: int) -> int:
         """The size of a step, which begins after this many others."""
-        ended = sum(step >= round(end * self.steps) for end in self.ends)
-        return self.sizes[ended]
+        return self.sizes[sum(step >= first for first in self.first_steps)]
 
     def smaller_at(self, step: int) -> int | None:
         """The same, but None for the full size, whose images are those of a training without a schedule."""
@@ -56,11 +62,13 @@ def check_image_sizes(args: Any) -> None:
     sizes = ImageSizes.of(args.image_size_schedule)
     args.image_size_schedule = same_words(args.image_size_schedule)
     if args.image_size not in (None, sizes.full):
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"image_size_schedule ends with {sizes.full}, and image_size is {args.image_size}. The last steps see "
-            "images of the size of the model: give both the same one."
+            "images of the size of the model: give both the same one.",
+            *("image_size", "image_size_schedule"),
         )
     if args.cache_features is not None:
-        raise ValueError(
-            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out."
+        raise ExclusiveOptionsError(
+            "cache_features keeps the features of images of one size. Leave it or image_size_schedule out.",
+            *("cache_features", "image_size_schedule"),
         )

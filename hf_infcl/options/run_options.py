@@ -41,10 +41,9 @@ def options_of_arguments(args: InfCLTrainingArguments, mixed_precision: str) -> 
     options = {name: value for name, value in args.to_dict().items() if name in decisive}
     options["optim"] = options["optim"].removesuffix("_fused")  # of the same state
     options["mixed_precision"] = mixed_precision
-    if args.lr_scheduler_type not in _ENDLESS or 0 < args.warmup_steps < 1:
-        options["schedule_length"] = (
-            f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
-        )
+    length = f"{args.max_steps} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    is_endless = args.lr_scheduler_type in _ENDLESS and not 0 < args.warmup_steps < 1
+    options["schedule_length"] = None if is_endless else length
     return as_json(options)
 
 
@@ -55,6 +54,7 @@ def options_of_data(parts: Sequence[Any], collator: Any) -> dict[str, Any]:
     for number, of_part in enumerate(described, 1):
         place = f"dataset {number}" if len(described) > 1 else "dataset"
         options |= {f"{place}: {name}": value for name, value in of_part.items()}
+    options["collator"] = getattr(collator, "__qualname__", type(collator).__qualname__)
     if isinstance(collator, ContrastiveCollator):
         options |= {f"collator: {name}": value for name, value in collator.options.items()}
     return as_json(options)
@@ -76,7 +76,7 @@ def options_of_model(model: Any) -> dict[str, Any]:
 
 def _leaves(place: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and "model_type" in value:  # the config of a tower
             yield from _leaves(f"{place}.{name}", value)
         elif not str(name).startswith(_OF_ORIGIN) and not str(name).endswith("_token_id"):
             yield f"{place}.{name}", value

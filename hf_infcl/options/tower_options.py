@@ -54,13 +54,13 @@ class TowerOptions:
     )
     image_size_schedule: list[str] | None = option(
         help=(
-            "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the steps, "
+            "Smaller images first, for example '112:0.5 160:0.4 224': sizes with their shares of the samples, "
             "then the size of the model, which gets the rest and is that of evaluations (CLIPA, arXiv 2305.07017). "
             "Positions are interpolated in each forward, so what is saved is always of the full size."
         ),
         decides=True,
         plans=True,
-        card="sizes of the images, each with its share of the steps",
+        card="sizes of the images, each with its share of the samples",
     )
     patch_dropout: float | None = option(
         help=(
@@ -73,15 +73,19 @@ class TowerOptions:
         card="share of the patches of an image that training left out",
     )
     full_tokens_last: float | None = option(
-        help="With patch_dropout: share of the steps, at the end, that see all patches.",
+        help="With patch_dropout: share of the samples, at the end, that see all patches.",
         decides=True,
         needs="patch_dropout",
         plans=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
-        card="share of the steps with all patches, at the end",
+        card="share of the samples with all patches, at the end",
     )
     max_text_tokens: int | None = option(
-        help="Cut training captions to this many tokens, special ones included. Evaluations read all.",
+        help=(
+            "Cut training captions to this many tokens, special ones included. Evaluations read all. More "
+            "tokens than the tokenizer's limit, up to the positions of the model, raise that limit, which is saved, "
+            "and evaluations read as many."
+        ),
         decides=True,
         plans=True,
         within=FROM_1,

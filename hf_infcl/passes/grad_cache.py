@@ -55,6 +55,7 @@ class CachedWindow(Generic[MicroBatchT]):
         draws: whether the forward of the first micro-batch has drawn random numbers of torch.
         gradients: those of the features of the whole window, each [all rows, ...], or None where none is needed, once
             `differentiate` has computed them.
+        other_gradients: the gradients of the ``others`` that `differentiate` was given.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self._parameters: Callable[[], Sequence[Tensor]] = tuple
         self._parameter_gradients: list[Tensor | None] = []
         self._feature_gradients: list[list[Tensor | None]] = []
+        self.other_gradients: list[Tensor] = []
         self.loss: Tensor
         self.draws = False
         self.gradients: list[Tensor | None] = []
@@ -112,6 +114,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self,
         loss: Callable[[Features, tuple[Tensor, ...]], Tensor],
         parameters: Callable[[], Sequence[Tensor]] = tuple,
+        others: Sequence[Tensor] = (),
     ) -> Tensor:
         """The loss of the whole window, detached; call it once, after `encode`.
 
@@ -121,6 +124,8 @@ class CachedWindow(Generic[MicroBatchT]):
             parameters: returns the loss's other inputs (logit_scale, logit_bias). ``loss`` receives detached copies.
                 Their gradients are part of the last micro-batch's surrogate, because DDP synchronises in its backward.
                 ``parameters`` is called again for that surrogate, because FSDP replaces the tensors in every forward.
+            others: further tensors on which ``loss`` depends, and that no wrapper synchronises. Their gradients are in
+                `other_gradients` afterwards.
         """
         # The features are detached; only a kept graph shows which of them (not a frozen tower's) require a gradient.
         leaves = tuple(
@@ -132,10 +137,11 @@ class CachedWindow(Generic[MicroBatchT]):
         with torch.enable_grad():
             value = loss(leaves, copies)
         self.loss = value.detach()
-        wanted = [t for t in (*leaves, *copies) if t.requires_grad]
+        wanted = [t for t in (*leaves, *copies, *others) if t.requires_grad]
         gradients = dict(zip(map(id, wanted), torch.autograd.grad(value, wanted), strict=True)) if wanted else {}
         self._parameters = parameters
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
+        self.other_gradients = [gradients[id(other)] for other in others]
         self._feature_gradients = [[] for _ in self._micro_batches]
         self.gradients = [gradients.get(id(leaf)) for leaf in leaves]
         for gradient, sizes in zip(self.gradients, self._sizes, strict=True):

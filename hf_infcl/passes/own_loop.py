@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .grad_cache import CachedWindow, Features
 from .wrappers import is_compiled, without_compiler, wrapper_of
 
+# What data collators give for the loss. Models of transformers ignore inputs that they do not know.
+_OF_LOSS = ("pair_ids", "caption_image", "labels")
+
 
 def cached_backward(
     model: nn.Module,
@@ -46,7 +49,7 @@ def cached_backward(
         model: the module that ``encode`` calls, either unwrapped or in DistributedDataParallel; it may be compiled.
         micro_batches: the window, at least one micro-batch; the same number on every process.
         encode: maps a micro-batch to its features, each [rows, ...], by calling ``model``. For mixed precision, it has
-            to enter autocast itself.
+            to enter autocast itself. What the micro-batch has for the loss, such as ``pair_ids``, may be one of them.
         loss: ``loss(*features, *parameters)`` maps the features of the whole window, each [all rows, ...], and the
             parameters to a scalar.
         parameters: the parameters of ``model`` that the loss depends on, such as logit_scale and logit_bias.
@@ -58,8 +61,9 @@ def cached_backward(
         The loss, detached.
 
     Raises:
-        ValueError: there is no micro-batch; one has ``input_ids`` without an embedding in the model; the model is in a
-            wrapper other than DDP; the loss depends on a tensor that requires a gradient and is not among
+        ValueError: there is no micro-batch; one has ``input_ids`` without an embedding in the model, or ``pair_ids``,
+            ``caption_image`` or ``labels`` that the loss does not get as a feature; the model is in a wrapper other
+            than DDP; the loss depends on a tensor that requires a gradient and is not among
             ``parameters``; ``backward`` belongs to an `Accelerator` that divides
             by its gradient_accumulation_steps; under DDP, a parameter gets no gradient.
         RuntimeError: ``backward`` runs with ``create_graph=True``: the window's gradient has no derivative.
@@ -74,6 +78,11 @@ def cached_backward(
             f"accelerator.backward divides by the Accelerator's gradient_accumulation_steps, which is {divisor}, but "
             "all micro-batches of a window share one loss. Create the Accelerator without gradient_accumulation_steps."
         )
+
+    def checked_encode(batch: Any) -> Features:
+        features = encode(batch)
+        _check_of_loss(batch, features)
+        return features
 
     def checked_loss(features: Features, copies: tuple[Tensor, ...]) -> Tensor:
         value = loss(*features, *copies)
@@ -90,7 +99,7 @@ def cached_backward(
     count = len(micro_batches)
     wrapper = wrapper_of(model)
     window = CachedWindow(
-        encode,
+        checked_encode,
         micro_batches,
         device=next(model.parameters()).device,
         retain=min(retain_graphs, wrapper.most_graphs(count)),
@@ -117,6 +126,17 @@ def _check_wrapper(model: nn.Module) -> None:
         raise ValueError(
             "cached_backward needs an unwrapped model or one in DistributedDataParallel, got a "
             f"{type(module).__name__}. FSDP2 and DeepSpeed need InfCLTrainer."
+        )
+
+
+def _check_of_loss(batch: Any, features: Features) -> None:
+    """Raises a ValueError if a micro-batch has an input of the loss that is not among its features."""
+    names = _OF_LOSS if isinstance(batch, Mapping) else ()
+    if lost := [name for name in names if name in batch and not any(f is batch[name] for f in features)]:
+        raise ValueError(
+            f"The micro-batches have {' and '.join(lost)}, which the loss does not get, and which the model ignores. "
+            "Take them out of the micro-batches, batch.pop(...), and let the loss use them, as the guide to the loss "
+            "shows for pair_ids; or return them from `encode` as they are, as features that the loss takes."
         )
 
 

@@ -29,6 +29,10 @@ def kept_choices(options: Any, given: Collection[str]) -> dict[str, Any]:
     found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
     if options.texts_at_once > 1:
         found["texts"] = options.texts_at_once
+    if options.matryoshka_dims:
+        found["prefixes"] = tuple(options.matryoshka_dims)
+    if options.teacher_embeddings:
+        found["stored"] = len(options.teacher_embeddings)
     if options.ema_decay is not None and options.ema_device is None:
         found["ema"] = True
     return found

@@ -83,4 +83,6 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
         keep_weights=bool(args.keep_weights),
         ema=args.ema_decay is not None and args.ema_device is None,
         texts=args.texts_at_once,
+        prefixes=tuple(args.matryoshka_dims or ()),
+        stored=len(args.teacher_embeddings or ()),
     )

@@ -19,7 +19,7 @@ class Period(NamedTuple):
     """Steps whose images have equally many tokens.
 
     Attributes:
-        end: the share of the steps of the training after which it ends.
+        end: the share of the samples of the training after which it ends.
         counts: of its steps.
         words: what is different from the last steps.
     """

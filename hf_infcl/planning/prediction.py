@@ -62,7 +62,8 @@ COMPILED_TRAFFIC = 0.42  # share of the memory traffic between matrix products t
 # between the products are included.
 COMPILED_LAUNCHES = 4
 COMPILED_GRAPH = 0.75  # share of the activations that a compiled model keeps; it recomputes the others
-GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts")  # attributes of `Choice` that only options decide
+# Attributes of `Choice` that only options decide.
+GIVEN = ("muon", "keep_features", "keep_weights", "ema", "texts", "prefixes", "stored")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Choice:
         checkpointing: ``gradient_checkpointing``.
         muon: ``optimizer="muon"``.
         keep_features, keep_weights, ema: whether the training keeps features, weights, or an average of the weights.
+        prefixes: ``matryoshka_dims``.
+        stored: the folders of ``teacher_embeddings``.
     """
 
     gpus: int
@@ -94,6 +97,8 @@ class Choice:
     keep_weights: bool = False
     ema: bool = False
     texts: int = 1
+    prefixes: tuple[int, ...] = ()
+    stored: int = 0
 
     def passes_of_texts(self, first: int = 0) -> Counter[int]:
         """By the number of micro-batches whose texts a micro-batch encodes, how many do so; from ``first`` on."""
@@ -176,7 +181,8 @@ def memory(counts: Counts, choice: Choice, *, pixel_bytes: int = 1) -> Memory:
         * (choice.micro_batch * min(2, choice.accumulation) if choice.offload else choice.rows)
         * pixel_bytes
         + (4 - pixel_bytes) * counts.pixels * choice.micro_batch,  # the images of a micro-batch in fp32
-        "features": 2 * 4.0 * values * (2 if choice.keep_features else 1),
+        "features": 2 * 4.0 * values * (1 + choice.keep_features + choice.stored)
+        + 3 * 2 * 4.0 * choice.rows * sum(choice.prefixes),  # normalised prefixes, their norms' graph and gradients
     }
     loss = loss_bytes(counts.dim, choice)
     kept = loss if is_replayed(counts.dim, choice) else 0.0
@@ -221,7 +227,7 @@ def seconds(counts: Counts, choice: Choice, gpu: GPU) -> dict[str, float]:
     )
     return {
         "first pass": _sum(forward, passes) + (_sum(again, passes) if choice.keep_features else 0.0),
-        "loss": loss_seconds(counts.dim, choice, gpu, counts.objective),
+        "loss": sum(loss_seconds(dim, choice, gpu, counts.objective) for dim in (*choice.prefixes, counts.dim)),
         "second pass": _sum(backward, passes) + _sum(again, passes_again),
         "optimizer": optimizer_seconds(counts, choice, gpu),
     }

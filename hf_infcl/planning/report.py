@@ -19,7 +19,9 @@ from .prediction import GIB, GPU, USABLE, Choice, hiding_bandwidth, is_gathered,
 _FURTHER = (
     *("freeze", "freeze_layers", "image_size", "image_size_schedule", "patch_dropout", "full_tokens_last"),
     *("global_batch_schedule", "max_text_tokens", "keep_features", "keep_weights", "ema_decay", "ema_device"),
+    *("matryoshka_dims", "teacher_embeddings"),
 )
+TOO_FEW_STEPS = 100  # for a schedule; fine-tuning 128 steps of 512 pairs has learned (scripts/real_pairs)
 NEARBY = 0.02  # a batch that differs by this share may be proposed instead
 
 
@@ -95,7 +97,7 @@ def not_predicted(options: Any, has_adapters: bool) -> list[str]:
 def words_of_further(options: Any) -> str:
     """The given options of a training that a `Choice` leaves to the user, as words of a command."""
     given = {name: getattr(options, name) for name in _FURTHER}
-    words = {name: " ".join(value) if isinstance(value, list) else value for name, value in given.items()}
+    words = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in given.items()}
     return "".join(f" --{name} {value}" for name, value in words.items() if value is not None)
 
 
@@ -193,7 +195,7 @@ def step_lines(pairs: int, epochs: float, max_steps: int, choice: Choice, second
             "--global_batch."
         ]
     steps = max_steps if max_steps > 0 else math.ceil(per_epoch * epochs)  # as Trainer counts them
-    if steps < 100:
+    if steps < TOO_FEW_STEPS:
         verdict = "This is too few steps for a learning rate schedule: lower --global_batch or train longer."
     elif steps < 1000:
         verdict = "This number of steps is enough for fine-tuning, but small for training from scratch."
@@ -221,14 +223,14 @@ def stage_lines(
         choice, gpu: of the last stage.
     """
     lines, times, before = ["The global batch grows; the memory above is that of the last one."], [], 0
-    whole = sum(steps for *_, steps in stages)
+    samples = sum(size * steps for size, _, _, steps in stages)
     for size, micro_batch, accumulation, steps in stages:
         divided = replace(choice, micro_batch=micro_batch, accumulation=accumulation)
         if steps:
-            step = mean_seconds(periods, divided, gpu, before / whole, (before + steps) / whole)
+            step = mean_seconds(periods, divided, gpu, before / samples, (before + steps * size) / samples)
         else:
             step = periods[-1].seconds(divided, gpu)
-        before += steps
+        before += steps * size
         times.append(steps * step)
         length = f"; {number(steps, 'step')}, {duration(times[-1])}" if steps else ""
         lines.append(
@@ -236,7 +238,8 @@ def stage_lines(
             f"{length}"
         )
     if all(times):
-        lines.append(f"  In all {number(whole, 'step')} and {duration(sum(times))}.")
+        whole = number(sum(steps for *_, steps in stages), "step")
+        lines.append(f"  In all {whole} and {duration(sum(times))}.")
     return lines
 
 

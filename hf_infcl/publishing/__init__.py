@@ -6,6 +6,8 @@ from .changes import Change, changes, lines_of_changes
 from .curves import plot_curves
 from .facts import FACTS_FILE, Evaluation, Source, TrainingFacts, source_name, training_facts
 from .front import FRONT_FILE, plot_front, write_averages
+from .markdown import escaped
+from .outcome import doubtful_rate, outcome
 from .pictures import PICTURES_FILE, PicturesCallback
 
 __all__ = [
@@ -20,8 +22,11 @@ __all__ = [
     "Source",
     "TrainingFacts",
     "changes",
+    "doubtful_rate",
+    "escaped",
     "lines_of_changes",
     "model_card",
+    "outcome",
     "plot_curves",
     "plot_front",
     "source_name",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -11,11 +10,13 @@ from pathlib import Path
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
-from ..averaging import Averaged
+from ..averaging import Averaged, not_trained
 from ..evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
 from ..loss.objectives import OBJECTIVES
 from .changes import changes, explained
 from .facts import SPEED, Evaluation, Source, TrainingFacts
+from .markdown import code, escaped, joined, literal, one_line, table
+from .outcome import outcome
 
 # The picture of the example that a model's page on the Hub offers to run.
 _PICTURE = "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png"
@@ -55,11 +56,13 @@ def model_card(
     return ModelCard.from_template(
         data,
         template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
-        name=facts.name,
-        model_class=facts.model_class,
+        name=escaped(facts.name),
+        model_class=code(facts.model_class),
         adapter=facts.adapter,
-        sources=_joined([_code(source.dataset) for source in facts.sources]),
-        training=_table(("", ""), _training_rows(facts)),
+        outcome=outcome(facts),
+        trained=not (facts.average is not None and not_trained(facts.average)),
+        sources=joined([code(source.dataset) for source in facts.sources]),
+        training=table(("", ""), _training_rows(facts)),
         changes=_changes(facts),
         front=front,
         results=_results(facts),
@@ -73,8 +76,9 @@ def _widget(evaluations: Sequence[Evaluation]) -> list[dict[str, str]] | None:
     """The example of the page, with classes of the run; None leaves the Hub's own example."""
     for evaluation in evaluations:
         if evaluation.templates:
-            title = f"Classes of {evaluation.dataset}"
-            labels = ", ".join(name.replace(",", " ") for name in evaluation.class_names[:_SHOWN])
+            title = f"Classes of {one_line(evaluation.dataset)}"
+            # The Hub's page takes a comma for the end of a class.
+            labels = ", ".join(one_line(name.replace(",", " ")) for name in evaluation.class_names[:_SHOWN])
             return [{"src": _PICTURE, "candidate_labels": labels, "example_title": title}]
     return None
 
@@ -117,8 +121,8 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
         trained = batches * new if full else facts.pairs
         epochs = f", {seen * new / facts.global_batch_size / trained:.1f} epochs{full}"
     of_total = "" if facts.pairs is None else f"{facts.pairs:,} images with captions: "
-    yield "start", _code(facts.start)
-    yield "data", of_total + _joined([_describe_source(source) for source in facts.sources])
+    yield "start", code(facts.start)
+    yield "data", of_total + joined([_describe_source(source) for source in facts.sources])
     if facts.replayed:
         yield "replay", _replay(facts)
     if facts.skipped:
@@ -132,7 +136,7 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     )
     yield "global batch", batch + earlier
     if facts.processes > 1:
-        yield "strategy", f"{_code(facts.strategy)} shares the batch among the processes"
+        yield "strategy", f"{code(facts.strategy)} shares the batch among the processes"
     yield from _positives_and_negatives(facts)
     if facts.caption_limit is not None:
         yield "captions", _captions(facts.caption_limit, facts.cut_captions)
@@ -141,6 +145,8 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
         yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
     planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
     yield "length", f"{facts.steps:,}{planned} optimizer steps, {seen:,} pairs seen{epochs}"
+    if facts.stages:
+        yield "stages", _stages(facts, seen)
     yield from facts.settings.items()
     yield "time", f"{_duration(facts.seconds)} with {processes} on {facts.device}"
     if facts.peak_memory is not None:
@@ -148,9 +154,20 @@ def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
     yield "versions", ", ".join(f"{package} {version}" for package, version in facts.versions.items())
 
 
+def _stages(facts: TrainingFacts, seen: int) -> str:
+    """The steps and pairs of each part of a run that was resumed with changes, and what those were."""
+    begins = [(0, 0, ""), *((one.step, one.samples_seen, joined(list(map(code, one.changes)))) for one in facts.stages)]
+    ends = [*begins[1:], (facts.steps, seen, "")]
+    parts = [
+        f"steps {first + 1:,} to {last:,} with {after - before:,} pairs{changes and f', where {changes}'}"
+        for (first, before, changes), (last, after, _) in zip(begins, ends, strict=True)
+    ]
+    return f"{'; '.join(parts)}. The other rows describe the last stage"
+
+
 def _replay(facts: TrainingFacts) -> str:
     sources = [_describe_source(source) for source in facts.replay_sources]
-    of_sources = f" of {_joined(sources)}" if sources else ""
+    of_sources = f" of {joined(sources)}" if sources else ""
     apart = facts.replay_as == "own"
     role = "contrasted among themselves" if apart else "negatives of the new pairs, and these of them"
     share = facts.replayed / facts.global_batch_size
@@ -158,13 +175,13 @@ def _replay(facts: TrainingFacts) -> str:
 
 
 def _captions(limit: int, cut: Mapping[str, float]) -> str:
-    shares = [f"{share:.1%} of those of the {name.replace('*', '…')}" for name, share in cut.items()]
-    longer = f"; longer, and so cut, are {_joined(shares)}" if shares else ""
+    shares = [f"{share:.1%} of those of the {escaped(name.replace('*', '…'))}" for name, share in cut.items()]
+    longer = f"; longer, and so cut, are {joined(shares)}" if shares else ""
     return f"the model reads the first {limit} tokens of each{longer}"
 
 
 def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
-    with_equal = f"those with equal {_code(facts.pair_id_column)}" if facts.pair_id_column else ""
+    with_equal = f"those with equal {code(facts.pair_id_column)}" if facts.pair_id_column else ""
     if facts.equal_ids == "positive":
         own = "the caption of the image"
         if facts.captions_per_image > 1:
@@ -175,16 +192,16 @@ def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
         negatives = "all other pairs of the batch"
         negatives += f" except {with_equal}" if with_equal else ", including those with equal captions"
     if facts.negative_caption_column:
-        negatives += f"; for all images also one of {_code(facts.negative_caption_column)} of each image that has any"
+        negatives += f"; for all images also one of {code(facts.negative_caption_column)} of each image that has any"
     yield "negatives", negatives
 
 
 def _describe_source(source: Source) -> str:
-    facts = [f"split {source.split}"]
+    facts = [f"split {escaped(source.split)}"]
     if source.weight is not None:
         facts.append(f"{source.weight:.1%} of the draws")
-    facts.append(f"licence {source.license}" if source.license else "no licence stated")
-    return f"{_code(source.dataset)} ({', '.join(facts)})"
+    facts.append(f"licence {escaped(source.license)}" if source.license else "no licence stated")
+    return f"{code(source.dataset)} ({', '.join(facts)})"
 
 
 def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
@@ -239,15 +256,15 @@ def _changes(facts: TrainingFacts) -> str:
             )
             for change in found
         ]
-        parts += [_table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
+        parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
     if (average := facts.average) is not None:
         parts.append(" ".join(_how_averaged(average)))
     if average is not None and average.measured:
         names = {evaluation.key: _where(evaluation) for evaluation in facts.evaluations}
-        head = ["α", "trained for", *(f"kept: {names.get(key, key)}" for key in average.measured[0].rest)]
+        head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
         values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
         rows = [(f"{alpha:g}", *("" if v is None else f"{v:.4f}" for v in others)) for alpha, *others in values]
-        parts.append(_table(head, rows))
+        parts.append(table(head, rows))
     return "\n\n".join(parts)
 
 
@@ -255,10 +272,12 @@ def _how_averaged(average: Averaged) -> Iterator[str]:
     """Sentences about the average whose weights the model has, above the table of all that were measured."""
     yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
     if average.tolerance is not None:
+        least = "; of gains within the 95% interval of the greatest, it has the lowest loss"
+        by_loss = least if average.measured and average.measured[0].loss is not None else ""
         yield (
             "Of the averages below it is the one with the greatest gain at which no guard loses more than "
-            f"{average.tolerance:g}. A random half of the rows of each guard decided that, and the figures are of the "
-            "other half. The gain was measured on the rows that decided."
+            f"{average.tolerance:g}{by_loss}. A random half of the rows of each guard decided that, and the figures "
+            "are of the other half. The gain was measured on the rows that decided."
         )
     elif average.measured and average.measured[0].rest:
         yield "The figures of guards are of a random half of their rows."
@@ -270,7 +289,7 @@ def _how_averaged(average: Averaged) -> Iterator[str]:
 
 
 def _where(evaluation: Evaluation) -> str:
-    return f"{_code(evaluation.dataset)}, {evaluation.split}"
+    return f"{code(evaluation.dataset)}, {escaped(evaluation.split)}"
 
 
 def _results(facts: TrainingFacts) -> str:
@@ -287,9 +306,10 @@ def _results(facts: TrainingFacts) -> str:
             if metric in evaluation.before:
                 beside.append(f"before the training: {evaluation.before[metric]:.4f}")
             shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
-            rows.append((where, f"{evaluation.size:,}", _metric_name(metric), shown))
+            name = _metric_name(metric) if metric in METRICS else escaped(_metric_name(metric))
+            rows.append((where, f"{evaluation.size:,}", name, shown))
         if evaluation.revision is not None:
-            notes.append(f"{where} was read at {_code(evaluation.revision)}.")
+            notes.append(f"{where} was read at {code(evaluation.revision)}.")
         if evaluation.guard:
             notes.append(f"{where} is a guard set: it shows what the training made worse.")
         if any(metric.endswith(CEILING) for metric in evaluation.metrics):
@@ -302,19 +322,19 @@ def _results(facts: TrainingFacts) -> str:
             "as correct. Where the table says “at most”, no model can reach a higher recall."
         )
     notes += _when(facts)
-    return "\n\n".join([_table(("set", "images", "metric", "value"), rows), *notes])
+    return "\n\n".join([table(("set", "images", "metric", "value"), rows), *notes])
 
 
 def _prompts(evaluation: Evaluation) -> str:
     """The prompts of a zero-shot classification, as the end of a sentence."""
-    first, *others = (f"“{template}”" for template in evaluation.templates)
-    example = evaluation.templates[0].replace("{}", "".join(evaluation.class_names[:1]))
+    first, *others = map(code, evaluation.templates)
+    example = code(evaluation.templates[0].replace("{}", "".join(evaluation.class_names[:1])))
     if not others:
-        return f" with the prompt {first}, such as “{example}”."
-    named = _joined([first, *others[: _SHOWN - 1]])
+        return f" with the prompt {first}, such as {example}."
+    named = joined([first, *others[: _SHOWN - 1]])
     more = f" and {len(others) - _SHOWN + 1} more" if len(others) >= _SHOWN else ""
     return (
-        f". The vector of a class is the mean of the embeddings of {len(others) + 1} prompts, such as “{example}”: "
+        f". The vector of a class is the mean of the embeddings of {len(others) + 1} prompts, such as {example}: "
         f"{named}{more}. The pipeline below takes only the first prompt, so its accuracy may differ."
     )
 
@@ -346,14 +366,11 @@ def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
 
 def _usage(facts: TrainingFacts) -> str:
     labels, template = _zero_shot(facts.evaluations)
-    location = json.dumps(facts.location, ensure_ascii=False)
-    at = f"{location}, revision={json.dumps(facts.revision)}" if facts.revision else location
-    ask = (
-        f'classifier("image.png", candidate_labels={json.dumps(labels, ensure_ascii=False)}, '
-        f"hypothesis_template={json.dumps(template, ensure_ascii=False)})"
-    )
+    location = literal(facts.location)
+    at = f"{location}, revision={literal(facts.revision)}" if facts.revision else location
+    ask = f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
     if facts.adapter:
-        base = json.dumps(facts.start if facts.start_on_hub else f"path/to/{facts.start}", ensure_ascii=False)
+        base = literal(facts.start if facts.start_on_hub else f"path/to/{facts.start}")
         return "\n".join(
             (
                 "from peft import PeftModel",
@@ -386,26 +403,3 @@ def _duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min {rest} s"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _joined(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-def _code(text: str) -> str:
-    """The text in code style, enclosed in more backticks than it contains in a row, as CommonMark requires."""
-    fence = "`"
-    while fence in text:
-        fence += "`"
-    space = " " if "`" in text else ""
-    return f"{fence}{space}{_one_line(text)}{space}{fence}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; pipes within cells are escaped, also within code, as the tables of the Hub require."""
-    cells = [[_one_line(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(head), ["---"] * len(head), *cells])

@@ -93,4 +93,10 @@ def _label(key: str, metric: Metric) -> str:
     """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
     (name,) = (name for name, known in METRICS.items() if known is metric)
     place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
-    return f"{place}: {metric.words}" if place else metric.words
+    name = f"{place}: {metric.words}" if place else metric.words
+    return without_formulas(name)
+
+
+def without_formulas(name: str) -> str:
+    """The name as matplotlib is to draw it, which takes what is between two dollars for a formula."""
+    return name.replace("$", r"\$")

@@ -18,11 +18,13 @@ from transformers import TrainerState
 
 from .. import __version__
 from ..averaging import Averaged, Measured
+from ..checkpoints.record import Stage
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import divided_batch
 from ..shards.urls import Url, without_secrets
-from .settings import training_settings
+from ..training.progress import seconds_of
+from .settings import highest_rates, training_settings
 
 FACTS_FILE = "training_record.json"
 _END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
@@ -140,7 +142,11 @@ class TrainingFacts:
             end of a training with ``load_best_model_at_end``, not before.
         average: the average of the weights before and after the training that the model holds; None if it holds those
             after it.
+        rates: the highest learning rates of AdamW ("adamw") and of Muon ("muon"), after scaling with the batch; see
+            `settings.highest_rates`.
         planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
+        stages: the parts of the run after the first, each of which began with a resume with changes. The other facts
+            are those of the last part.
     """
 
     name: str
@@ -180,6 +186,8 @@ class TrainingFacts:
     best: bool = False
     average: Averaged | None = None
     planned_steps: int | None = None
+    stages: Sequence[Stage] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def global_batch_size(self) -> int:
@@ -203,6 +211,7 @@ class TrainingFacts:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["sources"] = [Source(**source) for source in values["sources"]]
             values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
+            values["stages"] = [Stage(**stage) for stage in values.get("stages", ())]
             values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
             if (average := values.get("average")) is not None:
                 average["measured"] = [Measured(**one) for one in average["measured"]]
@@ -238,8 +247,8 @@ def training_facts(
 ) -> TrainingFacts:
     """The facts of a run so far. `TrainingFacts` explains the other arguments.
 
-    The duration, the peak memory, the number of bad samples and the metrics are the last values in the log, which a
-    resumed run continues.
+    The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
+    values in the log, which a resumed run continues.
 
     Args:
         trainer: the `InfCLTrainer`. The last part of its ``hub_model_id``, or else of ``output_dir``, is the model's
@@ -288,8 +297,10 @@ def training_facts(
         steps=state.global_step,
         planned_steps=state.max_steps if state.global_step < state.max_steps else None,
         samples=trainer.samples_seen,
+        stages=trainer.resumption.stages,
+        rates=highest_rates(trainer),
         settings={**training_settings(trainer), **(settings or {})},
-        seconds=_last(state, "train_seconds", 0.0),
+        seconds=seconds_of(state),
         device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
         peak_memory=_last(state, "peak_memory", None),
         skipped=_last(state, "skipped_samples", 0),

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..averaging import SPLIT, Averaged, Measured
-from .curves import COLOURS
+from .curves import COLOURS, without_formulas
 from .facts import source_name
 
 FRONT_FILE = "average.png"
@@ -71,7 +71,7 @@ def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> 
                     axis.plot([x], [y], color=colour, marker="o", markersize=10, fillstyle="none")
                 if line == "-":
                     axis.annotate(f"{one.alpha:g}", (x, y), (5, 5), textcoords="offset points", fontsize=8)
-        axis.set_xlabel(f"kept on {guard} (%)")
+        axis.set_xlabel(f"kept on {without_formulas(guard)} (%)")
         axis.grid(alpha=0.3)
         axis.margins(0.08)
         axis.spines[["top", "right"]].set_visible(False)

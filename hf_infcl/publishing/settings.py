@@ -11,8 +11,9 @@ from typing import Any
 
 from ..optimizers import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
-from ..options.facts import rows_of_card
+from ..options.facts import values_of_card
 from ..options.selection_options import NOISY
+from .markdown import code, joined
 
 
 def training_settings(trainer: Any) -> dict[str, str]:
@@ -26,6 +27,10 @@ def training_settings(trainer: Any) -> dict[str, str]:
         rows["pairs left out"] = _left_out(trainer)
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
+    for part in trainer.setup.extensions:
+        rows |= part.card
+    if trainer.args.contrastive_weight != 1:
+        rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
@@ -40,6 +45,21 @@ def _left_out(trainer: Any) -> str:
     )
     logged = [entry["left_out"] for entry in trainer.state.log_history if "left_out" in entry]
     return f"{which}, {sum(logged) / len(logged):.1%} of all" if logged else which
+
+
+def highest_rates(trainer: Any) -> dict[str, float]:
+    """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
+
+    They are those of optimizers whose steps have about the size of the rate: Muon, and those of Adam's kind, which have
+    β. Prodigy and D-Adaptation have β as well, but estimate the rate (d). A schedule that follows a metric overwrites
+    the rates that it began with, so they are not known.
+    """
+    rates: dict[str, float] = {}
+    for group in () if trainer.optimizer is None else trainer.optimizer.param_groups:
+        algorithm = group.get("algorithm", "adamw" if "betas" in group and "d" not in group else None)
+        if algorithm is not None and group["params"] and "initial_lr" in group and group.get("name") != "temperature":
+            rates[algorithm] = max(rates.get(algorithm, 0.0), float(group["initial_lr"]))
+    return rates
 
 
 def precision(trainer: Any) -> str:
@@ -80,7 +100,12 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
         groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
-    rows |= rows_of_card(args)
+    for name, row, value in values_of_card(args):
+        if isinstance(value, list):
+            words = list(map(str, value))
+            rows[row] = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
+        else:
+            rows[row] = f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"

@@ -70,7 +70,8 @@ def save_weights(
         add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
         save_other_formats(folder, encoder, args, processor, state_dict, repository)
         if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
-            write_sentence_files(folder, model.config.model_type, collator.processor, **collator.text_options)
+            more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
+            write_sentence_files(folder, model.config.model_type, collator.processor, **more)
 
 
 def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
@@ -145,11 +146,10 @@ def _restore_end_of_text(encoder: DualEncoder) -> None:
         encoder.base.config.text_config.eos_token_id = trained
 
 
-def saved_states(checkpoint: str | None) -> dict[str, Any]:
-    """The states of the extensions in a checkpoint; empty where it has none."""
+def load_states(load: Callable[[dict[str, Any]], None], checkpoint: str | None) -> None:
+    """Lets the extensions of the step, which ``load`` them, go on from their states in a checkpoint that has some."""
     path = Path(checkpoint or "", STATES_NAME)
-    states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
-    return states
+    load(torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {})
 
 
 @contextmanager

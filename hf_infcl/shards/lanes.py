@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .readers import DamagedShardError, Reader
+from .readers import Reader
+from .tar_layout import DamagedShardError
 
 _MAX_EMPTY_PASSES = 100
 

@@ -9,7 +9,8 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .urls import Url, without_secrets
@@ -17,6 +18,7 @@ from .urls import Url, without_secrets
 logger = logging.getLogger(__name__)
 
 _FORMATS = (".tar", ".parquet")
+_MAGIC = re.compile(r"[*?\[]")
 
 # Seconds before each new try after a read that failed.
 RETRY_SECONDS: tuple[float, ...] = (1, 2, 4, 8)
@@ -34,7 +36,8 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
     Args:
         source: a tar or parquet file, a glob (``shards/*.tar``) or a range (``shards/{00000..00127}.tar``), local or
             with a protocol of fsspec (``hf://datasets/...``, ``https://...``); or a local folder or a Hub id, whose
-            files are found as `datasets.load_dataset` finds them.
+            files are found as `datasets.load_dataset` finds them. What exists is taken literally, whatever its name
+            holds.
         split: the split of a folder or a Hub repository.
         name: configuration of a folder or a Hub repository that has several.
 
@@ -42,11 +45,12 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
         ValueError: there is nothing at the source, it has other files than tar and parquet, or it has no such split.
     """
     source = Url(source)
-    patterns = [source] if os.path.isdir(source) else _expand_braces(source)
+    literal = len(existing_part(source))
+    patterns = [source] if literal == len(source) else _expand_braces(source, literal)
     urls: list[str]
-    if os.path.isdir(source):  # whatever its name looks like
+    if os.path.isdir(source):
         urls = [Url(url) for url in _data_files(source, split, name)]
-    elif len(patterns) > 1 or source.endswith(_FORMATS) or any(sign in source for sign in "*?["):
+    elif len(patterns) > 1 or source.endswith(_FORMATS) or _MAGIC.search(source, literal):
         urls = [Url(url) for pattern in patterns for url in _matches(pattern)]
     elif "://" in source:
         urls = [Url(url) for extension in _FORMATS for url in _matches(f"{source.rstrip('/')}/**/*{extension}")]
@@ -64,9 +68,48 @@ def find_shards(source: str, *, split: str = "train", name: str | None = None) -
     return urls
 
 
-def _expand_braces(pattern: str) -> list[str]:
-    """``a{08..10}`` stands for a08, a09, a10, and ``{x,y}`` for x, y, as in a shell."""
-    found = re.search(r"\{([^{}]*)\}", pattern)
+def existing_part(path: str) -> str:
+    """The longest beginning of a local path, up to a slash or its end, that exists; empty if there is none."""
+    local = path.removeprefix("file://")
+    ends = [] if "://" in local else [slash.start() for slash in re.finditer(r"(?<=.)/", local)] + [len(local)]
+    length = next((end for end in reversed(ends) if os.path.lexists(local[:end])), 0)
+    return path[: len(path) - len(local) + length] if length else ""
+
+
+@contextmanager
+def existing_paths_are_literal() -> Iterator[None]:
+    """While it is open, a glob of local files takes what exists literally, though its name holds ``*``, ``?`` or ``[``.
+
+    `datasets` appends its patterns to the path of a folder, so that a folder ``[v1]`` cannot be loaded. An escaped path
+    would not do: fsspec lists all that is beside such a folder.
+    """
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.local import LocalFileSystem
+
+    of_fsspec = LocalFileSystem.glob
+
+    def glob(files: Any, path: str, *args: Any, detail: bool = False, **options: Any) -> Any:
+        literal = existing_part(stripped := files._strip_protocol(path))
+        if not _MAGIC.search(literal):
+            return of_fsspec(files, path, *args, detail=detail, **options)
+        if literal == stripped:
+            found = {path: files.info(path)}
+        else:
+            inside = DirFileSystem(literal, files)
+            below = super(DirFileSystem, inside).glob(stripped[len(literal) + 1 :], *args, detail=True, **options)
+            found = {f"{literal}/{name}": info for name, info in below.items()}
+        return found if detail else list(found)
+
+    LocalFileSystem.glob = glob
+    try:
+        yield
+    finally:
+        LocalFileSystem.glob = of_fsspec
+
+
+def _expand_braces(pattern: str, literal: int = 0) -> list[str]:
+    """``a{08..10}`` stands for a08, a09, a10, and ``{x,y}`` for x, y, as in a shell, after the first characters."""
+    found = re.compile(r"\{([^{}]*)\}").search(pattern, literal)
     if found is None:
         return [pattern]
     if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
@@ -89,10 +132,11 @@ def _matches(pattern: str) -> list[str]:
     """The files that match a pattern. Plain names are used unchanged; local files must exist."""
     import fsspec
 
-    if any(sign in pattern for sign in "*?["):
+    if _MAGIC.search(pattern, len(existing_part(pattern))):
         file_system, path = fsspec.core.url_to_fs(pattern)
         try:
-            found = sorted(file_system.glob(path))
+            with existing_paths_are_literal():
+                found = sorted(file_system.glob(path))
         except FileNotFoundError:  # the folder or the repository is not there; some protocols say so
             found = []
         return [file_system.unstrip_protocol(url) for url in found] if "://" in pattern else found
@@ -112,7 +156,8 @@ def _data_files(source: str, split: str, name: str | None) -> list[str]:
             "parquet files with to_parquet."
         )
     try:
-        files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
+        with existing_paths_are_literal():
+            files = datasets.load_dataset_builder(name_or_folder(source), name).config.data_files or {}
     except (OSError, HFValidationError, ValueError) as error:
         raise ValueError(
             f"There are no shards at {source!r}, neither in a local folder nor on the Hub: {error}"

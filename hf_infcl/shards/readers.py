@@ -10,19 +10,20 @@ import io
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .names import IMAGE_EXTENSIONS, apart, dots_in, few, shown
 from .opening import open_shard
+from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
+from .tar_tables import tar_table
 
-IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
+if TYPE_CHECKING:
+    import datasets
+
 # Number of samples that are inspected to find out where images and captions are.
 _PROBED = 100
 _PARQUET_BUFFER = 2**16
-_BLOCK = 512  # bytes of a header, and the unit that the contents of a tar file are padded to
-
-
-class DamagedShardError(ValueError):
-    """A shard is truncated, or its contents do not have the format that its name implies."""
 
 
 class Columns(NamedTuple):
@@ -34,8 +35,8 @@ class Columns(NamedTuple):
     or of paths relative to the file; of strings or lists of strings for captions; of strings or integers for pair ids.
     """
 
-    image: str
-    caption: str
+    image: str | None
+    caption: str | None
     pair_id: str | None = None
     negative_caption: str | None = None
 
@@ -59,6 +60,7 @@ class TarReader:
     """
 
     def __init__(self, columns: Columns, urls: Sequence[str]) -> None:
+        self.has_lists = False
         self._extensions: frozenset[str] | None = None  # all are read, until it is known which are needed
         problem = f"The shard {urls[0]!r} holds no samples."
         for url, key, sample in itertools.islice(_first_samples(self, urls), _PROBED):
@@ -68,16 +70,16 @@ class TarReader:
             try:
                 fields = _json_fields(sample)
             except ValueError as error:
-                problem = f"Sample {key!r} of the shard {url!r} has a .json that cannot be read: {error}."
+                problem = f"Sample {shown(key)} of the shard {url!r} has a .json that cannot be read: {error}."
                 continue
             if not (missing := self._find(columns, sample, fields)):
                 return
-            there = f"Sample {key!r} of the shard {url!r} has the files {_dotted(sample)}"
-            there += f" and the JSON fields {sorted(fields)}." if "json" in sample else "."
-            problem = f"{missing} {there}"
+            there = f"Sample {shown(key)} of the shard {url!r} has the files {_dotted(sample)}"
+            there += f" and the JSON fields {few(map(repr, sorted(fields)))}." if "json" in sample else "."
+            problem = f"{missing} {there}{dots_in(key, sample)}"
             if columns.image == "image" and len(_images(sample)) > 1:  # the user has to name one
                 break
-        raise ValueError(problem)
+        raise ValueError(f"{problem}{apart(_stems(urls[0]))}")
 
     def _find(self, columns: Columns, sample: dict[str, bytes], fields: dict[str, Any]) -> str:
         """Finds the files and JSON fields of a sample that hold the columns.
@@ -88,17 +90,22 @@ class TarReader:
         images = _images(sample)
         if columns.image == "image" and len(images) > 1:
             return f"There are several images: name one of {_dotted(images)} with image_column."
-        image = columns.image
-        if image not in sample:
-            if image != "image" or not images:
-                return f"No image was found for image_column {image!r}."
-            image = images[0]
-        caption = _tar_column(columns.caption, sample, fields)
-        if caption is None and columns.caption == "caption" and "txt" in sample:
-            caption = False, "txt"
-        if caption is None:
-            return f"No caption was found for caption_column {columns.caption!r}."
-        found = {columns.image: (False, image), columns.caption: caption}
+        found: dict[str, tuple[bool, str]] = {}
+        if columns.image is not None:
+            image = columns.image
+            if image not in sample:
+                if image != "image" or not images:
+                    return f"No image was found for image_column {image!r}."
+                image = images[0]
+            found[columns.image] = False, image
+        if columns.caption is not None:
+            caption = _tar_column(columns.caption, sample, fields)
+            if caption is None and columns.caption == "caption" and "txt" in sample:
+                caption = False, "txt"
+            if caption is None:
+                return f"No caption was found for caption_column {columns.caption!r}."
+            found[columns.caption] = caption
+            self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
         if columns.pair_id and columns.pair_id != columns.caption:
             if (pair_id := _tar_column(columns.pair_id, sample, fields)) is None:
                 return f"No pair id was found for pair_id_column {columns.pair_id!r}."
@@ -107,8 +114,8 @@ class TarReader:
             if (negative := _tar_column(columns.negative_caption, sample, fields)) is None:
                 return f"No caption was found for negative_caption_column {columns.negative_caption!r}."
             found[columns.negative_caption] = negative
-        self.has_lists = caption[0] and isinstance(fields[columns.caption], list)
-        self._columns, self._image_column, self._any_image = found, columns.image, columns.image not in sample
+        self._columns, self._image_column = found, columns.image
+        self._any_image = columns.image is not None and columns.image not in sample
         extensions = frozenset("json" if in_json else extension for in_json, extension in found.values())
         self._extensions = extensions | IMAGE_EXTENSIONS if self._any_image else extensions
         return ""
@@ -120,43 +127,18 @@ class TarReader:
 
         An error takes the place of the contents if it is not certain what belongs to the sample.
         """
+        wanted = self._extensions
+
+        def contents(file: io.BufferedReader, extension: str, size: int) -> bytes | None:
+            if wanted is not None and extension not in wanted:
+                return None
+            data = file.read(size)
+            if len(data) < size:
+                raise truncated(url, file.tell())
+            return data
+
         with open_shard(url, position) as file:
-            key: str | None = None
-            sample: dict[str, bytes] = {}
-            seen: set[str] = set()
-            problem = ""
-            end = position
-            for start, name, size, has_contents in _tar_members(file, url, position):
-                stem, extension = _split_name(name)
-                if not stem:
-                    continue
-                if stem != key:
-                    if key is not None:
-                        yield end, key, DamagedShardError(problem) if problem else sample
-                    if stop is not None and start >= stop:
-                        return
-                    key, sample, seen, problem = stem, {}, set(), ""
-                end = file.tell() + -(-size // _BLOCK) * _BLOCK
-                if extension in seen:
-                    problem = problem or (
-                        f"The shard {url!r} holds more than one file {f'{stem}.{extension}'!r}. Samples of the same "
-                        "name must not follow each other, since they cannot be told apart."
-                    )
-                seen.add(extension)
-                if self._extensions is not None and extension not in self._extensions:
-                    continue
-                if not has_contents:
-                    problem = problem or (
-                        f"The shard {url!r} holds {name!r} as a link or a sparse file, which has no contents of its "
-                        "own. GNU tar stores them with --hard-dereference --dereference."
-                    )
-                    continue
-                data = file.read(size)
-                if len(data) < size:
-                    raise _truncated(url, file.tell())
-                sample[extension] = data
-            if key is not None:
-                yield end, key, DamagedShardError(problem) if problem else sample
+            yield from tar_samples(file, url, contents, position, stop)
 
     def row(self, sample: dict[str, bytes]) -> dict[str, Any]:
         """The values of the columns; None for a column that the sample does not have."""
@@ -178,91 +160,13 @@ class TarReader:
         """(position, stop) of ``parts`` pieces with equally many samples, after one pass over the headers."""
         starts: list[int] = []
         key: str | None = None
-        with open_shard(url, buffer=_BLOCK) as file:
-            for start, name, _, _ in _tar_members(file, url, 0):
-                stem = _split_name(name)[0]
+        with open_shard(url, buffer=BLOCK) as file:
+            for start, name, _, _ in tar_members(file, url, 0):
+                stem = split_name(name)[0]
                 if stem and stem != key:
                     starts.append(start)
                     key = stem
         return _pieces(url, starts, parts)
-
-
-def _tar_members(file: io.BufferedReader, url: str, position: int) -> Iterator[tuple[int, str, int, bool]]:
-    """(position of its first header, name, size, whether it is no link) of each file from a header on.
-
-    Archives that were concatenated are read as one. Whenever a name is yielded, the file is positioned at the beginning
-    of the contents; the caller may leave it anywhere. Long names follow GNU tar and POSIX (pax), which also stores
-    sizes from 8 GiB on.
-    """
-    start, long_name, long_size = position, None, None
-    ended = False
-    while True:
-        header = file.read(_BLOCK)
-        if ended and header.count(0) == len(header) < _BLOCK:
-            return
-        if len(header) < _BLOCK:
-            raise _truncated(url, position)
-        if header.count(0) == _BLOCK:  # every archive ends with zeros, and another one may follow them
-            ended = True
-            position += _BLOCK
-            start = position
-            continue
-        ended = False
-        if not header[0]:
-            raise DamagedShardError(f"The shard {url!r} has a file without a name at byte {position}.")
-        try:
-            checksum = int(header[148:156].strip(b" \0"), 8)
-        except ValueError:
-            checksum = -1
-        if checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
-            raise DamagedShardError(f"The shard {url!r} is damaged: there is no tar header at byte {position}.")
-        size = (
-            int.from_bytes(header[125:136], "big")
-            if header[124] & 0x80
-            else int(header[124:136].strip(b" \0") or b"0", 8)
-        )
-        kind = header[156:157]
-        if kind in b"Lx":
-            data = file.read(size)
-            if kind == b"L":
-                long_name = data.rstrip(b"\0")
-            else:
-                records = _pax_records(data)
-                long_name = records.get(b"path", long_name)
-                long_size = int(records[b"size"]) if b"size" in records else None
-        elif kind in b"\x00071S2":  # regular files, hard links, sparse files, symbolic links
-            if long_name is None:
-                long_name = header[:100].partition(b"\0")[0]
-                if header[257:263] == b"ustar\0" and header[345]:
-                    long_name = header[345:500].partition(b"\0")[0] + b"/" + long_name
-            size = size if long_size is None else long_size
-            yield start, long_name.decode("utf-8", "backslashreplace"), size, kind in b"\x0007"
-        position += _BLOCK + -(-size // _BLOCK) * _BLOCK
-        file.seek(position)
-        if kind not in b"LxKg":  # such headers describe the file after them, and belong to it
-            start, long_name, long_size = position, None, None
-
-
-def _pax_records(data: bytes) -> dict[bytes, bytes]:
-    """Records of the form "length key=value\\n", where the length counts all of the record."""
-    records = {}
-    while data:
-        digits = data.partition(b" ")[0]
-        key, _, value = data[len(digits) + 1 : int(digits) - 1].partition(b"=")
-        records[key] = value
-        data = data[int(digits) :]
-    return records
-
-
-def _split_name(name: str) -> tuple[str, str]:
-    """(key, extension) of a file; the key of hidden files and of folders is empty."""
-    folder, slash, last = name.rpartition("/")
-    stem, _, extension = last.partition(".")
-    return (folder + slash + stem, extension.lower()) if stem else ("", "")
-
-
-def _truncated(url: str, position: int) -> DamagedShardError:
-    return DamagedShardError(f"The shard {url!r} is truncated: byte {position} of the tar file is missing.")
 
 
 def _json_fields(sample: dict[str, bytes]) -> dict[str, Any]:
@@ -284,7 +188,13 @@ def _images(sample: dict[str, bytes]) -> list[str]:
 
 
 def _dotted(extensions: Sequence[str] | dict[str, Any]) -> str:
-    return ", ".join(f".{extension}" for extension in extensions)
+    return few(f".{extension}" for extension in extensions)
+
+
+def _stems(url: str) -> Iterator[str]:
+    with suppress(DamagedShardError), open_shard(url, buffer=BLOCK) as file:
+        for _, name, _, _ in tar_members(file, url, 0):
+            yield split_name(name)[0]
 
 
 # ---- Parquet ----
@@ -319,10 +229,8 @@ class ParquetReader:
                     f"The shard {urls[0]!r} has no column {column!r}. Its columns are {schema.names}. Name the right "
                     f"one with {option} (--{option} on the command line)."
                 )
-        image = schema.field(image_column).type
-        is_struct = types.is_struct(image) and any(image.get_field_index(name) >= 0 for name in ("bytes", "path"))
         wrong = None
-        if not (is_struct or _is_text(image) or types.is_binary(image) or types.is_large_binary(image)):
+        if image_column and not _are_images(image := schema.field(image_column).type):
             wrong = f"image_column {image_column!r} must hold encoded images, or structs with their bytes, not {image}"
         for option, column in (("caption_column", caption_column), ("negative_caption_column", negative_column)):
             captions = schema.field(column).type if column else None
@@ -334,7 +242,7 @@ class ParquetReader:
                 wrong = f"pair_id_column {pair_id_column!r} must hold integers or strings, not {ids}"
         if wrong:
             raise ValueError(f"The shard {urls[0]!r} does not fit: {wrong}.")
-        self.has_lists = _are_lists(schema.field(caption_column).type)
+        self.has_lists = bool(caption_column) and _are_lists(schema.field(caption_column).type)
 
     def samples(
         self, url: str, position: int = 0, stop: int | None = None
@@ -354,6 +262,8 @@ class ParquetReader:
 
     def row(self, sample: dict[str, Any]) -> dict[str, Any]:
         """The values of the columns; an image is the contents of its file, or the path of a file beside the shard."""
+        if self._image_column is None:
+            return sample
         image = sample[self._image_column]
         if isinstance(image, dict):
             image = image.get("path") if image.get("bytes") is None else image["bytes"]
@@ -383,6 +293,13 @@ def _rows(file: Any, url: str, group: int, columns: list[str]) -> Iterator[dict[
             yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DamagedShardError(f"Row group {group} of the shard {url!r} is damaged: {error}") from error
+
+
+def _are_images(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    is_struct = types.is_struct(kind) and any(kind.get_field_index(name) >= 0 for name in ("bytes", "path"))
+    return is_struct or _is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind)
 
 
 def _are_lists(kind: Any) -> bool:
@@ -419,12 +336,29 @@ def reader_of(urls: Sequence[str], columns: Columns) -> Reader:
     return kind(columns, urls)
 
 
+def features_of(urls: Sequence[str], image_column: str) -> datasets.Features:
+    """The columns that shards have as a table, as their first samples or their schema show them.
+
+    Raises:
+        ValueError: no sample of tar files, or not the first parquet file, can be read.
+    """
+    import datasets
+
+    if not urls[0].endswith(".parquet"):
+        return tar_table([(url, url) for url in urls], image_column, "train", _PROBED).features
+    with open_shard(urls[0], buffer=_PARQUET_BUFFER) as file:
+        return datasets.Features.from_arrow_schema(_parquet_file(file, urls[0]).schema_arrow)
+
+
 def _first_samples(
     reader: TarReader, urls: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, bytes] | DamagedShardError]]:
     for url in urls:
-        for _, key, sample in reader.samples(url):
-            yield url, key, sample
+        try:
+            for _, key, sample in reader.samples(url):
+                yield url, key, sample
+        except DamagedShardError as error:  # noqa: PERF203
+            yield url, "", error
 
 
 def _pieces(url: str, starts: Sequence[int], parts: int) -> list[tuple[int, int | None]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.loaders import check_data_seed, check_keyed, check_planned
+from ..loading.keys import check_keyed
+from ..loading.loaders import check_data_seed, check_planned, set_sizes
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
 from ..saving.formats import check_formats
+from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 
@@ -118,22 +120,27 @@ def check_overrides(kind: type, base: type) -> None:
 
 
 def setup_of(
-    encoder: DualEncoder, accelerator: Accelerator, args: Any, start: Start | None, data: Any, collator: Any
+    encoder: DualEncoder,
+    accelerator: Accelerator,
+    args: Any,
+    start: Start | None,
+    data: Any,
+    collator: Any,
+    extensions: Sequence[Extension] = (),
 ) -> Setup:
     """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
     equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
     new = data.datasets[0] if isinstance(data, Replayed) else data
     rows = len(new) if has_length(new) and not isinstance(new, ImageTextStream) else None
-    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, rows)
+    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions, rows)
 
 
 def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:
-    """The given data collator, or one over the processor; else the default. It and the processor get the size."""
+    """The given data collator, or one over the processor; else the default. It and the processor get the sizes."""
     found, image_size = default if given is None else given, args.image_size
     if given is None and processor is not None:
         found = ContrastiveCollator.for_model(processor, getattr(model, "config", None), uint8=True)
-    if image_size is not None and isinstance(found, ContrastiveCollator):
-        found.set_image_size(image_size)
+    set_sizes(found, args)
     if image_size is not None and hasattr(processor, "image_processor"):
         set_image_size(processor.image_processor, image_size)
     return found

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import ProgressCallback, TrainerCallback, TrainerControl
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import IntervalStrategy
 
 from ..loading.batch_plan import BatchPlan
 from ..loading.training_data import TrainingData
@@ -17,7 +18,7 @@ from ..processes.collectives import Processes
 from ..windows.step import WindowStep
 from .early_stopping import EarlyStopping
 from .optimization import average_weights, switch_weights
-from .progress import BarOfSamples
+from .progress import BarOfSamples, Progress, keep_seconds
 
 # The flags of Trainer's control that callbacks can set.
 DECISIONS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -32,9 +33,10 @@ class LoopEvents(TrainerCallback):
     """
 
     def __init__(
-        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData]]
+        self, callbacks: list[TrainerCallback], begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]]
     ) -> None:
         self._callbacks, self._begin_training = callbacks, begin_training
+        self._progress: Progress | None = None  # of a training, not before or after it
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -42,11 +44,13 @@ class LoopEvents(TrainerCallback):
         self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, CompleteWindows)]
         self._callbacks.append(CompleteWindows())  # after the user's callbacks
         average_weights(optimizer, args, model)
-        self._step, self._data = self._begin_training()
+        self._step, self._data, self._progress = self._begin_training()
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         switch_weights(optimizer, "eval")
         self._data.close()
+        self._count_seconds(state)
+        self._progress = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self._step.before_optimizer_step(optimizer, state.global_step)
@@ -58,12 +62,20 @@ class LoopEvents(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._data.end_window()
         state.epoch = self._data.epochs(state.global_step, state.epoch)
+        self._count_seconds(state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._count_seconds(state)  # a checkpoint may follow
+
+    def _count_seconds(self, state: TrainerState) -> None:
+        if self._progress is not None:
+            keep_seconds(state, self._progress)
 
 
 def add_own_callbacks(
     handler: CallbackHandler,
     args: InfCLTrainingArguments,
-    begin_training: Callable[[], tuple[WindowStep, TrainingData]],
+    begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
     plan: Callable[[], BatchPlan | None],
 ) -> None:
     """Adds the callbacks of this package to those of a trainer.
@@ -83,9 +95,10 @@ def add_own_callbacks(
 
 
 class CompleteWindows(TrainerCallback):
-    """Postpones what other callbacks ask for at the begin of a window, or within it, to its end.
+    """Postpones what other callbacks ask for at the begin of a window, or within it, to its end; asks for logs.
 
-    Trainer would leave the window at once, whose gradient so far would be part of the next window's.
+    Trainer would leave the window at once, whose gradient so far would be part of the next window's. The last callback
+    knows whether a step is the last one, which Trainer would not log unless it ends an interval.
     """
 
     def __init__(self) -> None:
@@ -106,6 +119,25 @@ class CompleteWindows(TrainerCallback):
         control.should_epoch_stop |= self._epoch_stop
         control.should_training_stop |= self._training_stop
         self._epoch_stop = self._training_stop = False
+        control.should_log |= is_logged(args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_log |= is_logged(args, state, control)
+
+
+def is_logged(args: TrainingArguments, state: TrainerState, control: TrainerControl) -> bool:
+    """Whether a step is to be logged even if it ends no interval of ``logging_steps``.
+
+    With ``logging_first_step`` these are the first step and the last. An evaluation may make any step the last. If
+    nobody has chosen an interval, or it is longer than the training, so are ten steps at equal distances.
+    """
+    if args.logging_strategy != IntervalStrategy.STEPS:
+        return False
+    chosen = args.logging_steps != TrainingArguments.logging_steps and state.logging_steps <= state.max_steps
+    if chosen and not args.logging_first_step:
+        return False
+    of_ten = not chosen and state.global_step % max(1, state.max_steps // 10) == 0
+    return of_ten or state.global_step == 1 or control.should_evaluate or control.should_training_stop
 
 
 class Decisions:

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers.utils import logging
 
 from ..optimizers import MuonAdamW, parameter_groups
-from ..options.muon_options import NO_DEEPSPEED, muon_settings
+from ..options.combinations import NO_DEEPSPEED
+from ..options.muon_options import muon_settings
 from ..processes.collectives import Processes
 
 RATE = 4.0  # of Muon's rate to AdamW's; see the guide to the trainer for what was measured

@@ -16,10 +16,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..loading.batch_plan import BatchPlan
-from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped
+from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_schedule import Course, EqualBatches
+from ..options.declaring import ExclusiveOptionsError
 from ..options.run_options import OptimizerOptions, restart_rates
 from ..saving.pushes import cause
+from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon
 
@@ -71,6 +74,8 @@ class Optimization:
         model = encoder.model
         check_trains(model)
         own = given is None and args.optimizer == "muon"
+        beside = term_parameters(setup.extensions)
+        _check_beside(given, beside)
         if own:
             optimizer: torch.optim.Optimizer = create_muon(model, args, decaying(model), accelerator)
         else:
@@ -80,7 +85,7 @@ class Optimization:
             self.creates_optimizer = settings_for is not None
             if settings_for is not None and not own:
                 check_optimizer_options(args, settings_for)
-            self.table_of_groups = set_learning_rates(optimizer, encoder, args)
+            self.table_of_groups = set_learning_rates(optimizer, encoder, args, beside)
             if setup.start is not None and args.keep_weights:
                 setup.start.pull(optimizer, lambda: model, set(decaying(model)), args.keep_weights)
         if accelerator.distributed_type != DistributedType.DEEPSPEED:  # which gives it other parameters, or replaces it
@@ -88,7 +93,7 @@ class Optimization:
         return optimizer
 
     def scheduler(
-        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], plan: BatchPlan | None
+        self, optimizer: Any, given: LRScheduler | None, create: Callable[[], LRScheduler], course: Course
     ) -> LRScheduler:
         """The given schedule of the learning rate, or Trainer's; notes its options and those of the optimizer.
 
@@ -96,7 +101,7 @@ class Optimization:
             optimizer: the optimizer.
             given: the schedule that was passed or created before, if any.
             create: Trainer's own method.
-            plan: of global batches that grow.
+            course: of the training.
 
         Raises:
             ValueError: the schedule does not take its options.
@@ -105,8 +110,10 @@ class Optimization:
         self.creates_scheduler = self.creates_scheduler or given is None
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = create()
-        if self.creates_scheduler and plan is not None:
-            over_samples(schedule, plan, by_batch=args.learning_rate_batch_size is not None)
+        # A training of epochs ends with its samples; one of max_steps goes on with its steps.
+        has_changed = isinstance(course, EqualBatches) and course.has_changed and args.max_steps < 1
+        if self.creates_scheduler and (has_changed or isinstance(course, BatchPlan)):
+            over_samples(schedule, course, by_batch=args.learning_rate_batch_size is not None)
         self.options = OptimizerOptions(optimizer, schedule, self.options)
         return schedule
 
@@ -138,6 +145,16 @@ def check_trains(model: nn.Module) -> None:
         )
 
 
+def _check_beside(given: torch.optim.Optimizer | None, beside: Sequence[nn.Parameter]) -> None:
+    """Raises a ValueError if an optimizer that was passed does not update what trains beside the model."""
+    known = [] if given is None else [id(p) for group in given.param_groups for p in group["params"]]
+    if given is not None and not {id(p) for p in beside} <= set(known):
+        raise ValueError(
+            "An optimizer was passed, but terms of the loss have parameters of their own, such as the linear map to a "
+            "teacher of another width, which it does not update. Let the trainer create the optimizer."
+        )
+
+
 def check_optimizer_options(
     args: InfCLTrainingArguments, optimizer_for: Callable[[InfCLTrainingArguments], Any]
 ) -> None:
@@ -165,9 +182,10 @@ def check_optimizer_options(
     defaults = {option.name: option.default for option in fields(args) if option.name in ADAM_OPTIONS}
     changed = [name for name, default in defaults.items() if getattr(args, name) != default]
     if unused := [name for name in changed if settings(**{name: defaults[name]}) == settings()]:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"{' and '.join(f'{name}={getattr(args, name)}' for name in unused)} would have no effect, because "
-            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer."
+            f"optim={optimizer!r} has no such option. Leave it out, or choose another optimizer.",
+            *(*unused, "optim"),
         )
     without, ignored = settings(optim_args=None), []
     for pair in (args.optim_args or "").replace(" ", "").split(","):
@@ -203,12 +221,38 @@ def average_weights(optimizer: Any, args: InfCLTrainingArguments, model: nn.Modu
     """
     if args.ema_decay is None or optimizer is None:
         return
-    inner = unwrapped(optimizer)
-    if not hasattr(inner, "update_average"):
-        of_zero = getattr(optimizer, "optimizer", None)
-        copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
-        in_host = args.ema_device == "cpu"
-        MovingAverage(inner, args.ema_decay, lambda: reshard(model), copy_to_model, in_host=in_host)
+    if not hasattr(unwrapped(optimizer), "update_average"):
+        _new_average(optimizer, args.ema_decay, model, in_host=args.ema_device == "cpu")
+
+
+def _new_average(optimizer: Any, decay: float, model: nn.Module, *, in_host: bool = False) -> MovingAverage:
+    of_zero = getattr(optimizer, "optimizer", None)
+    copy_to_model = getattr(of_zero, "update_lp_params", lambda: None)
+    return MovingAverage(unwrapped(optimizer), decay, lambda: reshard(model), copy_to_model, in_host=in_host)
+
+
+@contextmanager
+def average_loaded(
+    optimizer: Any, args: InfCLTrainingArguments, model: nn.Module, *, was_averaged: bool
+) -> Iterator[None]:
+    """The context in which the state of an optimizer is loaded, whose average `args` may begin or end.
+
+    Without ``ema_decay``, the training goes on from the weights that were trained, not from their average. A new
+    average begins with the weights after the next step.
+
+    Args:
+        optimizer, args, model: as for `average_weights`.
+        was_averaged: whether the training of the checkpoint had an average.
+    """
+    if not was_averaged:
+        with without_average(unwrapped(optimizer)):
+            yield
+        return
+    # Sharded states load only what the optimizer has.
+    ending = _new_average(optimizer, 0.0, model) if args.ema_decay is None else None
+    yield
+    if ending is not None:
+        ending.end()
 
 
 def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> list[str]:
@@ -227,8 +271,19 @@ def decaying(model: nn.Module, names: Iterable[str], exempt: Sequence[str]) -> l
     return [name for name in names if name in trained and trained[name].ndim > 1 and name not in exempted]
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, args: InfCLTrainingArguments) -> str:
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer,
+    encoder: DualEncoder,
+    args: InfCLTrainingArguments,
+    beside: Sequence[nn.Parameter] = (),
+) -> str:
     """Gives a new optimizer the learning rates that ``args`` sets, and returns the table of its groups.
+
+    Args:
+        optimizer: new.
+        encoder: the model.
+        args: the arguments of the training.
+        beside: what trains beside the model, which gets a group of its own.
 
     Raises:
         ValueError: the rate should fall with the depth of a tower that has no layers.
@@ -245,25 +300,27 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, encoder: DualEncoder, a
         optimizer.add_param_group({"params": trained, "weight_decay": 0.0, "lr": rate, "name": "temperature"})
     if parts := dict(_rates_of_parts(encoder, args)):
         optimizer.param_groups[:] = divided(optimizer.param_groups, parts)
+    if beside:
+        optimizer.add_param_group({"params": list(beside), "weight_decay": 0.0, "name": "beside the model"})
     return table_of_groups(optimizer.param_groups, type(optimizer).__name__)
 
 
-def over_samples(schedule: Any, plan: BatchPlan, *, by_batch: bool) -> None:
+def over_samples(schedule: Any, course: Course, *, by_batch: bool) -> None:
     """Lets a new schedule of the learning rate run over samples instead of steps; schedules by a metric stay.
 
     Args:
         schedule: of transformers, whose factors are functions of the step.
-        plan: of the global batches.
-        by_batch: whether the rates are those of the last batch, and each batch has its own in proportion
-            (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
+        course: of the training.
+        by_batch: whether the rates are those of the last batch, and each batch of a `BatchPlan` has its own in
+            proportion (``learning_rate_batch_size``). A rate of the temperature alone does not depend on the batch.
     """
     if not isinstance(schedule, LambdaLR):
         return
 
     def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
         def factor_of_step(step: int) -> float:
-            own = plan.size(step) / plan.size(plan.steps) if grows else 1.0
-            return own * factor(plan.samples_before(step) / plan.samples * plan.steps)
+            own = course.size(step) / course.size(course.steps) if grows and isinstance(course, BatchPlan) else 1.0
+            return own * factor(course.samples_before(step) / course.samples * course.steps)
 
         return factor_of_step
 

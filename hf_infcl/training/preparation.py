@@ -72,10 +72,11 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
         dual_encoder.freeze_layers(args.freeze_layers)
     if args.image_size is not None:
         resize_images(dual_encoder, args.image_size)
-    if (sizes := args.image_sizes(0)) is not None:
+    if (sizes := args.image_sizes()) is not None:
         check_sizes(dual_encoder, sizes.sizes)
     if args.patch_dropout:
         check_patches(dual_encoder)
+    _check_dimensions(dual_encoder, args)
     prepare_for_wrapper(dual_encoder, accelerator.distributed_type)
     _check_adapters(model, accelerator)
     scale, *bias = dual_encoder.temperature_parameters
@@ -121,6 +122,21 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     if not args.keep_features and not args.keep_weights:
         return None
     return Start(model, accelerator, embeds=bool(args.keep_features))
+
+
+def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if the embeddings cannot be cut as the options say; the model's config then names these."""
+    asked = [*(args.matryoshka_dims or ()), *([] if args.dims is None else [args.dims])]
+    if not asked:
+        return
+    width = dual_encoder.width()
+    if max(asked) > width or (args.matryoshka_dims and max(args.matryoshka_dims) == width):
+        raise ValueError(
+            f"matryoshka_dims={args.matryoshka_dims} and dims={args.dims} do not fit embeddings of {width} dimensions. "
+            f"Choose prefixes of less than {width}, which is trained in any case, and at most {width} to evaluate."
+        )
+    if args.matryoshka_dims and hasattr(dual_encoder.base, "config"):
+        dual_encoder.base.config.matryoshka_dims = list(args.matryoshka_dims)
 
 
 def _check_adapters(model: nn.Module, accelerator: Accelerator) -> None:

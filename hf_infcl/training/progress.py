@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import ProgressCallback
+from transformers import ProgressCallback, TrainerState
 from transformers.utils.logging import tqdm
 
-from ..checkpoints.record import RunRecord
 from ..loading.batch_plan import BatchPlan
+
+_SECONDS = "train_seconds"
 
 
 class Progress:
@@ -20,16 +21,20 @@ class Progress:
     Args:
         step: the number of trained optimizer steps at the start.
         samples: the pairs trained before a step of this training, also in global batches of other sizes.
-        log_history: Trainer's, from which the seconds before an interruption are known.
+        earlier: the seconds of the training before, if it was interrupted; see `seconds_of`.
     """
 
-    def __init__(self, step: int, samples: Callable[[int], int], log_history: Sequence[dict[str, Any]] = ()) -> None:
-        earlier = (entry["train_seconds"] for entry in reversed(log_history) if "train_seconds" in entry)
+    def __init__(self, step: int, samples: Callable[[int], int], earlier: float = 0.0) -> None:
         now = time.perf_counter()
         self._first_step, self.samples = step, samples
-        self._began = now - next(earlier, 0.0)
+        self._began = now - earlier
         self._last_log = now, step
         self._operations: dict[tuple[tuple[str, torch.Size], ...], int] = {}  # by the shapes of a batch
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the training up to now, without those between an interruption and its resume."""
+        return round(time.perf_counter() - self._began, 3)
 
     def steps(self, step: int) -> int:
         """The optimizer steps of this training up to a step."""
@@ -46,7 +51,7 @@ class Progress:
         logs: dict[str, float] = {"global_batch_size": seen - self.samples(step - 1), "samples_seen": seen}
         if step > at:
             logs["samples_per_second"] = round((seen - self.samples(at)) / (now - since), 3)
-        logs["train_seconds"] = round(now - self._began, 3)
+        logs[_SECONDS] = round(now - self._began, 3)
         if device.type == "cuda":
             logs["peak_memory"] = torch.cuda.max_memory_allocated(device)
         return logs
@@ -59,21 +64,18 @@ class Progress:
         return self._operations[shapes]
 
 
-def progress_of(state: Any, record: RunRecord | None, global_batch_size: int, plan: BatchPlan | None) -> Progress:
-    """The progress of a training that begins.
+def seconds_of(state: TrainerState) -> float:
+    """The seconds of a training, which its checkpoints keep; for those of versions that did not, up to the last log."""
+    kept: Any = state.stateful_callbacks
+    logged = (entry[_SECONDS] for entry in reversed(state.log_history) if _SECONDS in entry)
+    seconds: float = kept[_SECONDS] if _SECONDS in kept else next(logged, 0.0)
+    return seconds
 
-    Args:
-        state: Trainer's.
-        record: of the checkpoint that the training resumes from, if any.
-        global_batch_size: the pairs of each step, without a plan.
-        plan: of global batches that grow.
-    """
-    first, earlier = state.global_step, 0 if record is None else record.samples_seen
 
-    def samples_of_equal_steps(step: int) -> int:
-        return earlier + (step - first) * global_batch_size
-
-    return Progress(first, samples_of_equal_steps if plan is None else plan.samples_before, state.log_history)
+def keep_seconds(state: TrainerState, progress: Progress) -> None:
+    """Puts the seconds into the part of Trainer's state that checkpoints keep."""
+    kept: Any = state.stateful_callbacks
+    kept[_SECONDS] = progress.seconds
 
 
 class BarOfSamples(ProgressCallback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,21 +14,23 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..checkpoints.files import choose
-from ..checkpoints.record import RECORD_NAME, Run, RunRecord, differences
+from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
 from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
-from ..loading.batch_plan import BatchPlan
+from ..loading.batch_plan import BatchPlan, Position
+from ..loading.loaders import initial_values, rest_of_training
 from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.facts import facts_by_name
-from ..options.run_options import OptimizerOptions, options_of_arguments, options_of_data, options_of_model
+from ..options.run_options import options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..saving.pushes import checkpoint_of_hub_if_named
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .early_stopping import why_complete
 from .loop_events import Decisions
+from .optimization import Optimization, average_loaded
 
 logger = logging.get_logger(__name__)
 
@@ -53,7 +54,8 @@ def run_of(setup: Setup) -> Run:
             **options_of_arguments(args, setup.accelerator.mixed_precision),
             **options_of_data(list(parts_of(data)), setup.collator),
             **options_of_model(model),
-            **({} if setup.start is None else {"fingerprint of the start": setup.start.fingerprint}),
+            "fingerprint of the start": None if setup.start is None else setup.start.fingerprint,
+            **{name: value for part in setup.extensions for name, value in part.options.items()},
         },
     )
 
@@ -62,28 +64,29 @@ def record_of(
     setup: Setup,
     data: TrainingData,
     window_step: WindowStep,
-    options: OptimizerOptions,
-    samples_seen: int,
-    step: int,
+    optimization: Optimization,
+    stages: list[Stage],
+    progress: tuple[int, int],
 ) -> RunRecord:
     """What a checkpoint says of the run and of how far it has come; collective.
 
     Args:
         setup: of the run.
-        data, window_step: the parts of its training.
-        options: of its optimizer and schedule.
-        samples_seen: the pairs that were trained.
-        step: the optimizer steps that were trained.
+        data, window_step, optimization: the parts of its training.
+        stages: `Resumption.stages`.
+        progress: the pairs and the optimizer steps that were trained.
     """
+    samples_seen, step = progress
     return RunRecord(
         run_of(setup),
         **data.position(),
         **window_step.checks.skipped.record(),
         processes=setup.args.world_size,
         only_model=setup.args.save_only_model,
-        optimizer=options.record,
+        optimizer=optimization.options.record,
         samples_seen=samples_seen,
         step=step,
+        stages=stages,
     )
 
 
@@ -166,11 +169,28 @@ class Resumption:
     Attributes:
         checkpoint: the same.
         record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
+        changes: phrases about what differs from the run of the checkpoint.
+        begin: where a training without a `BatchPlan` goes on, as soon as `rest` has found it; None without a record.
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
         self.checkpoint, self._allows_changes = checkpoint, allows_changes
         self.record = None if checkpoint is None else RunRecord.read(checkpoint)
+        self.changes: list[str] = []
+        self.begin: Position | None = None
+
+    def of(self, checkpoint: str) -> Resumption:
+        """This one, or that of another checkpoint, which may differ from the run if this one may."""
+        is_same = checkpoint == self.checkpoint
+        return self if is_same else Resumption(checkpoint, allows_changes=self._allows_changes)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The parts of the run after the first, each of which began with changes; the last may be this training."""
+        record = self.record
+        if record is None or record.step is None or not self.changes:
+            return [] if record is None else record.stages
+        return [*record.stages, Stage(record.step, record.samples_seen, self.changes)]
 
     def check(self, run: Run, data: Any, world_size: int) -> None:
         """Compares the run of the checkpoint with this one.
@@ -193,7 +213,8 @@ class Resumption:
                 "of this run."
             )
             return
-        self._allow(differences(record.run, run))
+        self.changes = list(differences(record.run, run))
+        self._allow(self.changes)
         if record.processes != world_size:
             logger.warning(
                 f"{checkpoint} was written by {record.processes} processes, but this run has {world_size}. The global "
@@ -211,13 +232,13 @@ class Resumption:
             )
         logger.warning(f"{self.checkpoint} is resumed with changes: {phrases}.")
 
-    def check_optimizer(self, options: OptimizerOptions) -> bool:
+    def check_optimizer(self, optimization: Optimization) -> bool:
         """Compares optimizer and schedule with the checkpoint's. Returns whether they have other options.
 
         Raises:
             ValueError: they are of another class; or their options differ, and changes are not allowed.
         """
-        before = {} if self.record is None else self.record.optimizer
+        before, options = {} if self.record is None else self.record.optimizer, optimization.options
         if other := ", ".join(options.of_other_class(before)):
             raise ValueError(
                 f"{self.checkpoint} cannot be resumed: {other}, which cannot use the state of the other. Restore the "
@@ -225,33 +246,38 @@ class Resumption:
             )
         changes = options.differences(before)
         self._allow(changes)
+        if not (optimization.creates_optimizer and optimization.creates_scheduler):  # else the arguments say it
+            self.changes += [change for change in changes if change not in self.changes]
         return bool(changes)
 
     @contextmanager
     def optimizer_loaded(
-        self, setup: Setup, options: OptimizerOptions, optimizer: Any, schedule: Any
+        self, setup: Setup, optimization: Optimization, optimizer: Any, schedule: Any
     ) -> Iterator[None]:
         """The context in which the states of optimizer and schedule are loaded; their options stay those of this run.
 
         Args:
             setup: of this run.
-            options: of its optimizer and schedule.
+            optimization: of its optimizer and schedule.
             optimizer, schedule: those that are loaded.
 
         Raises:
             ValueError: as `check_optimizer`, or a state does not fit.
         """
-        changed = self.check_optimizer(options)
+        args, record = setup.args, self.record
+        changed = self.check_optimizer(optimization)
+        was_averaged = args.ema_decay is not None if record is None else bool(record.run.options.get("ema_decay"))
         try:
-            yield
+            with average_loaded(optimizer, args, setup.encoder.model, was_averaged=was_averaged):
+                yield
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"The optimizer's state in {self.checkpoint} does not fit this run ({error}). The options of the "
                 "optimizer, frozen towers and separate learning rates must be those of the run that wrote it. Restore "
                 "them, or start a new run from its model."
             ) from error
-        if self.record is not None and (changed or any(True for _ in differences(self.record.run, run_of(setup)))):
-            options.apply(self.record.optimizer, optimizer, schedule)
+        if record is not None and (changed or any(True for _ in differences(record.run, run_of(setup)))):
+            optimization.options.apply(record.optimizer, optimizer, schedule)
 
     @property
     def stream_positions(self) -> list[dict[str, Any]]:
@@ -299,6 +325,14 @@ class Resumption:
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop
 
+    def rest(self, args: InfCLTrainingArguments, loader: Any, plan: BatchPlan | None, values: Any) -> tuple[Any, ...]:
+        """Trainer's initial values, as `initial_values` and, for what is left of the training, `rest_of_training`."""
+        record, found = self.record, initial_values(args, loader, plan, values)
+        if plan is None and record is not None:
+            changed = bool(self.stages) or record.samples_seen != (record.step or 0) * args.global_batch_size
+            self.begin, found = rest_of_training(args, loader, record, found, changed=changed)
+        return found
+
     def first_position(
         self,
         state: TrainerState,
@@ -307,42 +341,57 @@ class Resumption:
         plan: BatchPlan | None,
         counted: tuple[int, int],
     ) -> tuple[int, int]:
-        """`position`, or the end of the training if the run is complete, of which it warns.
-
-        Trainer looks at the number of steps, and callbacks end a training, only after it has trained a step.
-
-        Args:
-            state: Trainer's.
-            lengths: the steps of the training, those of a pass over the data, and the passes, which are what
-                ``Trainer._init_training_state`` is given first.
-            args, plan, counted: as for `position`.
-        """
-        steps, steps_per_epoch, epochs = lengths
-        if reason := why_complete(state, steps, args.early_stopping_patience):
-            step = state.global_step
-            logger.warning(f"Nothing is left to train: {self.checkpoint} was saved after step {step}, and {reason}.")
-            return epochs, 0
-        return self.position(args, steps_per_epoch, plan, counted)
-
-    def position(
-        self, args: InfCLTrainingArguments, steps_per_epoch: int, plan: BatchPlan | None, counted: tuple[int, int]
-    ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
 
+        If the run is complete, which is warned of, these are all epochs: Trainer looks at the number of steps, and
+        callbacks end a training, only after it has trained a step. The intervals of logs, evaluations and checkpoints
+        become those of the arguments.
+
         Args:
+            state: Trainer's, as it was loaded.
             args: the arguments of the training.
-            steps_per_epoch: the windows of a pass over the data.
+            lengths: the steps of the training, those of a pass over the data, and the passes, which are what
+                ``Trainer._init_training_state`` is given first.
             plan: of global batches that grow.
             counted: Trainer's own numbers, for checkpoints without a record.
+
+        Raises:
+            ValueError: the run was resumed with changes, and has no step left.
         """
+        steps, _, epochs = lengths
+        if self.checkpoint is not None:
+            self._set_intervals(state, args, steps)
+        if reason := why_complete(state, steps, args.early_stopping_patience):
+            self._tell_complete(state, args, steps, reason)
+            return epochs, 0
         if plan is not None:
             return plan.first()
-        if self.record is None or args.ignore_data_skip:
+        if self.begin is None:
             return counted
-        # Trainer divides the steps by those of an epoch, which a stream does not know.
-        rows = self.record.rows
-        if rows is None:
-            rows = self.record.windows * self.record.run.global_batch_size
-        windows = math.ceil(rows / args.global_batch_size)
-        epochs = self.record.epoch + windows // steps_per_epoch
-        return epochs, windows % steps_per_epoch * args.gradient_accumulation_steps
+        return self.begin.epoch, self.begin.windows * args.gradient_accumulation_steps
+
+    def _set_intervals(self, state: TrainerState, args: InfCLTrainingArguments, steps: int) -> None:
+        """Trainer would go on with those of the checkpoint."""
+        kinds = [kind for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
+        names = [f"{kind}_steps" for kind in kinds]
+        before = {name: getattr(state, name) for name in names}
+        state.compute_steps(args, steps)
+        now = {name: getattr(state, name) for name in names}
+        if changed := [f"{name} was {before[name]} and is {now[name]}" for name in names if before[name] != now[name]]:
+            logger.warning(f"{self.checkpoint} is resumed with other intervals: {', '.join(changed)}.")
+
+    def _tell_complete(self, state: TrainerState, args: InfCLTrainingArguments, steps: int, reason: str) -> None:
+        """Warns that nothing is left to train, or raises a ValueError if the run was to go on with changes."""
+        at = f"{self.checkpoint} was saved after step {state.global_step}"
+        if not self.changes:
+            logger.warning(f"Nothing is left to train: {at}, and {reason}.")
+            return
+        if state.global_step >= steps and args.max_steps > 0:
+            reason = f"max_steps={args.max_steps} allows no further one. Raise it"
+        elif state.global_step >= steps:
+            at += f", which is epoch {state.epoch or 0:.4g}"
+            reason = (
+                f"num_train_epochs={args.num_train_epochs:g} leaves no global batch of {args.global_batch_size:,} "
+                "pairs. Raise it, or lower the batch"
+            )
+        raise ValueError(f"Nothing is left to train: {at}, and {reason}. The changes were: {', '.join(self.changes)}.")

@@ -22,7 +22,7 @@ from ..data.notices import CaptionNotices
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
-from ..loading.batch_plan import BatchPlan, plan_of
+from ..loading.batch_plan import BatchPlan, course_of, plan_of
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
@@ -42,8 +42,9 @@ from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
-from .progress import progress_of
+from .progress import Progress, seconds_of
 from .resuming import Resumption, record_of, resumption_of
+from .teaching import teachers_of
 
 
 class InfCLTrainer(Trainer):
@@ -57,7 +58,7 @@ class InfCLTrainer(Trainer):
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
         args: `InfCLTrainingArguments`.
         train_dataset: items for the data collator. The trainer draws only full global batches, reshuffled each epoch.
-            An IterableDataset needs ``max_steps``, an `ImageTextStream` needs ``max_steps`` or ``samples_per_epoch``.
+            An IterableDataset needs ``max_steps`` and captions in lists, an `ImageTextStream` also takes epochs.
         eval_dataset: an `ImageTextDataset` (global contrastive loss and retrieval), a `ZeroShotDataset`
             (classification), or a dict of them.
         data_collator: returns batches for the model, optionally with ``pair_ids`` [b] int64; by default a
@@ -65,13 +66,13 @@ class InfCLTrainer(Trainer):
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
         **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
             length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``);
-            ``extensions`` of the step (see `hf_infcl.windows.extensions`); and the other arguments of
-            `transformers.Trainer`, of which ``compute_metrics`` receives what `Evaluator.embed` describes.
+            ``teacher``, a model or a pair of it and its processor, or a list (see `teachers_of`); ``extensions`` of the
+            step (see `hf_infcl.windows.extensions`); and the other arguments of `transformers.Trainer`, of which
+            ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
         setup, window_step, training_data, progress, optimization: the parts of the last training; see their classes.
-        checkpoints, resumption: the checkpoints that it wrote, and the one that it came from.
-        interruptions: signals and lost processes.
+        checkpoints, resumption, interruptions: what it wrote, what it came from; signals and lost processes.
         found: what the last evaluation of each set has found, by the prefix of its metrics, such as ``eval_pairs``.
         caption_notices: what was found out about the captions of the datasets that were trained on or evaluated.
 
@@ -92,7 +93,6 @@ class InfCLTrainer(Trainer):
         args = InfCLTrainingArguments() if args is None else args
         kwargs = checked_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
-        # ---- Parts that Trainer's constructor needs ----
         self.resumption = Resumption()
         self.interruptions = Interruptions()
         self.caption_notices = CaptionNotices()
@@ -101,11 +101,13 @@ class InfCLTrainer(Trainer):
         self._pushes = pushes.Pushes(args)
         self.optimization = Optimization(args)
         self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
+        teacher = kwargs.pop("teacher", None)
         super().__init__(model, args, data_collator, **kwargs)
         # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
         self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
+        self._extensions += teachers_of(self.setup, teacher, remakes_model=model is None)
         add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
         self.checkpoints = files.checkpoints_of(args, self.accelerator)
         self._begin_training()
@@ -146,31 +148,29 @@ class InfCLTrainer(Trainer):
                 finally:
                     self.window_step.close()
 
-    def _begin_training(self) -> tuple[WindowStep, TrainingData]:
+    def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
-        args, record, steps = self.args, self.resumption.record, self.state.max_steps
-        loader: Any = self.callback_handler.train_dataloader
-        plan = self.batch_plan if loader is not None else None
-        self.training_data = TrainingData(loader, args, record, self.data_collator, steps, plan)
+        args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
+        course = course_of(args, self.state, record, self.batch_plan if loader is not None else None)
+        self.training_data = TrainingData(loader, args, record, self.data_collator, course, self.resumption.begin)
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
         if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader(data)
-        self.progress = progress_of(self.state, record, args.global_batch_size, plan)
+        self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
             prepare_inputs=self._prepare_inputs,
             rows_of_dataset=self.training_data.rows_at,
             roll_back=self._roll_back,
             phases=self.interruptions.phases,
-            steps=steps,
-            extensions=self._extensions,
+            course=course,
         )
-        self.window_step.load_state_dict(files.saved_states(self.resumption.checkpoint))
+        files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
             self.caption_notices.look_at_all(self.train_dataset, self.eval_dataset, self.data_collator, batch)
-        return self.window_step, self.training_data
+        return self.window_step, self.training_data, self.progress
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         kept = self.state, self.args, self.control, self._decisions
@@ -200,12 +200,12 @@ class InfCLTrainer(Trainer):
     @cached_property
     def dual_encoder(self) -> DualEncoder:
         """The unwrapped model as two towers and a temperature."""
-        return DualEncoder(self.accelerator.unwrap_model(self.model))
+        return DualEncoder(self.accelerator.unwrap_model(self.model), dims=self.args.dims)
 
     @property
     def setup(self) -> Setup:
         """What the parts have in common."""
-        of_run = self.args, self._start, self.train_dataset, self.data_collator
+        of_run = self.args, self._start, self.train_dataset, self.data_collator, self._extensions
         return setup_of(self.dual_encoder, self.accelerator, *of_run)
 
     @property
@@ -240,13 +240,14 @@ class InfCLTrainer(Trainer):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> torch.optim.lr_scheduler.LRScheduler:
         """Trainer's schedule of the learning rate, which runs over samples where the global batch grows."""
         create = partial(super().create_scheduler, *args, **kwargs)
-        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, self.batch_plan)
+        course = course_of(self.args, self.state, self.resumption.record, self.batch_plan)
+        return self.optimization.scheduler(self.optimizer, self.lr_scheduler, create, course)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads their progress. With ``resume_with_changes``, their options are those of this run."""
         if checkpoint is not None:
-            source = Resumption(checkpoint, allows_changes=self.args.resume_with_changes)
-            with source.optimizer_loaded(self.setup, self.optimization.options, self.optimizer, self.lr_scheduler):
+            source = self.resumption.of(checkpoint)
+            with source.optimizer_loaded(self.setup, self.optimization, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---- Data ----
@@ -254,17 +255,15 @@ class InfCLTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched.
 
-        Each call returns a new loader, which may be looked into during a training: iterating it again shuffles the rows
-        anew. A loader of an `ImageTextStream` begins where the training began.
+        Each call returns a new one, which may be looked into. That of an `ImageTextStream` begins with the training.
         """
-        pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
+        pairs = loaders.pairs_to_train(self.setup, self._prepare_inputs, self.interruptions)
         loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
         return self._training_loader(pairs) if loader is None else loader
 
     def _training_loader(self, pairs: Any) -> DataLoader:
         """Trainer's loader of a training set that is no `ImageTextStream`."""
-        pairs, collate = loaders.with_keys(pairs, self.args), loaders.of_training(self.data_collator, self.args)
-        with replaced(self, train_dataset=pairs, data_collator=collate):
+        with replaced(self, train_dataset=pairs, data_collator=loaders.of_training(self.data_collator, self.args)):
             dataloader = super().get_train_dataloader()
         loaders.adapt_training_loader(dataloader, self.setup)
         return dataloader
@@ -288,7 +287,7 @@ class InfCLTrainer(Trainer):
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         values = super().set_initial_training_values(args, dataloader)
-        return loaders.initial_values(args, dataloader, self.batch_plan, values)
+        return self.resumption.rest(args, dataloader, self.batch_plan, values)
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
@@ -381,8 +380,8 @@ class InfCLTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes Trainer's checkpoint completely or not at all, and pushes it; see `save_checkpoint`."""
         self.interruptions.phases.enter("saving", self.state.global_step)
-        parts = self.training_data, self.window_step, self.optimization.options
-        record = record_of(self.setup, *parts, self.samples_seen, self.state.global_step)
+        parts = self.training_data, self.window_step, self.optimization
+        record = record_of(self.setup, *parts, self.resumption.stages, (self.samples_seen, self.state.global_step))
         files.save_checkpoint(
             *(self.checkpoints, super()._get_output_dir(trial), record, self.window_step.state_dict()),
             *(self.state, self.args),
@@ -399,13 +398,13 @@ class InfCLTrainer(Trainer):
         super()._load_best_model()
 
     def _finalize_training(self, trial: Any, samples: int, start_time: float) -> TrainOutput:
-        # No checkpoint that is being pushed is removed.
         return super()._finalize_training(trial, samples, start_time + self._pushes.finish_before_removals())
 
     def _roll_back(self, reason: str) -> None:
         """Restores weights, optimizer, schedule and scaler, at most once; see `Checkpoints.go_back`."""
         loads = self._load_from_checkpoint, self._load_optimizer_and_scheduler, self._load_scaler
-        self.checkpoints.go_back(loads, reason)
+        states = partial(files.load_states, self.window_step.load_state_dict)
+        self.checkpoints.go_back([*loads, states], reason)
         switch_weights(self.optimizer, "train")  # the checkpoint's may be an average
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

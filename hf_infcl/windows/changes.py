@@ -9,6 +9,7 @@ from typing import Any
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import OtherSizes, resized
 from ..encoders.patch_dropout import PatchDropout
+from ..options.batch_schedule import Course
 from ..options.image_sizes import ImageSizes
 from .extensions import StepChange
 from .window import Window
@@ -20,8 +21,8 @@ class DroppedPatches(StepChange):
     Args:
         encoder: the model, whose image tower gets a hook with the first window.
         share: of the patches to drop.
-        full_last: the share of the steps, at the end, that see all patches (``full_tokens_last``).
-        steps: the optimizer steps of the whole training.
+        full_last: the share of the samples, at the end, that see all patches (``full_tokens_last``).
+        course: the samples of the steps of the training; None before it begins.
 
     Attributes:
         graphs: the share that the present window drops.
@@ -29,9 +30,9 @@ class DroppedPatches(StepChange):
 
     name = "patch_dropout"
 
-    def __init__(self, encoder: DualEncoder, share: float, full_last: float | None, steps: int) -> None:
+    def __init__(self, encoder: DualEncoder, share: float, full_last: float | None, course: Course | None) -> None:
         self._encoder, self._share = encoder, share
-        self._first_full = steps - math.ceil(full_last * steps) if full_last else math.inf
+        self._first_full = course.steps - course.last_steps(full_last) if full_last and course else math.inf
         self._dropout: PatchDropout | None = None
         self.graphs: float = 0.0
 

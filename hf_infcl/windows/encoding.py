@@ -13,6 +13,7 @@ from ..passes.grad_cache import Features
 from ..processes.phases import Phases
 from .extensions import LossTerm, StepChange
 from .memory import WindowMemory
+from .terms import OF_TEACHERS
 from .window import MicroBatch, Window
 
 
@@ -64,5 +65,7 @@ class MicroBatchEncoder:
         embeds = self._encoder.embed(model, inputs, frozen_outputs)
         if micro_batch.references is None:
             micro_batch.references = [term.reference(inputs, frozen_outputs or {}) for term in self._terms]
+            for name in [name for name in micro_batch.inputs if name.startswith(OF_TEACHERS)]:
+                del micro_batch.inputs[name]  # images of another size may take much memory
         # DeepSpeed's fp16 has no autocast that returns fp32.
         return tuple(e.float() if e.dtype == torch.float16 else e for e in embeds)

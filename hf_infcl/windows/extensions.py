@@ -6,10 +6,10 @@ that is not overridden does nothing. All of them are called on every process, in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..passes.grad_cache import Features
 from .window import Window
@@ -23,6 +23,16 @@ class Extension:
     """
 
     name = ""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What a resumed training has to share, as JSON values."""
+        return {}
+
+    @property
+    def card(self) -> Mapping[str, str]:
+        """Rows of the model card."""
+        return {}
 
     def begin_window(self, window: Window, step: int) -> None:
         """Called before the first forward of the window that follows so many optimizer steps."""
@@ -46,7 +56,20 @@ class LossTerm(Extension):
     """A scalar that is added to the contrastive loss of a window, and logged apart as ``{name}_loss``.
 
     The loss that Trainer logs does not contain it.
+
+    Attributes:
+        in_order: whether `value` gets the features in the order in which the data loader has returned the texts, which
+            `reference` then has to follow. Otherwise it is that in which the texts are encoded (see `deal_texts`).
     """
+
+    in_order = False
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """What trains beside the model: equal on all processes, and the same objects for a whole training.
+
+        The optimizer has a group of its own for it, at the base rate. Its gradient is averaged over the processes.
+        """
+        return ()
 
     def reference(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
         """What the features of a micro-batch are compared with, such as a teacher's embeddings, without a graph.
@@ -128,3 +151,8 @@ Kind = TypeVar("Kind", bound=Extension)
 def of_kind(extensions: Iterable[Extension], kind: type[Kind]) -> list[Kind]:
     """Those of the extensions that are of a kind."""
     return [extension for extension in extensions if isinstance(extension, kind)]
+
+
+def term_parameters(extensions: Iterable[Extension]) -> list[nn.Parameter]:
+    """What trains beside the model, of all terms."""
+    return [parameter for term in of_kind(extensions, LossTerm) for parameter in term.parameters()]

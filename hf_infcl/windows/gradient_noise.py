@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,18 @@ class GradientNoise(StepObserver):
         found = torch.stack((signal, spread, torch.ones_like(signal)))
         found = torch.where(found.isfinite().all(), found, 0.0)  # it is not in a step that the scaler of fp16 skips
         self._sums = found if self._sums is None else KEPT * self._sums + found
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._sums is None:
+            return {}
+        micro_batch, global_batch = self._pairs
+        return {"micro_batch": micro_batch, "global_batch": global_batch, "sums": Processes().sum(self._sums).tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pairs = state["micro_batch"], state["global_batch"]
+        # They are those of all processes.
+        sums = torch.tensor(state["sums"], device=self._parameters[0].device)
+        self._sums = sums * float(Processes().rank == 0)
 
     def _norm(self) -> Tensor:
         return get_total_norm([p.grad for p in self._parameters if p.grad is not None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 
 from ..encoders.dual_encoder import DualEncoder
 from ..options.arguments import InfCLTrainingArguments
+from .extensions import Extension
 from .start import Start
 
 
@@ -24,6 +26,7 @@ class Setup:
         start: the weights that the model had before the training, if it is to stay near them.
         data: the training set.
         collator: the data collator.
+        extensions: of the step, beside those that the arguments ask for.
         rows: of the training set, without old pairs; None for a stream.
     """
 
@@ -34,6 +37,7 @@ class Setup:
     start: Start | None = None
     data: Any = None
     collator: Any = None
+    extensions: Sequence[Extension] = ()
     rows: int | None = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,10 +12,9 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..encoders.adapters import LORA, fingerprint_of
 from ..encoders.dual_encoder import DualEncoder
 from ..passes.grad_cache import Features
-
-_ADAPTER = ".lora_"  # in the names of LoRA's factors, whose start is zero: they change nothing
 
 
 class Start:
@@ -44,7 +42,7 @@ class Start:
                 "gives its optimizer flat parts of the parameters. Use DDP, or --fsdp to shard the parameters."
             )
         self._accelerator = accelerator
-        self.fingerprint = _fingerprint(model)
+        self.fingerprint = fingerprint_of(model)
         self.encoder: DualEncoder | None = None
         if not embeds:
             self._weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -113,7 +111,7 @@ class Start:
 
     def _of(self, name: str, parameter: Tensor) -> Tensor:
         """The start of a parameter; of one that FSDP2 shards, this process's part."""
-        if _ADAPTER in name:
+        if LORA in name:
             return torch.zeros_like(_local(parameter))
         start = self._weights[name].to(parameter.device)
         if isinstance(parameter, DTensor):
@@ -124,12 +122,3 @@ class Start:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _fingerprint(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if _ADAPTER not in name:
-            digest.update(f"{name} {parameter.dtype}\n".encode())
-            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]

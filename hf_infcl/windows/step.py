@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch.profiler import record_function
 
 from ..checkpoints.record import RunRecord
 from ..encoders.sharding import failures_announced_unless_sharded
+from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, wrapper_of
 from ..processes.collectives import Processes
@@ -24,7 +25,7 @@ from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
 from .encoding import MicroBatchEncoder
-from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind
+from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
 from .nonfinite import finite_rows
@@ -49,8 +50,7 @@ class WindowStep:
         rows_of_dataset: as for `NumberChecks`.
         roll_back: restores the last checkpoint, for the reason that it is given.
         phases: learns what this process is doing.
-        steps: the optimizer steps of the whole training; 0 before it begins.
-        extensions: further parts of the step, beside those that the arguments ask for.
+        course: the samples of its steps; None or without steps before it begins.
 
     Attributes:
         windows: the number that was trained.
@@ -69,12 +69,11 @@ class WindowStep:
         rows_of_dataset: RowsOfDataset,
         roll_back: Callable[[str], None],
         phases: Phases,
-        steps: int = 0,
-        extensions: Iterable[Extension] = (),
+        course: Course | None = None,
     ) -> None:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0
-        self.extensions = [*_extensions_of(setup, steps), *extensions]
+        self.extensions = [*_extensions_of(setup, course), *setup.extensions]
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
             SkippedWindows(args.skip_nonfinite, args.divergence_factor, record),
@@ -92,6 +91,7 @@ class WindowStep:
             strategy=args.strategy,
             backend=args.backend,
             replay_as=args.replay_as,
+            prefixes=args.matryoshka_dims or (),
         )
         self._wrapper = wrapper_of(model)
         if args.ddp_broadcast_buffers is None:
@@ -99,7 +99,7 @@ class WindowStep:
             self._wrapper.broadcast_buffers(bool(setup.encoder.batch_norms()))
         if args.freeze_layers is not None:
             setup.encoder.stop_gradients_at_frozen_layers()
-        self._temperature = Temperature(setup, self._wrapper, warns=steps > 0)
+        self._temperature = Temperature(setup, self._wrapper, warns=course is not None and course.steps > 0)
         changes = of_kind(self.extensions, StepChange)
         self._encoder = MicroBatchEncoder(
             setup.encoder,
@@ -134,6 +134,8 @@ class WindowStep:
         with self._gradient_sync(last=count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
             with failures_announced_unless_sharded(self._setup.accelerator), record_function("infcl: first pass"):
+                for batch in window.batches if self.windows == 0 else ():
+                    self._setup.encoder.check_texts(batch)
                 features = window.in_order(passes.encode())
             finite = finite_rows(features)
             for observer in self._observers:
@@ -145,9 +147,12 @@ class WindowStep:
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             with record_function("infcl: loss"):
                 of_features = partial(self._loss_and_terms, window, micro_batches, taking_part)
-                loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters)
+                beside = term_parameters(self.extensions)
+                loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters, beside)
         # Before anything has been changed.
         self.checks.check_loss(loss, finite, window, step)
+        for parameter, gradient in zip(beside, passes.other_gradients, strict=True):
+            parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
         second = self._second_window(model, window, passes, micro_batches, taking_part)
@@ -217,11 +222,14 @@ class WindowStep:
         parameters: tuple[Tensor, ...],
     ) -> Tensor:
         """The contrastive loss; its gradient is that of the sum with the terms, which are logged apart."""
-        temperature = self._setup.encoder.scale_and_bias(parameters)
-        loss = self._loss.of(window, window.in_order(features), *temperature, taking_part)
+        temperature, in_order = self._setup.encoder.scale_and_bias(parameters), window.in_order(features)
+        loss = self._loss.of(window, in_order, *temperature, taking_part)
+        if (weight := self._setup.args.contrastive_weight) != 1:
+            loss = loss.detach() + weight * (loss - loss.detach())
         for number, term in enumerate(of_kind(self.extensions, LossTerm)):
             of_micro_batches = [(m.references or [])[number] for m in micro_batches]
-            value = term.value(features, tuple(map(torch.cat, zip(*of_micro_batches, strict=True))))
+            references = tuple(map(torch.cat, zip(*of_micro_batches, strict=True)))
+            value = term.value(in_order if term.in_order else features, references)
             window.term_values[term.name] = value.detach()
             loss = loss + (value - value.detach())
         return loss
@@ -325,12 +333,12 @@ class WindowStep:
             extension.close()
 
 
-def _extensions_of(setup: Setup, steps: int) -> Iterator[Extension]:
-    """The extensions that the arguments of a training of so many steps ask for."""
+def _extensions_of(setup: Setup, course: Course | None) -> Iterator[Extension]:
+    """The extensions that the arguments of a training with this course ask for."""
     args, encoder, start = setup.args, setup.encoder, setup.start
     if args.patch_dropout:
-        yield DroppedPatches(encoder, args.patch_dropout, args.full_tokens_last, steps)
-    if (sizes := args.image_sizes(steps)) is not None:
+        yield DroppedPatches(encoder, args.patch_dropout, args.full_tokens_last, course)
+    if (sizes := args.image_sizes(course)) is not None:
         of_start = None if start is None else start.encoder
         yield ImageSizeOfStep([one for one in (encoder, of_start) if one is not None], sizes)
     if start is not None and args.keep_features:

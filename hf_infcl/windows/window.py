@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..encoders.dual_encoder import images_of
@@ -132,6 +133,8 @@ class WindowLoss:
         objective, strategy, backend: as for `hf_infcl.contrastive_loss`.
         replay_as: with ``"own"`` new and old pairs are not each other's negatives: the loss is the mean of the losses
             of both parts of the global batch, weighted by their pairs. Negative captions belong to both.
+        prefixes: the loss is the mean of those of the first so many dimensions, normalised, and of all dimensions
+            (Matryoshka, arXiv 2205.13147).
     """
 
     rank: int
@@ -141,6 +144,7 @@ class WindowLoss:
     strategy: str = "ring"
     backend: str = "auto"
     replay_as: str | None = None
+    prefixes: Sequence[int] = ()
 
     def of(
         self,
@@ -158,6 +162,15 @@ class WindowLoss:
             logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`.
             taking_part: [images] bool on the CPU, the images whose pairs make up the batch; None for all.
         """
+        if self.prefixes:
+            cut = [tuple(first_dimensions(f, width) for f in features) for width in self.prefixes]
+            whole = replace(self, prefixes=())
+            of_widths, parts = [], []
+            for one in (*cut, features):
+                of_widths.append(whole.of(window, one, logit_scale, logit_bias, taking_part))
+                parts.append(window.part_losses)
+            window.part_losses = [torch.stack(each).mean() for each in zip(*parts, strict=True)]
+            return torch.stack(of_widths).mean()
         images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
         ids = window.pair_ids()
         if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that do not take part
@@ -228,6 +241,11 @@ class _Pairs(NamedTuple):
         ids = None if self.pair_ids is None else self.pair_ids[places.to(self.pair_ids.device)]
         device = self.images.device
         return _Pairs(self.images[places.to(device)], self.texts[texts.to(device)], caption_image, ids)
+
+
+def first_dimensions(features: Tensor, width: int) -> Tensor:
+    """The first dimensions of features [rows, D], normalised: [rows, width] in their dtype."""
+    return F.normalize(features[:, :width].float(), dim=-1).to(features.dtype)
 
 
 def positive_cosines(window: Window, features: Features) -> Tensor:

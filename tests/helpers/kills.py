@@ -27,7 +27,8 @@ from .trainers import parameters, trainer_for
 # that was lost.
 OPTIONS = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "learning_rate": 1e-2}
 OPTIONS |= {"eval_strategy": "steps", "eval_steps": 3}
-GROWS = {"global_batch_schedule": ["8:0.4", "16:0.3", "24"], "gradient_accumulation_steps": 1}  # of every second run
+# Of every second run, which also has a teacher of another width, and with it a linear map that trains.
+GROWS = {"global_batch_schedule": ["8:0.4", "16:0.3", "24"], "gradient_accumulation_steps": 1}
 KILLS_OF_A_RUN = 4  # the maximum
 HANG = 120  # seconds
 
@@ -125,7 +126,8 @@ def _rank(rank: int, port: int, folder: str, given: dict[str, Any], pipe: Any) -
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=HANG / 2))
     data, shown = models.Pairs(40), models.Pairs(9)
-    run = trainer_for(folder, models.clip(dropout=0.3), data, eval_dataset=shown, **OPTIONS, **given)
+    sets = {"eval_dataset": shown, "teacher": models.siglip() if given else None}
+    run = trainer_for(folder, models.clip(dropout=0.3), data, **sets, **OPTIONS, **given)
     run.train(resume_from_checkpoint="auto")
     if pipe is not None:
         pipe.send(parameters(run).numpy())  # a tensor would vanish with this process

@@ -34,10 +34,11 @@ VISION = {
 }
 
 
-def clip(dropout: float = 0.0, seed: int = 0) -> tf.CLIPModel:
+def clip(dropout: float = 0.0, seed: int = 0, end: int = VOCABULARY - 1) -> tf.CLIPModel:
+    """A CLIP whose texts end with this token, as those of `Pairs`; `processors.tokenizer` ends them with `END`."""
     torch.manual_seed(seed)
     config = tf.CLIPConfig(
-        text_config={**TEXT, "attention_dropout": dropout},
+        text_config={**TEXT, "eos_token_id": end, "attention_dropout": dropout},
         vision_config={**VISION, "attention_dropout": dropout},
         projection_dim=12,
     )

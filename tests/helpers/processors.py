@@ -6,6 +6,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 LENGTH = 8
+END = 1  # the token that ends texts
 
 
 def tokenizer(**options) -> transformers.PreTrainedTokenizerFast:
@@ -13,7 +14,7 @@ def tokenizer(**options) -> transformers.PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *"abcdefghijklmnopqrstuvwxyz"])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<pad>"}
     options = {"model_max_length": LENGTH, **options}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)

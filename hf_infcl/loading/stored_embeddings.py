@@ -1,0 +1,236 @@
+"""Embeddings in files that are mapped into memory, found by the places of their rows: `infcl embed --format npy`.
+
+A folder has, for its images and for its texts, the embeddings in ``images.npy`` [n, D], and an index of two more
+arrays: the sorted hashes of what the rows are found by, and the number of the row of each. A look-up reads about thirty
+values of the index and the row itself, so 10 million rows need no more memory than what was read last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data.images import BadSampleError
+from ..data.streams import name_of_shard
+from ..shards.opening import content_tag
+
+RECORD = "embeddings.json"
+SAMPLED = 32  # rows that tell a table from others
+
+
+class StoredEmbeddings:
+    """A folder of embeddings.
+
+    Args:
+        folder: that `infcl embed --format npy` has written.
+
+    Attributes:
+        folder: the same.
+        record: what was embedded, with which model.
+        kinds: which of "images" and "texts" it has.
+        width: of the embeddings.
+
+    Raises:
+        ValueError: there is no such folder, it is not complete, of another format or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.record: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{folder} has no {RECORD}, so it holds no embeddings of `infcl embed`. Was it moved or deleted?"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.folder / RECORD} is damaged ({error}). Embed the data again.") from error
+        if self.record.get("format") != "npy" or "data" not in self.record:
+            raise ValueError(
+                f"The embeddings in {folder} are in the format {self.record.get('format')!r}, which cannot be mapped "
+                "into memory. Write them with `infcl embed --format npy`."
+            )
+        self.kinds: list[str] = self.record["kinds"]
+        if missing := [kind for kind in self.kinds if not (self.folder / f"{kind}.npy").exists()]:
+            raise ValueError(
+                f"The embeddings of {' and '.join(missing)} in {folder} are not complete. Run the same `infcl embed` "
+                "again: it computes what is missing."
+            )
+        self._mapped: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        widths = {kind: self._arrays(kind)[2].shape[1] for kind in self.kinds}
+        if len(set(widths.values())) > 1:
+            raise ValueError(f"The embeddings in {folder} have several widths: {widths}. Embed the data again.")
+        self.width: int = next(iter(widths.values()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_mapped": {}}  # another process maps the files itself
+
+    @property
+    def rows(self) -> int:
+        """The rows of the data that have embeddings: their images', or of captions alone all rows."""
+        return len(self._arrays("images")[0]) if "images" in self.kinds else int(self.record["data"]["rows"])
+
+    def _arrays(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The sorted hashes, the row of each, and the embeddings."""
+        if kind not in self._mapped:
+            paths = index_of(self.folder, kind)
+            try:
+                hashes, rows, values = (np.load(path, mmap_mode="r") for path in paths)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"The files of {kind} in {self.folder} are damaged ({error}). Embed again.") from error
+            if not (len(hashes) == len(rows) == len(values)) or values.ndim != 2:
+                raise ValueError(
+                    f"The files of {kind} in {self.folder} do not belong together: {len(hashes)} keys and embeddings "
+                    f"of the shape {list(values.shape)}. Embed the data again."
+                )
+            self._mapped[kind] = hashes, rows, values
+        return self._mapped[kind]
+
+    def find(self, kind: str, keys: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The embeddings of some rows [rows, D], zeros where there is none, and whether there is one, [rows] bool.
+
+        Args:
+            kind: "images" or "texts".
+            keys: what the rows are found by; see `of_caption`.
+
+        Raises:
+            ValueError: an embedding is not finite.
+        """
+        hashes, rows, values = self._arrays(kind)
+        found = np.zeros((len(keys), self.width), values.dtype)
+        if len(hashes) == 0:
+            return found, np.zeros(len(keys), bool)
+        wanted = hashed(keys)
+        at = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
+        known = hashes[at] == wanted
+        found[known] = values[rows[at[known]]]
+        if not (finite := np.isfinite(found).all(1)).all():
+            raise ValueError(
+                f"The embedding of {keys[int((~finite).argmax())]!r} in {self.folder} ({kind}) is not finite, so the "
+                "file is damaged. Embed the data again."
+            )
+        return found, known
+
+
+def of_caption(key: str, caption: str) -> str:
+    """What the embedding of a caption is found by: the place of its row, and the caption."""
+    return f"{key}\0{caption}"
+
+
+def hashed(keys: Iterable[str]) -> np.ndarray:
+    """[n] uint64: 8 bytes of the BLAKE2b hash of each key. Among 10 million, a collision has a probability of 3e-6."""
+    digests = [b"", *(hashlib.blake2b(key.encode(), digest_size=8).digest() for key in keys)]
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def index_of(folder: Path, kind: str) -> tuple[Path, Path, Path]:
+    """The files of a kind: the sorted hashes, the row of each, and the embeddings, whose file is written last."""
+    return folder / f"{kind}.hashes.npy", folder / f"{kind}.rows.npy", folder / f"{kind}.npy"
+
+
+def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
+    """Makes one file of the embeddings of all parts, with its index, and removes the parts.
+
+    Args:
+        folder: that of the files.
+        kind: "images" or "texts".
+        parts: in order, files of embeddings; beside each, the file of `keys_of` has the hashes of its keys.
+    """
+    hashes_path, rows_path, path = index_of(folder, kind)
+    if path.exists():
+        return
+    pieces = [piece for part in parts if len(piece := np.load(part, mmap_mode="r"))]
+    hashes = np.concatenate([np.empty(0, np.uint64), *[np.load(keys_of(part)) for part in parts]])
+    order = hashes.argsort(kind="stable")
+    np.save(hashes_path, hashes[order])
+    np.save(rows_path, order.astype(np.uint32 if len(order) < 2**32 else np.int64))
+    partial = path.with_name(f"_{os.getpid()}.{path.name}")
+    shape = len(hashes), pieces[0].shape[1] if pieces else 1
+    joined = np.lib.format.open_memmap(partial, "w+", pieces[0].dtype if pieces else np.float32, shape)
+    first = 0
+    for piece in pieces:
+        joined[first : first + len(piece)] = piece
+        first += len(piece)
+    joined.flush()
+    os.replace(partial, path)
+    for part in parts:
+        part.unlink()
+        keys_of(part).unlink()
+
+
+def keys_of(part: Path) -> Path:
+    """The file of the hashes of the keys of a part."""
+    return part.with_name(f"_keys.{part.name}")
+
+
+# ---- The data that was embedded ----
+
+
+def described_table(
+    rows: int, encoded: Callable[[int], bytes] | None, captions: Callable[[int], list[str]] | None
+) -> dict[str, Any]:
+    """What tells a table from others: its length, and hashes of a few images and of a few rows' captions.
+
+    Args:
+        rows: their number.
+        encoded: returns the image file of a row; None without images.
+        captions: returns the usable captions of a row; None without captions.
+    """
+    sampled = range(0, rows, -(-rows // SAMPLED))
+    found: dict[str, Any] = {"rows": rows}
+    if encoded is not None:
+        found["images"] = _digest(_read(encoded, row) for row in sampled)
+    if captions is not None:
+        found["texts"] = _digest(repr(captions(row)).encode() for row in sampled)
+    return found
+
+
+def described_shards(urls: Iterable[str]) -> dict[str, Any]:
+    """What tells shards from others: the name of each, and its size or its revision on the Hub.
+
+    Raises:
+        ValueError: two shards have one name, so that their samples could not be told apart.
+    """
+    found: dict[str, str] = {}
+    for url in urls:
+        if (name := name_of_shard(url)) in found:
+            raise ValueError(
+                f"Two shards have the name {name!r}, by which the embeddings of their samples are found. Rename one, "
+                "or embed them into folders of their own."
+            )
+        found[name] = content_tag(url)
+    return {"shards": found}
+
+
+def differences(recorded: Mapping[str, Any], found: Mapping[str, Any], kinds: Iterable[str]) -> str:
+    """In which way a table differs from the one that was embedded; empty if it does not.
+
+    Args:
+        recorded, found: of `described_table`.
+        kinds: "images" and "texts", those that are taught.
+    """
+    names = ["rows", *kinds]
+    return ", ".join(
+        f"{name} {'were' if name != 'rows' else 'of the set were'} {recorded.get(name)} and are {found.get(name)}"
+        for name in names
+        if recorded.get(name) != found.get(name)
+    )
+
+
+def _read(encoded: Callable[[int], bytes], row: int) -> bytes:
+    try:
+        return encoded(row)
+    except BadSampleError:
+        return b"bad"
+
+
+def _digest(values: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        digest.update(hashlib.blake2b(value).digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""Finds which stored embeddings belong to which part of a training set, and counts the pairs that have none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..data import ImageTextDataset, ImageTextStream
+from ..data.wrapped import parts_of
+from ..windows.setup import Setup
+from ..windows.teachers import StoredTeacher, words_of
+from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences
+from .teacher_inputs import StoredInputs
+
+logger = logging.getLogger(__name__)
+
+KINDS = {"image": "images", "text": "texts"}
+
+
+def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) -> tuple[list[StoredTeacher], bool]:
+    """The teachers whose embeddings were stored, and whether one of them may lack pairs; names the places of items."""
+    if not folders:
+        return [], False
+    sets = [_DataSet(part, number, sides) for number, part in enumerate(_leaves(setup.data))]
+    opened = [StoredEmbeddings(folder) for folder in folders]
+    kinds = [KINDS[side] for side in sides]
+    for stored in opened:
+        if lacking := [kind for kind in kinds if kind not in stored.kinds]:
+            raise ValueError(
+                f"{stored.folder} has no embeddings of {' and '.join(lacking)}. Embed data that has them, or choose "
+                f"another teacher_side than {setup.args.teacher_side!r}."
+            )
+        if all(one.lacking(stored, kinds) is None for one in sets):
+            raise ValueError(
+                f"The embeddings in {stored.folder} are of other data than the training set: "
+                f"{'; '.join(one.difference(stored, kinds) for one in sets)}. Embed the training set itself."
+            )
+    without = [told for one in sets if (told := one.told_lacking(opened, kinds))]
+    leaves_out = setup.args.teacher_missing == "contrastive"
+    if without and not leaves_out:
+        raise ValueError(
+            f"Pairs have no stored embedding of a teacher: {', and '.join(without)}. Embed them, or leave them to the "
+            "contrastive loss with teacher_missing='contrastive'."
+        )
+    if without and setup.args.process_index == 0:
+        logger.warning(f"The contrastive loss alone trains pairs without a stored embedding: {', and '.join(without)}.")
+    partial = leaves_out or any(one.lacking(stored, kinds) for one in sets for stored in opened)
+    partial = partial or any(one.lacking(stored, kinds) is None for one in sets for stored in opened)
+    for one in sets:
+        one.part.name_places(one.number)
+    teachers = []
+    for number, stored in enumerate(opened):
+        own = [one.number for one in sets if one.lacking(stored, kinds) is not None]
+        inputs = StoredInputs(stored, own, sides, partial=partial, number=number)
+        fingerprint = {name: stored.record[name] for name in ("fingerprint", "weights")}
+        words = f"{words_of(stored.record['model'], stored.record.get('licence'))}, whose embeddings were stored"
+        teachers.append(StoredTeacher(inputs, stored.width, fingerprint, words, number=number, sides=sides))
+    return teachers, partial
+
+
+def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
+    """The tables and streams of a training set.
+
+    Raises:
+        ValueError: it has other parts.
+    """
+    for part in parts_of(data):
+        if isinstance(part, (ImageTextDataset, ImageTextStream)):
+            yield part
+        elif not any(getattr(part, name, None) is not None for name in ("dataset", "datasets")):
+            raise ValueError(
+                "teacher_embeddings are found by the rows of an ImageTextDataset or the samples of an ImageTextStream, "
+                f"but the training set has a {type(part).__name__}. Use one of these, or a teacher that is a model."
+            )
+
+
+class _DataSet:
+    """A table or a stream of the training set, which is compared with what was embedded.
+
+    Args:
+        part: the table or the stream.
+        number: among those of the training set.
+        sides: that are taught.
+
+    Raises:
+        ValueError: its captions have no stored embeddings.
+    """
+
+    def __init__(self, part: ImageTextDataset | ImageTextStream, number: int, sides: Sequence[str]) -> None:
+        self.part, self.number = part, number
+        options = part.options
+        if "text" in sides and (options.get("text_dropout") or part.negative_caption_column):
+            why = "text_dropout leaves words out" if options.get("text_dropout") else "negative captions have none"
+            raise ValueError(
+                f"teacher_embeddings have the captions of the pairs as they are, but {why}. Leave one of both out, or "
+                "choose teacher_side='image'."
+            )
+        self._is_table = isinstance(part, ImageTextDataset)
+        if isinstance(part, ImageTextDataset):
+            self._described = described_table(len(part), part.encoded, part.captions)
+        else:
+            self._described = described_shards(shard.url for shard in part.shards)
+
+    def lacking(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> frozenset[str] | int | None:
+        """The shards, or the number of rows, that a folder of this set lacks; None if it is of other data."""
+        recorded = stored.record["data"]
+        if self._is_table:
+            same = not self.difference(stored, kinds)
+            return max(0, recorded["rows"] - stored.rows) if same else None
+        shards = self._described["shards"]
+        found = {name for name, tag in recorded.get("shards", {}).items() if shards.get(name) == tag}
+        return frozenset(shards) - found if found else None
+
+    def difference(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> str:
+        """In which way this set differs from the one that was embedded; empty if it does not."""
+        recorded = stored.record["data"]
+        if self._is_table:
+            return differences(recorded, self._described, kinds)
+        return f"none of the {len(self._described['shards'])} shards is one of the {len(recorded.get('shards', {}))}"
+
+    def told_lacking(self, opened: Sequence[StoredEmbeddings], kinds: Sequence[str]) -> str:
+        """How many rows or shards no folder has, in words; empty if there are none."""
+        found = [self.lacking(stored, kinds) for stored in opened]
+        if self._is_table:
+            missing = min((rows for rows in found if isinstance(rows, int)), default=len(self.part))
+            every = f"{len(self.part):,} rows"
+        else:
+            shards = frozenset(self._described["shards"])
+            missing = len(shards.intersection(*[some for some in found if isinstance(some, frozenset)]))
+            every = f"{len(shards):,} shards"
+        name = self.part.name if isinstance(self.part, ImageTextDataset) else " ".join(self.part.sources)
+        return f"{missing:,} of the {every} of {name}" if missing else ""

@@ -1,0 +1,120 @@
+"""What the batches of a training have for its teachers, made where the batches are made: in the loader's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data import ContrastiveCollator
+from ..encoders.dual_encoder import TEXT_INPUTS
+from ..windows.extensions import of_kind
+from ..windows.setup import Setup
+from ..windows.teachers import prefix_of
+from ..windows.terms import Inputs, TeacherDistance
+from .stored_embeddings import StoredEmbeddings, of_caption
+
+
+def with_teachers(collate: Callable[[list[Any]], Any], setup: Setup) -> Callable[[list[Any]], Any]:
+    """The data collator of a training, whose batches also have what its teachers need."""
+    teachers = [teacher for term in of_kind(setup.extensions, TeacherDistance) for teacher in term.teachers]
+    inputs = [teacher.inputs for teacher in teachers if teacher.inputs is not None]
+    return TeachingCollator(collate, inputs) if inputs else collate
+
+
+class TeachingCollator:
+    """A data collator that adds inputs of teachers to the batches of another one.
+
+    Args:
+        collate: the other one.
+        inputs: of each teacher.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], inputs: Sequence[Inputs]) -> None:
+        self._collate, self._inputs = collate, inputs
+
+    def __call__(self, items: list[Any]) -> Any:
+        batch = self._collate(items)
+        if not isinstance(batch, Mapping):
+            return batch  # which is refused later
+        added: dict[str, Tensor] = {}
+        for inputs in self._inputs:
+            added |= inputs(items, batch)
+        return {**batch, **added}
+
+
+class ModelInputs:
+    """The inputs of a teacher that is a model: the student's, or those of its own processor.
+
+    Args:
+        collator: of the teacher; None if it reads what the student reads.
+        images, texts: whether the collator prepares them, because the student's are others.
+        number: of the teacher.
+    """
+
+    def __init__(
+        self, collator: ContrastiveCollator | None, *, images: bool = False, texts: bool = False, number: int
+    ) -> None:
+        self._collator, self._images, self._texts = collator, images, texts
+        self._prefix = prefix_of(number)
+
+    def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        found: dict[str, Any] = {}
+        if self._images:
+            assert self._collator is not None
+            found |= self._collator([{k: item[k] for k in ("image", "cropped") if k in item} for item in items])
+        if self._texts:
+            assert self._collator is not None
+            captions = [caption for item in items for caption in item["caption"]]
+            negatives = [caption for item in items for caption in item.get("negative_captions", ())]
+            found |= self._collator.tokenize(captions + negatives)
+        else:  # the student's are dealt out to the micro-batches anew
+            found |= {name: batch[name] for name in TEXT_INPUTS if name in batch}
+        return {f"{self._prefix}{name}": value for name, value in found.items()}
+
+
+class StoredInputs:
+    """The inputs of a teacher whose embeddings were stored: looked up by the place of each item in its data set.
+
+    Args:
+        embeddings: the folder.
+        sets: the numbers of the data sets whose embeddings it has.
+        sides: that are taught.
+        partial: whether items without an embedding are left out, and all batches say which.
+        number: of the teacher.
+    """
+
+    def __init__(
+        self, embeddings: StoredEmbeddings, sets: Collection[int], sides: Sequence[str], *, partial: bool, number: int
+    ) -> None:
+        self._embeddings, self._sets, self._sides = embeddings, sets, sides
+        self._partial, self._prefix = partial, prefix_of(number)
+
+    def __call__(self, items: Sequence[Any], batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        has_set = np.array([item["place"][0] in self._sets for item in items])
+        keys = [item["place"][1] for item in items]
+        counts = np.array([len(item["caption"]) for item in items])
+        known, found = has_set.copy(), {}
+        if "image" in self._sides:
+            found["images"], of_images = self._embeddings.find("images", keys)
+            known &= of_images
+        if "text" in self._sides:
+            captions = [of_caption(key, c) for key, item in zip(keys, items, strict=True) for c in item["caption"]]
+            found["texts"], of_texts = self._embeddings.find("texts", captions)
+            known &= np.logical_and.reduceat(of_texts, np.cumsum(counts) - counts)
+        if not self._partial and not known.all():
+            raise ValueError(
+                f"{self._embeddings.folder} has no embedding of {keys[int((~known).argmax())]} or of its caption, "
+                "although it was made from this training set. Was it changed since? Embed it again, or pass "
+                "teacher_missing='contrastive'."
+            )
+        added = {name: torch.from_numpy(values) for name, values in found.items()}
+        if self._partial:
+            texts = np.repeat(known, counts)
+            negatives = len(batch["input_ids"]) - len(texts)
+            added["known_images"] = torch.from_numpy(known)
+            added["known_texts"] = torch.from_numpy(np.concatenate([texts, np.zeros(negatives, bool)]))
+        return {f"{self._prefix}{name}": value for name, value in added.items()}

@@ -1,0 +1,51 @@
+"""The names of the files in a shard: the extensions of images, and what messages say about names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+IMAGE_EXTENSIONS = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm", "avif", "jp2"))
+_SHOWN = 10  # names that a message lists
+_LONGEST = 80  # characters of a name
+
+
+def shown(name: str) -> str:
+    """A name in quotes, shortened."""
+    return repr(_shortened(name))
+
+
+def few(names: Iterable[str]) -> str:
+    """The first of many names, shortened."""
+    every = list(names)
+    more = f" and {len(every) - _SHOWN:,} others" if len(every) > _SHOWN else ""
+    return ", ".join(map(_shortened, every[:_SHOWN])) + more
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
+
+
+def dots_in(key: str, extensions: Collection[str]) -> str:
+    """A sentence if the names of a sample's files have dots before that of an image's extension."""
+    dotted = next((e for e in extensions if "." in e and e.rpartition(".")[2] in IMAGE_EXTENSIONS), None)
+    if dotted is None:
+        return ""
+    return (
+        f" The name of a sample ends at the first dot, so {shown(f'{key}.{dotted}')} belongs to the sample "
+        f"{shown(key)}. Use no other dot than that of the extension."
+    )
+
+
+def apart(stems: Iterable[str]) -> str:
+    """A sentence if files of one sample do not follow each other; ``stems`` are their samples, in their order."""
+    last, ended = "", set()
+    for stem in stems:
+        if stem and stem != last:
+            if stem in ended:
+                return (
+                    f" The files of a sample must follow each other, but those of {shown(stem)} are apart. "
+                    "`tar --sort=name` packs them so."
+                )
+            ended.add(stem)
+            last = stem
+    return ""

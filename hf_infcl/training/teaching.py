@@ -1,0 +1,125 @@
+"""Makes the term of a training's teachers, and refuses teachers that could not teach exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ..conversion.models import load, stated_licence
+from ..data import ContrastiveCollator
+from ..encoders.dual_encoder import DualEncoder
+from ..loading.loaders import of_training
+from ..loading.stored_teachers import stored_teachers
+from ..loading.teacher_inputs import ModelInputs
+from ..windows.extensions import LossTerm, of_kind
+from ..windows.setup import Setup
+from ..windows.teachers import OnlineTeacher
+from ..windows.terms import SIDES, Teacher, TeacherDistance
+
+
+def teachers_of(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
+    """The term of the teachers that the arguments name, or that were passed; none without teachers.
+
+    Args:
+        setup: of the training, with its data.
+        given: a module, a pair of a module and its processor, or a list of these; None for none.
+        remakes_model: whether ``model_init`` makes a new model for each training.
+
+    Raises:
+        ValueError: a teacher cannot be loaded, or see the data; the training cannot be exact with it; stored
+            embeddings are of other data, or pairs have none.
+    """
+    args = setup.args
+    modules = [] if given is None else list(given) if isinstance(given, list) else [given]
+    modules += [(*load(name)[:2], name) for name in args.teacher or ()] if setup.data is not None else []
+    folders = args.teacher_embeddings or [] if setup.data is not None else []
+    if not modules and not folders:
+        own = (("teacher_weight", 1.0), ("teacher_side", "both"))
+        unused = [name for name, default in own if getattr(args, name) != default]
+        if unused and not (args.teacher or args.teacher_embeddings):
+            raise ValueError(f"{' and '.join(unused)} had no effect without a teacher. Name one, or leave them out.")
+        if args.contrastive_weight == 0 and not args.keep_features and not of_kind(setup.extensions, LossTerm):
+            raise ValueError(
+                "contrastive_weight=0 leaves nothing to learn without a teacher. Name one, or leave it out."
+            )
+        return ()
+    if setup.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "Teachers teach in fp32, but DeepSpeed casts the inputs of a model and its features. Use DDP, or --fsdp to "
+            "shard the parameters."
+        )
+    sides = SIDES if args.teacher_side == "both" else (args.teacher_side,)
+    stored, partial = stored_teachers(folders, setup, sides)
+    teachers: list[Teacher] = [*stored]
+    teachers += [_online(module, setup, number, sides) for number, module in enumerate(modules, len(stored))]
+    term = TeacherDistance(
+        teachers,
+        args.teacher_weight,
+        sides,
+        partial=partial,
+        width=setup.encoder.width(),
+        seed=args.seed,
+        device=args.device,
+    )
+    if term.parameters() and setup.accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(
+            f"A teacher of another width ({' and '.join(str(t.width) for t in term.teachers)}, the student has "
+            f"{setup.encoder.width()}) needs a linear map beside the model, whose optimizer FSDP shards. Use DDP, or a "
+            "teacher of the same width."
+        )
+    if term.parameters() and remakes_model:
+        raise ValueError(
+            "model_init makes a new model for each training, but the linear map to a teacher of another width would "
+            "go on from the last one. Pass the model itself, or a teacher of the same width."
+        )
+    return (term,)
+
+
+def _online(given: Any, setup: Setup, number: int, sides: Sequence[str]) -> OnlineTeacher:
+    module, processor, name = (*given, None, None)[:3] if isinstance(given, tuple) else (given, None, None)
+    args, licence = setup.args, None if name is None else stated_licence(name)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "A teacher must be a dual encoder, or a pair of one and its processor, got a "
+            f"{type(module).__name__}. Load it first: AutoModel.from_pretrained(name)."
+        )
+    if module is setup.encoder.model:
+        raise ValueError("The teacher is the model that is trained. Pass a copy; keep_features is made for its start.")
+    if args.image_size_schedule is not None:
+        raise ValueError(
+            "With image_size_schedule images are decoded for the size of the step, but a teacher sees images of its "
+            "own size. Leave it out, or store the teacher's embeddings first (`infcl embed --format npy`)."
+        )
+    if args.cache_features is not None:
+        raise ValueError(
+            "cache_features reads features instead of images or captions, which a teacher needs. Store the teacher's "
+            "embeddings first (`infcl embed --format npy`), or leave cache_features out."
+        )
+    encoder = DualEncoder(module.to(args.device))
+    tokens = setup.encoder.vocabulary if processor is None else len(processor.tokenizer)
+    if encoder.vocabulary is not None and tokens is not None and tokens > encoder.vocabulary:
+        raise ValueError(
+            f"A teacher, a {type(module).__name__}, has embeddings of {encoder.vocabulary} tokens, and "
+            f"{'the student' if processor is None else 'its tokenizer'} has {tokens}. Pass the pair of the teacher and "
+            "the processor that it was trained with."
+        )
+    if processor is None:
+        same = ModelInputs(None, number=number)
+        return OnlineTeacher(encoder, setup.accelerator, same, None, number=number, sides=sides, licence=licence)
+    student = of_training(setup.collator, args)
+    if not isinstance(student, ContrastiveCollator):
+        raise ValueError(
+            f"A teacher with its own processor reads images and captions, but the data collator is a "
+            f"{type(student).__name__}. Pass a processing_class or a ContrastiveCollator, or a teacher without a "
+            "processor, which reads what the student reads."
+        )
+    collator = ContrastiveCollator.for_model(processor, getattr(encoder.base, "config", None), uint8=True)
+    images = [one.processor.image_processor.to_json_string() for one in (student, collator)]
+    texts = [one.text_fingerprint() for one in (student, collator)]
+    own = {"images": images[0] != images[1], "texts": texts[0] != texts[1]}
+    inputs = ModelInputs(collator, **own, number=number)
+    own_images: Any = collator.normalise
+    return OnlineTeacher(*(encoder, setup.accelerator, inputs, own_images), number=number, sides=sides, licence=licence)

@@ -1,0 +1,110 @@
+"""The teachers of `TeacherDistance`: frozen models that run with the student, and embeddings that were stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..encoders.adapters import fingerprint_of
+from ..encoders.dual_encoder import IMAGE_INPUTS, DualEncoder
+from ..passes.grad_cache import Features
+from .terms import OF_TEACHERS, Inputs
+
+
+def prefix_of(number: int) -> str:
+    """What the names of the tensors of a teacher begin with."""
+    return f"{OF_TEACHERS}{number}_"
+
+
+def words_of(name: str, licence: str | None) -> str:
+    """A teacher for the model card: its Hub id or the last folder of its path, and its licence."""
+    shown = os.path.basename(os.path.normpath(name)) if os.path.isabs(name) or os.path.exists(name) else name
+    return f"{shown} ({f'licence {licence}' if licence else 'no licence stated'})"
+
+
+class OnlineTeacher:
+    """A `Teacher` that is a model: frozen, in evaluation mode, without a graph.
+
+    It sees the student's images unless the batch has some for it, and all of their patches.
+
+    Args:
+        encoder: the model, on the device, which is frozen here.
+        accelerator: of the training.
+        inputs: what a data collator adds to a batch for it: at least the texts, in the order of the collator.
+        normalise: of uint8 images of its own; see `ContrastiveCollator.normalise`.
+        number: among the teachers.
+        sides: that are taught.
+        licence: that is stated for the model; None if none is.
+    """
+
+    def __init__(
+        self,
+        encoder: DualEncoder,
+        accelerator: Accelerator,
+        inputs: Inputs,
+        normalise: Callable[[Tensor], Tensor] | None,
+        *,
+        number: int,
+        sides: Sequence[str],
+        licence: str | None = None,
+    ) -> None:
+        encoder.model.requires_grad_(False).eval()
+        self._encoder, self._accelerator, self._normalise = encoder, accelerator, normalise
+        self._prefix, self._sides = prefix_of(number), sides
+        self.inputs, self.width = inputs, encoder.width()
+        self.options: Mapping[str, Any] = {"weights": fingerprint_of(encoder.model)}
+        named = getattr(getattr(encoder.base, "config", None), "_name_or_path", "") or type(encoder.base).__name__
+        self.words = words_of(named, licence)
+
+    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        batch = self._batch(inputs)
+        with torch.no_grad(), self._accelerator.autocast():
+            found = []
+            if "image" in self._sides:
+                if batch["pixel_values"].dtype == torch.uint8 and self._normalise is not None:
+                    batch["pixel_values"] = self._normalise(batch["pixel_values"])
+                found.append(self._encoder.encode_images(batch))
+            if "text" in self._sides:
+                found.append(self._encoder.encode_texts(batch, checked=True))
+        # A division in bf16 leaves lengths of up to 0.3% more or less.
+        return tuple(F.normalize(one.float(), dim=-1) for one in found)
+
+    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        batch = self._batch(inputs)
+        images, texts = batch["pixel_values"], batch["input_ids"]
+        return tuple(torch.ones(len(rows), dtype=torch.bool, device=rows.device) for rows in (images, texts))  # type: ignore[return-value]
+
+    def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        own = {name.removeprefix(self._prefix): v for name, v in inputs.items() if name.startswith(self._prefix)}
+        shared = () if "pixel_values" in own else IMAGE_INPUTS
+        return {name: inputs[name] for name in shared if name in inputs} | own
+
+
+class StoredTeacher:
+    """A `Teacher` whose embeddings are in the batch.
+
+    Args:
+        inputs: what a data collator adds to a batch for it.
+        width: of its embeddings.
+        options: see `Teacher`.
+        words: it, for the model card.
+        number, sides: as for `OnlineTeacher`.
+    """
+
+    def __init__(
+        self, inputs: Inputs, width: int, options: Mapping[str, Any], words: str, *, number: int, sides: Sequence[str]
+    ) -> None:
+        self.inputs, self.width, self.options, self.words = inputs, width, options, words
+        self._prefix, self._sides = prefix_of(number), sides
+
+    def embed(self, inputs: Mapping[str, Any], frozen_outputs: Mapping[str, Any]) -> Features:
+        return tuple(F.normalize(inputs[f"{self._prefix}{side}s"].float(), dim=-1) for side in self._sides)
+
+    def known(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return inputs[f"{self._prefix}known_images"], inputs[f"{self._prefix}known_texts"]

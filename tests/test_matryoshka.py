@@ -1,0 +1,161 @@
+"""Embeddings that can be cut: the mean of the losses over prefixes, what is saved of it, and evaluations."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import models
+from helpers.parity import TOLERANCE, Gradients
+from helpers.pictures import picture
+from helpers.processors import clip_processor
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from hf_infcl import InfCLTrainer, planning, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.windows.window import Window, WindowLoss
+
+DIMS, ROWS = [4, 8], 24
+
+
+def prefix(features: Tensor, width: int) -> Tensor:
+    return F.normalize(features[:, :width], dim=-1)
+
+
+def rank_gradients(rank: int, world_size: int, folder: str, objective: str, options: dict[str, Any]) -> Any:
+    callback = Gradients()
+    batch = {"per_device_train_batch_size": ROWS // world_size // 2, "gradient_accumulation_steps": 2}
+    args = arguments(folder, max_steps=1, max_grad_norm=0, matryoshka_dims=DIMS, **batch, **options)
+    model = {"softmax": models.clip, "sigmoid": models.siglip}[objective]()
+    pairs = models.Pairs(ROWS, repeats=3)
+    trainer = InfCLTrainer(model, args, default_collate, train_dataset=pairs, callbacks=[callback])
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], callback.seen
+
+
+def truth(objective: str, equal_ids: str) -> tuple[float, dict[str, Tensor]]:
+    model, data = {"softmax": models.clip, "sigmoid": models.siglip}[objective](), models.Pairs(ROWS, repeats=3)
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    images, texts = encoder.embed(model, data.batch())
+    ids = {"pair_ids": data.ids} if equal_ids == "exclude" else {"image_ids": data.ids, "text_ids": data.ids}
+    losses = [
+        reference.contrastive_loss(
+            prefix(images, width), prefix(texts, width), *encoder.scale_and_bias(), objective=objective, **ids
+        ).sum()
+        for width in (*DIMS, images.shape[1])
+    ]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (2, {"strategy": "disco", "equal_ids": "positive"}),
+        (2, {"strategy": "local"}),
+        (3, {"strategy": "gather"}),
+        (3, {"strategy": "ring", "equal_ids": "positive"}),
+    ],
+    ids=["one", "disco", "local", "gather", "ring"],
+)
+def test_gradients_are_those_of_the_mean_over_prefixes(ranks, tmp_path, objective, world_size, options):
+    loss, expected = truth(objective, options.get("equal_ids", "exclude"))
+    whole = torch.stack([g.norm() for g in expected.values()]).norm()
+    for found_loss, found in ranks.run(rank_gradients, world_size, str(tmp_path), objective, options, always_ring=True):
+        assert found_loss == pytest.approx(loss, rel=TOLERANCE)
+        for name, gradient in expected.items():
+            error = (found[name].reshape(gradient.shape) - gradient).norm()
+            assert error <= TOLERANCE * gradient.norm() + 1e-6 * whole, name
+
+
+def test_the_losses_of_new_and_old_pairs_are_means_too():
+    torch.manual_seed(0)
+    features = tuple(F.normalize(torch.randn(6, 12), dim=-1) for _ in range(2))
+    batch = {"pixel_values": torch.zeros(6, 1), "input_ids": torch.zeros(6, 1), "new_images": 4}
+    whole = WindowLoss(0, "exclude", in_bf16=False, objective="softmax", replay_as="own")
+    window, scale = Window([batch]), torch.tensor(10.0)
+    of_prefixes, parts = [], []
+    for width in (4, 12):
+        of_prefixes.append(whole.of(window, tuple(prefix(f, width) for f in features), scale, None))
+        parts.append(torch.stack(window.part_losses))
+    loss = replace(whole, prefixes=(4,)).of(window, features, scale, None)
+    torch.testing.assert_close(loss, torch.stack(of_prefixes).mean())
+    torch.testing.assert_close(torch.stack(window.part_losses), torch.stack(parts).mean(0))
+
+
+def test_a_resumed_training_is_the_same_and_the_model_names_its_prefixes(tmp_path):
+    options = {"matryoshka_dims": DIMS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer_for(tmp_path / "whole", models.clip(0.1), **options)
+    whole.train()
+    trainer_for(tmp_path, models.clip(0.1), **options, callbacks=[StopAt(2)]).train()
+    resumed = trainer_for(tmp_path, models.clip(0.1), **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(parameters(resumed), parameters(whole))
+    saved = json.loads((tmp_path / "checkpoint-4" / "config.json").read_text(encoding="utf-8"))
+    assert saved["matryoshka_dims"] == DIMS
+    other = trainer_for(tmp_path, models.clip(0.1), **{**options, "matryoshka_dims": [4], "max_steps": 6})
+    with pytest.raises(ValueError, match=r"matryoshka_dims was \[4, 8\] and is \[4\]"):
+        other.train(resume_from_checkpoint=True)
+
+
+def test_an_encoder_returns_the_first_dimensions_normalised():
+    model, batch = models.clip().eval(), models.Pairs(5).batch()
+    whole, cut = DualEncoder(model), DualEncoder(model, dims=4)
+    with torch.no_grad():
+        for name in ("encode_images", "encode_texts"):
+            torch.testing.assert_close(getattr(cut, name)(batch), prefix(getattr(whole, name)(batch), 4))
+    assert (whole.width(), cut.width(), DualEncoder(models.siglip()).width()) == (12, 12, 16)
+
+
+def test_evaluations_and_saved_files_know_the_dimensions(tmp_path):
+    data = [models.Pairs(12)[row] for row in range(12)]
+    trainer = trainer_for(tmp_path, models.clip(), eval_dataset=data, matryoshka_dims=DIMS, dims=4)
+    encoder = DualEncoder(trainer.model)
+    with torch.no_grad():
+        batch = models.Pairs(12).batch()
+        embeds = [prefix(encode(batch), 4) for encode in (encoder.encode_images, encoder.encode_texts)]
+        expected = reference.contrastive_loss(*embeds, *encoder.scale_and_bias()).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    whole = trainer_for(tmp_path, models.clip(), eval_dataset=data).evaluate()["eval_loss"]
+    assert abs(whole - expected) > 1e-3
+    args = arguments(tmp_path / "saved", matryoshka_dims=DIMS)
+    pictures = [{"image": picture(n, (16, 16)), "caption": ["a b"]} for n in range(8)]
+    with_processor = InfCLTrainer(models.clip(), args, train_dataset=pictures, processing_class=clip_processor())
+    with_processor.save_model()
+    saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text(encoding="utf-8"))
+    assert saved["matryoshka_dims"] == DIMS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"matryoshka_dims": [8, 4]}, r"whole numbers from 1 on that rise, got \[8, 4\]"),
+        ({"matryoshka_dims": [0, 4]}, r"whole numbers from 1 on that rise, got \[0, 4\]"),
+        ({"matryoshka_dims": [4, 12]}, "do not fit embeddings of 12 dimensions"),
+        ({"dims": 13}, "do not fit embeddings of 12 dimensions"),
+    ],
+)
+def test_dimensions_that_cannot_be_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer_for(tmp_path, **options)
+
+
+def test_a_plan_knows_the_price():
+    counts = planning.count(models.clip().config)
+    plain = planning.Choice(1, 8, 4)
+    cut = replace(plain, prefixes=(4, 8))
+    gpu = next(iter(planning.GPUS.values()))
+    first, second = (planning.seconds(counts, choice, gpu)["loss"] for choice in (plain, cut))
+    assert first < second < 3 * first
+    more = planning.memory(counts, cut).features - planning.memory(counts, plain).features
+    assert more == 3 * 2 * 4 * plain.rows * 12

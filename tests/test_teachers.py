@@ -1,0 +1,530 @@
+"""Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import transformers
+from accelerate.utils import compare_versions
+from datasets import Dataset, Image
+from helpers import models
+from helpers.open_clip_models import folder_of
+from helpers.pictures import picture
+from helpers.processors import clip_processor
+from helpers.shards import pair, write_tar
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
+from hf_infcl.conversion.models import load
+from hf_infcl.embedding import sources
+from hf_infcl.embedding.embedding import embed
+from hf_infcl.embedding.sources import ShardSource, TableSource
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.loading.stored_embeddings import described_shards
+from hf_infcl.publishing.settings import training_settings
+from hf_infcl.windows.terms import TeacherDistance
+
+needs_fsdp = pytest.mark.skipif(
+    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
+    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
+)
+
+BETA, RATE, ROWS = 3.0, 5e-3, 48
+PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
+PLAIN |= {"max_logit_scale": 1e6, "teacher_weight": BETA}
+
+
+def build(name: str) -> nn.Module:
+    return {"softmax": models.clip, "sigmoid": models.siglip}[name]()
+
+
+def teachers(name: str) -> list[nn.Module]:
+    """One of the width of the student, or of another (siglip has 16 dimensions, clip 12)."""
+    same, other = {"softmax": (models.clip, models.siglip), "sigmoid": (models.siglip, models.clip)}[name]
+    return [same(seed=1), other(seed=2)]
+
+
+def chosen(name: str, which: str) -> list[nn.Module]:
+    same, other = teachers(name)
+    return {"same": [same], "map": [other], "two": [same, other]}[which]
+
+
+def data_of(repeats: int) -> models.Pairs:
+    return models.Pairs(ROWS, repeats=repeats)
+
+
+def start_of_maps(term: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in term.parameters()]
+
+
+def expected(
+    name: str, which: str, maps: list[Tensor], *, side: str = "both", weight: float = 1.0, repeats: int = 0
+) -> tuple[dict[str, Tensor], list[Tensor], list[tuple[float, float]]]:
+    """The weights after two steps of plain gradient descent, and the loss and the term of each."""
+    model, data = build(name), data_of(repeats)
+    batch, encoder = data.batch(), DualEncoder(model)
+    encoder.initialise_sigmoid()
+    maps = [one.clone().requires_grad_(True) for one in maps]
+    sides = (0, 1) if side == "both" else (("image", "text").index(side),)
+    told = []
+    for _ in range(2):
+        embeds, left, terms = encoder.embed(model, batch), list(maps), []
+        for teacher in chosen(name, which):
+            with torch.no_grad():
+                wanted = DualEncoder(teacher.eval()).embed(teacher, batch)
+            distance = torch.zeros(())
+            for place in sides:
+                student = embeds[place]
+                if wanted[place].shape[1] != student.shape[1]:
+                    student = F.normalize(student @ left.pop(0).T, dim=-1)
+                distance = distance + (student - wanted[place]).square().sum(1).mean()
+            terms.append(BETA * distance)
+        term = torch.stack(terms).mean()
+        loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=name, pair_ids=data.ids).sum()
+        (weight * loss + term).backward()
+        told.append((loss.item(), term.item()))
+        with torch.no_grad():
+            for parameter in (*model.parameters(), *maps):
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                    parameter.grad = None
+    return dict(model.named_parameters()), maps, told
+
+
+def rank_taught(
+    rank: int, world_size: int, folder: str, name: str, which: str, steps: int, repeats: int, options: dict[str, Any]
+) -> tuple[Any, ...]:
+    batch = {"per_device_train_batch_size": ROWS // world_size // steps, "gradient_accumulation_steps": steps}
+    args = arguments(folder, **{**PLAIN, **batch, **options})
+    trainer = InfCLTrainer(
+        build(name), args, default_collate, train_dataset=data_of(repeats), teacher=chosen(name, which)
+    )
+    (term,) = trainer.setup.extensions
+    begin = start_of_maps(term)
+    trainer.train()
+    whole = {
+        n: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for n, p in trainer.model.named_parameters()
+    }
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return whole, begin, start_of_maps(term), [(entry["loss"], entry["teacher_loss"]) for entry in logs]
+
+
+def near(found: Tensor, wanted: Tensor, begin: Tensor) -> bool:
+    return bool((found.reshape(wanted.shape) - wanted).norm() <= 1e-4 * (wanted - begin).norm() + 1e-7)
+
+
+def check(found: tuple[Any, ...], name: str, which: str, **options: Any) -> None:
+    weights, begin, end, told = found
+    assert len(begin) == (0 if which == "same" else 2 if options.get("side", "both") == "both" else 1)
+    weights_expected, maps_expected, told_expected = expected(name, which, begin, **options)
+    for values, wanted in zip(told, told_expected, strict=True):
+        assert values == pytest.approx(wanted, rel=1e-4)
+    start = dict(build(name).named_parameters())
+    for key, wanted in weights_expected.items():
+        assert near(weights[key], wanted, start[key]), key
+    for one, wanted, before in zip(end, maps_expected, begin, strict=True):
+        assert near(one, wanted, before)
+        assert not torch.equal(one, before)
+
+
+@pytest.mark.parametrize("which", ["same", "map", "two"])
+@pytest.mark.parametrize(("name", "world_size", "steps"), [("softmax", 1, 4), ("softmax", 3, 2), ("sigmoid", 2, 2)])
+def test_steps_with_teachers_are_those_of_autograd(ranks, tmp_path, name, which, world_size, steps):
+    for found in ranks.run(rank_taught, world_size, str(tmp_path), name, which, steps, 0, {}, always_ring=True):
+        check(found, name, which)
+
+
+@pytest.mark.parametrize(
+    ("which", "repeats", "options"),
+    [
+        ("map", 0, {"teacher_side": "image"}),
+        ("map", 3, {"teacher_side": "text"}),
+        ("same", 0, {"contrastive_weight": 0.5}),
+        ("map", 0, {"contrastive_weight": 0.0}),
+        ("map", 0, {"texts_at_once": 2, "retain_graphs": "2"}),
+        ("same", 0, {"offload_inputs": True}),
+    ],
+    ids=["image", "text and pair ids", "half", "alone", "texts at once", "offloaded"],
+)
+def test_sides_and_weights(tmp_path, which, repeats, options):
+    found = rank_taught(0, 1, str(tmp_path), "softmax", which, 4, repeats, options)
+    given = {"side": options.get("teacher_side", "both"), "weight": options.get("contrastive_weight", 1.0)}
+    check(found, "softmax", which, **given, repeats=repeats)
+
+
+def rank_sharded(rank: int, world_size: int, folder: str, which: str) -> tuple[Any, ...]:
+    return rank_taught(rank, world_size, folder, "softmax", which, 2, 0, {"use_cpu": False, "fsdp": True})
+
+
+@needs_fsdp
+def test_sharded_parameters_have_the_same_steps_and_no_map(fresh_ranks, tmp_path):
+    for found in fresh_ranks.run(rank_sharded, 2, str(tmp_path), "same"):
+        check(found, "softmax", "same")
+    with pytest.raises(Exception, match="needs a linear map beside the model, whose optimizer FSDP shards"):
+        fresh_ranks.run(rank_sharded, 2, str(tmp_path), "map")
+
+
+def test_a_teacher_of_the_start_is_keep_features(tmp_path):
+    """To the bit but for rounding: the one sees the texts of the loader, the other as they are encoded."""
+    kept = trainer_for(tmp_path, models.clip(), **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA)
+    kept.train()
+    taught = InfCLTrainer(
+        models.clip(),
+        arguments(tmp_path, **PLAIN),
+        default_collate,
+        train_dataset=models.Pairs(40),
+        teacher=models.clip(),
+    )
+    taught.train()
+    torch.testing.assert_close(parameters(taught), parameters(kept), rtol=1e-6, atol=1e-8)
+
+
+# ---- Teachers with their own processor, and stored embeddings ----
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    monkeypatch.setattr(sources, "ROWS_OF_PART", 8)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def rows(count: int = 24, first: int = 0) -> Dataset:
+    numbers = range(first, first + count)
+    captions = [[LETTERS[n % 26] + " " + LETTERS[n // 2 % 26], LETTERS[n % 7] + " b"] for n in numbers]
+    return Dataset.from_dict({"image": [picture(n, (20, 24)) for n in numbers], "caption": captions, "id": [*numbers]})
+
+
+def large_processor() -> Any:
+    """Of images of 32 pixels, and captions of four tokens."""
+    processor = clip_processor(model_max_length=4)
+    processor.image_processor.size, processor.image_processor.crop_size = (
+        {"shortest_edge": 32},
+        {
+            "height": 32,
+            "width": 32,
+        },
+    )
+    return processor
+
+
+def large_teacher() -> Any:
+    torch.manual_seed(3)
+    text = {**models.TEXT, "max_position_embeddings": 4}
+    vision = {**models.VISION, "image_size": 32}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=20))
+
+
+def store(source: Any, folder: Path, teacher: Any = None, processor: Any = None, **options: Any) -> str:
+    encoder = DualEncoder((large_teacher() if teacher is None else teacher).eval())
+    collator = ContrastiveCollator.for_model(large_processor() if processor is None else processor, encoder.base.config)
+    given = {"prepare": dict, "autocast": contextlib.nullcontext, "dtype": "no", "batch_size": 4, "format": "npy"}
+    embed(source, folder, encoder, collator, **{**given, **options})
+    return str(folder)
+
+
+def table_source(table: Dataset, **options: Any) -> TableSource:
+    return TableSource(table, "image", "caption", None, "", **options)
+
+
+def taught(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
+    sets = {name: options.pop(name) for name in ("replay_dataset", "teacher", "callbacks") if name in options}
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    args = arguments(folder, **{**PLAIN, **batch, "max_steps": 4, "teacher": options.pop("named", None), **options})
+    return InfCLTrainer(models.clip(), args, train_dataset=data, processing_class=clip_processor(), **sets)
+
+
+def trained(*args: Any, **options: Any) -> InfCLTrainer:
+    trainer = taught(*args, **options)
+    trainer.train()
+    return trainer
+
+
+def moved(trainer: InfCLTrainer) -> Tensor:
+    return parameters(trainer) - nn.utils.parameters_to_vector(models.clip().parameters())
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "options", [{"captions_per_image": 2}, {"augmentation": "none", "on_bad_sample": "skip"}], ids=["captions", "skip"]
+)
+def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options, half):
+    data = ImageTextDataset(rows(), **options)
+    folder = store(table_source(rows()), tmp_path / "stored", half=half)
+    online = trained(tmp_path / "a", data, teacher=(large_teacher(), large_processor()))
+    stored = trained(tmp_path / "b", data, teacher_embeddings=[folder], dataloader_num_workers=1)
+    plain = trained(tmp_path / "c", data, teacher_weight=1.0)
+    error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(plain)).norm()
+    assert error < (2e-3 if half else 1e-4)
+    assert [path.name for path in sorted(Path(folder).glob("*"))] == [
+        "embeddings.json",
+        *(f"{kind}{name}.npy" for kind in ("images", "texts") for name in (".hashes", "", ".rows")),
+    ]
+
+
+def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads(tmp_path):
+    data = ImageTextDataset(rows(), augmentation="flip_crop")
+    shared = taught(tmp_path, data, teacher=(models.clip(seed=1), clip_processor()))
+    batch = next(iter(shared.get_train_dataloader()))
+    assert {name for name in batch if name.startswith("teacher_")} == {
+        "teacher_0_input_ids",
+        "teacher_0_attention_mask",
+    }
+    own = taught(tmp_path, data, teacher=[(large_teacher(), large_processor())])
+    batch = next(iter(own.get_train_dataloader()))
+    assert batch["teacher_0_pixel_values"].shape == (4, 3, 32, 32)
+    assert batch["teacher_0_pixel_values"].dtype == torch.uint8
+    shared.train()
+    alone = trained(tmp_path, data, teacher=models.clip(seed=1))
+    assert torch.equal(parameters(shared), parameters(alone))
+
+
+def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
+    large_teacher().save_pretrained(tmp_path / "large")
+    large_processor().save_pretrained(tmp_path / "large")
+    (tmp_path / "large" / "README.md").write_text("---\nlicense: mit\n---\n")
+    data = ImageTextDataset(rows().add_column("wrong", ["z y"] * 24), negative_caption_column="wrong")
+    named = trained(tmp_path / "a", data, named=[str(tmp_path / "large")], max_steps=2)
+    given = trained(tmp_path / "b", data, teacher=(large_teacher(), large_processor()), max_steps=2)
+    assert torch.equal(parameters(named), parameters(given))
+    rows_of_card = training_settings(named)
+    assert rows_of_card["teacher"] == "large (licence mit)"
+    assert rows_of_card["taught by"] == (
+        "squared distance of the image and text embeddings to the teacher's, weight 3, through a linear map that was "
+        "trained and is not saved"
+    )
+
+
+def test_a_teacher_of_open_clip_reads_with_its_own_tokenizer(tmp_path):
+    folder = folder_of("CLIP", tmp_path / "open_clip")
+    model, processor, _ = load(str(folder))
+    data = ImageTextDataset(rows())
+    named = trained(tmp_path / "a", data, named=[str(folder)], max_steps=2)
+    given = trained(tmp_path / "b", data, teacher=[(model, processor)], max_steps=2)
+    assert torch.equal(parameters(named), parameters(given))
+    images, _ = named.setup.extensions[0].teachers[0].embed(next(iter(named.get_train_dataloader())), {})
+    assert images.shape == (4, 16)
+
+
+def rank_stored(rank: int, world_size: int, folder: str, kind: str, options: dict[str, Any]) -> Tensor:
+    path = Path(folder)
+    data: Any = ImageTextDataset(rows(), pair_id_column="id")
+    if kind == "stream":
+        data = ImageTextStream(str(path / "shards/*.tar"), seed=1, shuffle_buffer=4, lanes=2)
+    sets = {"replay_dataset": ImageTextDataset(rows(30, 50), pair_id_column="id")} if kind == "replay" else {}
+    batch = {"per_device_train_batch_size": 12 // world_size // 2, "gradient_accumulation_steps": 2}
+    return parameters(trained(path / "run", data, **sets, **batch, **options))
+
+
+@pytest.mark.parametrize("kind", ["stream", "replay", "table"])
+def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(ranks, tmp_path, kind):
+    """The same steps as with the teacher itself: of two folders of one teacher, both share the map."""
+    if kind == "stream":
+        for shard in range(2):
+            members = [m for n in range(12) for m in pair(12 * shard + n, caption=[LETTERS[n], LETTERS[n + 1]])]
+            write_tar(tmp_path / f"shards/{shard}.tar", members)
+        new: Any = ShardSource(ImageTextStream(str(tmp_path / "shards/*.tar")))
+    else:
+        new = table_source(rows())
+    folders = [store(new, tmp_path / "new")]
+    online: dict[str, Any] = {"teacher": [(large_teacher(), large_processor())]}
+    if kind == "replay":
+        folders.append(store(table_source(rows(30, 50)), tmp_path / "old"))
+    (one,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {"teacher_embeddings": folders})
+    for found in ranks.run(rank_stored, 2, str(tmp_path), kind, {"teacher_embeddings": folders}):
+        torch.testing.assert_close(found, one, rtol=1e-4, atol=2e-6)
+    (other,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {"teacher_weight": 1.0})
+    with_model = rank_stored(0, 1, str(tmp_path), kind, online)
+    start = nn.utils.parameters_to_vector(models.clip().parameters())
+    assert (one - with_model).norm() <= 1e-4 * (one - start).norm()
+    assert (one - other).norm() > 0.05 * (one - start).norm()
+
+
+def test_pairs_without_an_embedding_are_left_to_the_contrastive_loss(tmp_path):
+    """The mean is that over the others: the gradient of the term does not shrink with the share of new pairs."""
+    term = TeacherDistance([_Fixed(torch.tensor([True, True, False]))], BETA, partial=True)
+    features = tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))
+    inputs = {"wanted": tuple(F.normalize(torch.randn(n, 12), dim=-1) for n in (3, 5))}
+    inputs["texts"] = torch.tensor([True, True, True, False, False])
+    value = term.value(features, term.reference(inputs, {}))
+    distances = [(f - w).square().sum(1) for f, w in zip(features, inputs["wanted"], strict=True)]
+    torch.testing.assert_close(value, BETA * (distances[0][:2].sum() + distances[1][:3].sum()) / 2)
+    none = TeacherDistance([_Fixed(torch.zeros(3, dtype=torch.bool))], BETA, partial=True)
+    inputs["texts"] = torch.zeros(5, dtype=torch.bool)
+    assert none.value(features, none.reference(inputs, {})) == 0
+
+
+class _Fixed:
+    width, options, inputs = None, {}, None
+
+    def __init__(self, images: Tensor) -> None:
+        self._images = images
+
+    def embed(self, inputs: Any, frozen_outputs: Any) -> Any:
+        return inputs["wanted"]
+
+    def known(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        return self._images, inputs["texts"]
+
+
+def damaged(folder: str, change: Any) -> None:
+    values = np.load(Path(folder, "images.npy"))
+    np.save(Path(folder, "images.npy"), change(values))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("moved", "has no embeddings.json, so it holds no embeddings of `infcl embed`. Was it moved"),
+        ("parquet", "are in the format 'parquet', which cannot be mapped into memory"),
+        ("other data", "are of other data than the training set: images were"),
+        ("other order", "are of other data than the training set: images were"),
+        ("missing rows", r"no stored embedding of a teacher: 1 of the 24 rows of the dataset with columns"),
+        ("no old", r"no stored embedding of a teacher: 30 of the 30 rows of the dataset with columns"),
+        ("nan", r"The embedding of '\d+' in .* \(images\) is not finite, so the file is damaged"),
+        ("width", "have several widths: {'images': 19, 'texts': 20}"),
+        ("cut", "do not belong together: 24 keys and embeddings of the shape"),
+        ("unfinished", "The embeddings of images in .* are not complete"),
+        ("only texts", "has no embeddings of images"),
+        ("words", "text_dropout leaves words out"),
+        ("other rows", "training set has a Pairs"),
+    ],
+)
+def test_stored_embeddings_that_do_not_fit_are_refused_with_a_sentence(tmp_path, case, message):
+    table, data, options = rows(), ImageTextDataset(rows()), {}
+    if case == "missing rows":
+        broken = rows().cast_column("image", Image(decode=False)).to_list()
+        broken[9]["image"] = {"bytes": b"no image", "path": None}
+        table = data = Dataset.from_list(broken, features=rows().features)
+        data = ImageTextDataset(table, on_bad_sample="skip")
+    folder = store(
+        table_source(table.remove_columns("image") if case == "only texts" else table, skips=case == "missing rows"),
+        tmp_path / "stored",
+        format="parquet" if case == "parquet" else "npy",
+    )
+    if case == "moved":
+        Path(folder).rename(tmp_path / "elsewhere")
+    elif case == "other data":
+        data = ImageTextDataset(rows(24, 3))
+    elif case == "other order":
+        data = ImageTextDataset(rows().shuffle(seed=1))
+    elif case == "no old":
+        options["replay_dataset"] = ImageTextDataset(rows(30, 50))
+    elif case == "nan":
+        damaged(folder, lambda values: np.where(np.arange(24)[:, None] == 7, np.nan, values))
+    elif case == "width":
+        damaged(folder, lambda values: values[:, 1:])
+    elif case == "cut":
+        damaged(folder, lambda values: values[1:])
+    elif case == "unfinished":
+        Path(folder, "images.npy").unlink()
+    elif case == "words":
+        data = ImageTextDataset(rows(), text_dropout=0.1)
+    elif case == "other rows":
+        data = models.Pairs(24)
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder], **options)
+
+
+def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path):
+    for shard in range(3):
+        members = [m for n in range(8) for m in pair(8 * shard + n, caption=[LETTERS[n]])]
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
+    shards = str(tmp_path / "shards")
+    folder = store(ShardSource(ImageTextStream(f"{shards}/{{0..1}}.tar")), tmp_path / "stored")
+    given = {"teacher_embeddings": [folder], "teacher_weight": 1.0}
+    taught(tmp_path, ImageTextStream(f"{shards}/1.tar"), **given)
+    with pytest.raises(ValueError, match="stored embedding of a teacher: 1 of the 3 shards"):
+        taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **given)
+    with pytest.raises(ValueError, match="none of the 1 shards is one of the 2"):
+        taught(tmp_path, ImageTextStream(f"{shards}/2.tar"), **given)
+    both = store(ShardSource(ImageTextStream(f"{shards}/2.tar")), tmp_path / "third")
+    run = taught(tmp_path, ImageTextStream(f"{shards}/*.tar"), **{**given, "teacher_embeddings": [folder, both]})
+    batch = next(iter(run.get_train_dataloader()))
+    known = torch.stack([batch[f"teacher_{n}_known_images"] for n in (0, 1)])
+    assert torch.equal(known.sum(0), torch.ones(4, dtype=torch.int64)), "one folder has each pair"
+    write_tar(tmp_path / "again/1.tar", pair(1, caption=["a"]))
+    with pytest.raises(ValueError, match="Two shards have the name '1'"):
+        described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
+
+
+def test_missing_rows_may_be_left_out(tmp_path):
+    folder = store(table_source(rows()), tmp_path / "stored")
+    old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
+    run = trained(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old)
+    logs = [entry["teacher_loss"] for entry in run.state.log_history if "loss" in entry]
+    assert all(0 < loss < BETA * 8 for loss in logs)
+
+
+# ---- Resuming, refusals ----
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "muon", "optim": "adamw_torch"}, {"ema_decay": 0.5}], ids=str)
+def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
+    folder = store(table_source(rows()), tmp_path / "stored")
+    given = {"teacher_embeddings": [folder], "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    given |= {"optim": "adamw_torch", **options}
+    data = ImageTextDataset(rows(), augmentation="crop")
+    whole = trained(tmp_path / "whole", data, **given)
+    trained(tmp_path / "part", data, **given, callbacks=[StopAt(2)])
+    resumed = taught(tmp_path / "part", data, **given)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(parameters(resumed), parameters(whole))
+    maps = [start_of_maps(run.setup.extensions[0]) for run in (whole, resumed)]
+    assert all(torch.equal(one, other) for one, other in zip(*maps, strict=True))
+    assert not torch.equal(maps[0][0], start_of_maps(taught(tmp_path / "new", data, **given).setup.extensions[0])[0])
+    saved = safetensors.torch.load_file(tmp_path / "part" / "checkpoint-5" / "model.safetensors")
+    assert saved.keys() == models.clip().state_dict().keys()
+    other = store(table_source(rows()), tmp_path / "other", models.clip(seed=5), clip_processor())
+    with pytest.raises(ValueError, match=r"teacher 1: fingerprint was '\w+' and is '\w+'"):
+        taught(tmp_path / "part", data, **{**given, "teacher_embeddings": [other], "max_steps": 6}).train(True)
+
+
+def few_words() -> Any:
+    text = {**models.TEXT, "vocab_size": 32, "eos_token_id": 31}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=models.VISION))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"teacher_weight": 2.0}, "teacher_weight had no effect without a teacher"),
+        ({"teacher": nn.Linear(1, 1)}, "is not a dual encoder"),
+        ({"teacher": few_words}, "has embeddings of 32 tokens, and the student has 64"),
+        ({"teacher": lambda: (few_words(), clip_processor()), "cache_features": "c"}, "cache_features reads features"),
+        ({"teacher": "clip"}, "A teacher must be a dual encoder, or a pair of one and its processor, got a str"),
+        ({"teacher": models.clip, "image_size_schedule": ["8:0.5", "16"]}, "decoded for the size of the step"),
+        ({"teacher_side": "all"}, "teacher_side must be one of 'both', 'image', 'text', got 'all'"),
+        ({"contrastive_weight": 0.0}, "leaves nothing to learn without a teacher"),
+        ({"contrastive_weight": 2.0}, "contrastive_weight must be a number from 0 to 1, got 2.0"),
+        ({"teacher_missing": "contrastive"}, "has no effect without teacher_embeddings"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, options, message):
+    options = {"teacher_weight": 1.0, **options}
+    if callable(make := options.get("teacher")) and not isinstance(make, nn.Module):
+        options["teacher"] = make()
+    with pytest.raises(ValueError, match=message):
+        taught(tmp_path, ImageTextDataset(rows()), **options)
+
+
+def test_a_passed_optimizer_does_not_know_the_map(tmp_path):
+    model = models.clip()
+    args = arguments(tmp_path, teacher_weight=1.0)
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.1), None
+    trainer = InfCLTrainer(
+        model, args, default_collate, train_dataset=models.Pairs(40), teacher=models.siglip(), optimizers=optimizers
+    )
+    with pytest.raises(ValueError, match="linear map to a teacher of another width, which it does not update"):
+        trainer.train()
