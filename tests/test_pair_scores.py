@@ -118,7 +118,7 @@ def visited(averages: PairAverages, visits: list[tuple[list[int], list[float]]])
 
 @pytest.mark.parametrize(("rows", "keys"), [(100, 100), (None, 100), (None, 1500)])
 def test_averages_of_a_table_and_of_a_stream(monkeypatch, rows, keys):
-    monkeypatch.setattr(pair_averages, "_FEWEST", 2048 if keys > 500 else 64)  # of a stream; the table grows
+    monkeypatch.setattr(pair_averages, "_FEWEST", 8192 if keys > 500 else 64)  # that of 64 slots grows
     visits = drawn(60, keys)
     averages = visited(PairAverages(rows, fast=0.3, slow=0.1), visits)
     for found, least in zip(averages._averages, (0.3, 0.1), strict=True):

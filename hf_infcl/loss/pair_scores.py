@@ -18,7 +18,7 @@ class _Side(NamedTuple):
 
     own: Tensor  # [n, D] fp32, those of this process
     image: Tensor  # [n] int64, the image of the global batch that each belongs to
-    count: Tensor  # of the global batch
+    number: Tensor  # of them in the global batch
     mean: Tensor  # [D], of the global batch
     moments: Tensor  # [D, D], the sum of (x - mean)(x - mean)ᵀ over the global batch
 
@@ -85,7 +85,7 @@ def _standardised(cosines: Tensor, rows: Tensor, others: _Side, without: Tensor)
     """Cosines, less the mean, in standard deviations of those with all others but the excluded ones."""
     squares = torch.linalg.vecdot(rows @ others.moments, rows)
     count, total, of_squares = without.unbind(1)
-    number = (others.count - count).clamp(min=1)
+    number = (others.number - count).clamp(min=1)
     mean = -total / number  # all deviations from the mean add up to 0
     variance = (squares - of_squares) / number - mean.square()
     return (cosines - mean) / variance.clamp(min=_LEAST_VARIANCE).sqrt()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .declaring import option
+from .declaring import ExclusiveOptionsError, option
 
 NOISY = "noisy"
 
@@ -42,7 +42,14 @@ def check_selection(args: Any) -> None:
             f"{args.leave_out!r}."
         )
     if args.gradient_noise_steps is not None:
-        raise ValueError(
+        raise ExclusiveOptionsError(
             f"gradient_noise_steps compares a micro-batch with the global batch, but leave_out={args.leave_out!r} "
-            "trains other numbers of pairs in each of them. Omit one of both."
+            "trains other numbers of pairs in each of them. Omit one of both.",
+            *("gradient_noise_steps", "leave_out"),
+        )
+    if args.contrastive_weight == 0:
+        raise ExclusiveOptionsError(
+            f"leave_out={args.leave_out!r} leaves pairs out of the contrastive loss, which contrastive_weight=0 "
+            "switches off. Omit one of both.",
+            *("leave_out", "contrastive_weight"),
         )

@@ -117,11 +117,11 @@ class WithoutNoisyPairs(PairSelection):
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.averages.state_dict(), "border": self.border or 0.0}
+        return {**self.averages.state_dict(), "border": self.border or 0.0, "counts": list(self._counts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
-        self.border = state["border"] or None
+        self.border, self._counts = state["border"] or None, list(state["counts"])
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:
