@@ -24,7 +24,7 @@ from .sheet import SHOWN, small_jpeg
 _ROWS = 1024  # of the cosines that are compared at a time
 
 
-class _Pairs(NamedTuple):
+class _ReadPairs(NamedTuple):
     """Pairs as they are read."""
 
     inputs: Any  # of the collator
@@ -39,11 +39,13 @@ class _Collated:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, items: list[Any]) -> _Pairs:
+    def __call__(self, items: list[Any]) -> _ReadPairs:
         keyed: list[KeyedItem] = items
         plain = [item for item, _ in keyed]
         pictures = [small_jpeg(item["image"]) for item in plain]
-        return _Pairs(self._collate(plain), [key for _, key in keyed], [item["caption"][0] for item in plain], pictures)
+        return _ReadPairs(
+            self._collate(plain), [key for _, key in keyed], [item["caption"][0] for item in plain], pictures
+        )
 
 
 @dataclass
@@ -57,7 +59,7 @@ class _Embedded:
         pair_ids: [images] int64, or None.
     """
 
-    pairs: _Pairs
+    pairs: _ReadPairs
     images: Tensor
     texts: Tensor
     belongs: Tensor
@@ -71,7 +73,7 @@ class _Embedded:
         firsts = itertools.accumulate(map(len, parts), initial=0)
         ids = [part.pair_ids for part in parts if part.pair_ids is not None]
         return cls(
-            _Pairs(
+            _ReadPairs(
                 None,
                 [key for part in parts for key in part.pairs.keys],
                 [caption for part in parts for caption in part.pairs.captions],
@@ -172,7 +174,7 @@ def score_pairs(
 
 def _read(
     dataset: Any, collate: _Collated, processes: Processes, batch_size: int, loading: dict[str, Any]
-) -> Iterator[_Pairs]:
+) -> Iterator[_ReadPairs]:
     """The pairs of this process, every one once."""
     rank, count = processes.rank, processes.world_size
     if not isinstance(dataset, ImageTextStream):
@@ -193,7 +195,9 @@ def _read(
             yield pairs._replace(keys=[key if first else NO_KEY for key, first in zip(pairs.keys, new, strict=True)])
 
 
-def _embedded(pairs: _Pairs, encoder: DualEncoder, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> _Embedded:
+def _embedded(
+    pairs: _ReadPairs, encoder: DualEncoder, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+) -> _Embedded:
     inputs = prepare(pairs.inputs)
     images, texts = (F.normalize(rows.float(), dim=-1) for rows in encoder.embed(encoder.model, inputs))
     belongs = inputs.get("caption_image", torch.arange(len(images))).to(images.device)
