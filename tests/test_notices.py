@@ -7,7 +7,7 @@ import pytest
 import transformers
 from helpers import models
 from helpers.pictures import picture
-from helpers.processors import LENGTH, clip_processor
+from helpers.processors import END, LENGTH, clip_processor
 from helpers.shards import pair, png, write_parquet, write_tar
 from helpers.trainers import arguments
 from torch.utils.data import ConcatDataset, Subset
@@ -39,7 +39,7 @@ def trainer_for(folder, train, evaluated=None, **options):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, **options}
     processor = clip_processor()
     return InfCLTrainer(
-        models.clip(),
+        models.clip(end=END),
         arguments(folder, **options),
         train_dataset=train,
         eval_dataset=evaluated,
