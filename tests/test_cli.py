@@ -43,7 +43,7 @@ from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
 from hf_infcl.checkpoints.lock import locked
 from hf_infcl.cli import commands, defaults, description, earlier, plan, results
 from hf_infcl.cli import datasets as opening
-from hf_infcl.cli.command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from hf_infcl.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.cli.commands import train_parser
 from hf_infcl.cli.datasets import training_set
 from hf_infcl.cli.parser import ELSEWHERE
@@ -53,6 +53,7 @@ from hf_infcl.kernels import BACKENDS
 from hf_infcl.loss import OBJECTIVES
 from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
+from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
 from hf_infcl.planning import GPUS
 from hf_infcl.publishing import CardCallback, doubtful_rate

@@ -31,8 +31,8 @@ TRAINING = ("options", "windows", "loading", "saving", "training")
 # The modules of options that declare them.
 DECLARING = (
     *("declared", "declaring", "facts", "theirs", "model_options"),
-    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options"),
-    *("teacher_options", "tower_options"),
+    *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "selection_options"),
+    *("teacher_options", "tower_options", "evaluation_options"),
 )
 
 # Of modules that read options, so that a mistyped one is answered at once.
@@ -142,6 +142,8 @@ MUST_NOT_KNOW = {
         *rooms("reference", "kernels", "loss", "windows", "training", "publishing"),
     ),
     "hf_infcl.embedding.options": WITHOUT_TORCH,
+    "hf_infcl.scoring": (*TRAINER, *MODELS, *DISTRIBUTED, *rooms("reference", "kernels", "training", "publishing")),
+    "hf_infcl.scoring.options": WITHOUT_TORCH,
     "hf_infcl.training": rooms("reference", "publishing"),
     "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
     "hf_infcl.training.preparation": (*TRAINER[:2], *rooms("kernels", "loss", "data", "training.trainer")),

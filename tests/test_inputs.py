@@ -66,7 +66,6 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
             both | {"image_ids": ids.to("meta") if wrong else ids},
             "rank 1: image_ids must be on .*meta",
         ),
-        "images": ((x[:3] if wrong else x, y, 1.0), both | {"image_ids": ids[:3] if wrong else ids}, "equally many"),
         "no text": (
             (x, y[:0] if wrong else y, 1.0),
             both | {"text_ids": ids[:0] if wrong else ids},

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..data.notices import REPEATED
+from ..scoring.ledger import Ledger
 from .copies import copies
 from .faults import FAULTS
 from .set_facts import SetFacts
 
 SAME_CAPTION = 0.5  # the share of the pairs with one and the same caption that tells nothing about their images
 OVERLAP = 0.01  # the share of evaluated images that are trained on, above which their figures mean little
+WRONG = 0.9  # the probability from which on a pair of a ledger is told to be wrong
+SPOILING_WRONG = 0.05  # the share of such pairs that spoils a training
 COPIES = 0.1  # the share of images with copies in the set that spoils a training
 
 
@@ -22,7 +26,7 @@ class Finding:
 
     Attributes:
         kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``one_embedding``, ``repeated_images``,
-            ``ceiling`` or ``overlap``.
+            ``wrong_pairs``, ``ceiling`` or ``overlap``.
         text: a few sentences with numbers and examples.
         spoils: whether a training would fail, learn something else, or be measured wrongly.
         rows: the names of all pairs that it concerns.
@@ -120,6 +124,21 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
         f"No model can exceed {highest}{among}. Compare with these values, or evaluate on captions of one image each."
     )
     return [Finding("ceiling", text, min(ceilings.values()) < 1 - COPIES, rows)]
+
+
+def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
+    """Pairs that do not belong together, as the ledger in a file says."""
+    rows = tuple(str(key) for key in ledger.wrong(WRONG))
+    if not rows:
+        return []
+    examples = [(key, ledger.caption_of(int(key))) for key in rows[:3]]
+    shown = ", ".join(f"row {key}" + (f" ({_short(caption)})" if caption else "") for key, caption in examples)
+    option = f"--exclude {path}:{WRONG:g}"
+    text = (
+        f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {WRONG:g}: {shown}. "
+        f"Rare pairs look alike, so look at the sheet beside the ledger. Then pass {option}."
+    )
+    return [Finding("wrong_pairs", text, len(rows) > SPOILING_WRONG * len(ledger), rows, option)]
 
 
 def findings_of_overlap(trained: SetFacts, evaluated: SetFacts) -> list[Finding]:

@@ -77,6 +77,8 @@ def _run(command: str | None, words: list[str]) -> None:
         from .plan import plan as run
     elif command == "embed":
         from .embed import embed as run
+    elif command == "score":
+        from .score import score as run
     elif command == "convert":
         from .convert import convert as run
     else:

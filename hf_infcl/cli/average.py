@@ -27,10 +27,10 @@ from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
 from ..encoders.adapters import adapter_state
 from ..options.arguments import InfCLTrainingArguments
+from ..options.evaluation_options import EvaluationOptions
 from ..publishing import write_averages
 from ..training.trainer import InfCLTrainer
 from .averages import alpha_of
-from .command_options import EvaluationOptions
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..averaging import check_alpha, check_tolerance
 from ..options.arguments import InfCLTrainingArguments
 from ..options.declaring import ExclusiveOptionsError
-from .command_options import EvaluationOptions, GuardOptions, StartOptions
+from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
 
 
 def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:

@@ -26,6 +26,7 @@ from ..checking import (
     facts_of,
     finding_lines,
     findings_of_ceilings,
+    findings_of_ledger,
     findings_of_overlap,
     findings_of_set,
     limits_of,
@@ -42,8 +43,10 @@ from ..evaluation.metrics import CEILING
 from ..evaluation.retrieval import recall_ceilings
 from ..loading.loaders import of_training, set_sizes
 from ..options.arguments import InfCLTrainingArguments
+from ..options.evaluation_options import EvaluationOptions, GuardOptions
 from ..planning import GPUS, choice_of, counts_of
-from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from ..scoring.ledger import Ledger
+from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .launched import mistakes_in_one_line
 from .parser import Parser
@@ -72,6 +75,9 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         text = config.text_config
         looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
         sets = sets_to_check(data, columns, evaluation, keep, args)
+        ledger = None if options.ledger is None else Ledger.read(options.ledger)
+        if ledger is not None:
+            ledger.check_data(sets[TRAINED].content_fingerprint(), options.ledger)
         check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
     for key, dataset in sets.items():
@@ -80,6 +86,8 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             limits = limits_of(config, collator)
             facts = facts_of(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
         findings = findings_of(dataset, facts, data)
+        if facts.is_trained and ledger is not None:
+            findings = findings_of_ledger(ledger, options.ledger) + findings
         if not facts.is_trained:
             trained = [one for one, _ in results.values() if one.is_trained]
             findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings

@@ -7,17 +7,10 @@ from pathlib import Path
 
 from ..embedding.options import EmbedOptions
 from ..options.declared import facts_of_training, of_transformers
+from ..options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ..options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
-from .command_options import (
-    AverageOptions,
-    CheckOptions,
-    ColumnOptions,
-    DataOptions,
-    EvaluationOptions,
-    GuardOptions,
-    PlanOptions,
-    StartOptions,
-)
+from ..scoring.options import ScoreOptions
+from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
 from .parser import Parser, PlainParser
 
 COMMANDS = {
@@ -28,6 +21,7 @@ COMMANDS = {
     "average": "average the weights before and after a fine-tuning, so that less is forgotten",
     "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
     "embed": "write the embeddings of images and texts, with their keys",
+    "score": "write how well each image and its caption belong together, to find wrong pairs",
     "card": "write the model card of a trained model again",
     "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
 }
@@ -129,6 +123,21 @@ def embed_parser() -> Parser:
     )
 
 
+def score_parser() -> Parser:
+    """The options of `infcl score`."""
+    return Parser(
+        "score",
+        "Write how well each image of a training set and its caption belong together, as a model sees it, and draw the "
+        "pairs that do not seem to.",
+        *(ScoreOptions, ColumnOptions),
+        shown=OF_EMBEDDING,
+        places={
+            "model": "The model: a Hub id or a folder.",
+            "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
+        },
+    )
+
+
 def plan_parser() -> Parser:
     """The options of `infcl plan`, which takes those of a training as they are."""
     return Parser(
@@ -199,6 +208,7 @@ PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
     "average": average_parser,
     "embed": embed_parser,
     "plan": plan_parser,
+    "score": score_parser,
     "card": card_parser,
     "convert": convert_parser,
 }

@@ -19,8 +19,10 @@ from ..data.overlap import shared_images
 from ..data.tables import Table
 from ..options.arguments import InfCLTrainingArguments
 from ..options.combinations import check_replay
+from ..options.evaluation_options import EvaluationOptions, GuardOptions
 from ..publishing import source_name
-from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from ..scoring.excluding import rows_kept
+from .command_options import ColumnOptions, DataOptions
 
 
 def training_set(
@@ -29,6 +31,8 @@ def training_set(
     """The pairs to train on: a table, or a stream of shards."""
     options = {**_options_of_items(data, args), **columns.of_pairs}
     if data.streaming:
+        if data.exclude:
+            raise ValueError("--exclude is for tables. --leave_out noisy finds the wrong pairs of a stream.")
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
         return ImageTextStream(
@@ -48,7 +52,11 @@ def training_set(
                 options[option] = find(rows.features)
         if columns.pair_id_column == columns.caption_column:
             options["pair_id_column"] = options["caption_column"]
-        return _with_name(ImageTextDataset(rows, **options), name)
+        dataset = ImageTextDataset(rows, **options)
+        for asked in data.exclude or ():
+            rows = rows.select(rows_kept(dataset, asked))
+            dataset = ImageTextDataset(rows, **options)
+        return _with_name(dataset, name)
 
 
 def replay_set(

@@ -17,10 +17,11 @@ from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric, metrics_of, use_of_metric
 from ..options.combinations import check_command
+from ..options.evaluation_options import EvaluationOptions, StartOptions
 from ..planning.report import number
 from ..training.optimization import check_optimizer_options
 from .averages import check_average
-from .command_options import DataOptions, EvaluationOptions, StartOptions
+from .command_options import DataOptions
 from .datasets import guard_names
 
 

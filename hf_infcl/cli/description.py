@@ -13,10 +13,11 @@ from ..conversion.pretrained import base_of_adapters
 from ..data import ImageTextDataset, ZeroShotDataset
 from ..encoders.adapters import has_adapters, words_of_adapters
 from ..loading.replay import Replayed
+from ..options.evaluation_options import EvaluationOptions, GuardOptions
 from ..options.model_options import ModelOptions
 from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
 from ..training.trainer import InfCLTrainer
-from .command_options import ColumnOptions, DataOptions, EvaluationOptions, GuardOptions
+from .command_options import ColumnOptions, DataOptions
 
 logger = logging.get_logger(__name__)
 

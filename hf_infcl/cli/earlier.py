@@ -14,11 +14,12 @@ from transformers.utils import CONFIG_NAME
 
 from ..conversion.pretrained import base_of_adapters
 from ..encoders.adapters import ADAPTER_FILES
+from ..options.evaluation_options import EvaluationOptions, GuardOptions
 from ..options.model_options import ModelOptions
 from ..processes.collectives import Processes
 from ..publishing import CURVES_FILE, FACTS_FILE, FRONT_FILE, PICTURES_FILE
 from ..training.trainer import InfCLTrainer
-from .command_options import DataOptions, EvaluationOptions, GuardOptions
+from .command_options import DataOptions
 
 RESULTS = ("*_results.json", ".eval_results", "trainer_state.json", FACTS_FILE, CURVES_FILE, FRONT_FILE, PICTURES_FILE)
 LAST_RESULTS = ("eval_results.json", TRAINER_STATE_NAME)  # written only at the end of a run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..encoders.adapters import ADAPTER_FILES, has_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
+from ..scoring.writing import ledger_lines, write_ledger_of_training
 from ..training.ending import full_disk_told
 from ..training.optimizer_table import GroupsTold
 from ..training.starting import merge_into_start, model_to_train
@@ -112,6 +114,10 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
     merge = lora.lora_merge
     with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
+        ledger = None
+        if args.leave_out is not None:
+            plain = replace(data, augmentation="none", text_dropout=0.0)
+            ledger = write_ledger_of_training(trainer, training_set(plain, columns, args))
         if "open_clip" in args.save_formats and trainer.is_world_process_zero():
             print(compared := compare_formats(str(args.output_dir)))
             describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
@@ -123,7 +129,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
-        print(*lines_of_changes(facts), sep="\n")
+        print(*lines_of_changes(facts), *(ledger_lines(ledger, str(args.output_dir)) if ledger else ()), sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
         if doubt := outcome(facts):
             print(doubt)

@@ -24,6 +24,7 @@ from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
 from ..shards.opening import digest
 from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
+from .keyed import KeyedItem, sample_key
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         accumulation_steps: the number of micro-batches that each process contributes to a global batch.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
         steps_after: the global batches in so many further micro-batches of all processes, if their sizes differ.
+        keyed: whether the items are `KeyedItem`, with the `sample_key` of each sample.
 
     Raises:
         ValueError: processes and workers cannot share the lanes; a source has too few samples for them; the states
@@ -135,8 +137,9 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         accumulation_steps: int = 1,
         states: Sequence[Mapping[str, Any]] = (),
         steps_after: Callable[[int], int] | None = None,
+        keyed: bool = False,
     ) -> None:
-        self._stream, self._collate = stream, collate
+        self._stream, self._collate, self._keyed = stream, collate, keyed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._first_window = accumulation_steps * world_size
         alone = isinstance(batch_size, int)
@@ -292,7 +295,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         draws: list[int] = []
         in_succession = passes = 0
         for number in itertools.count(first, self._order.lanes):
-            items: list[dict[str, Any]] = []
+            items: list[Any] = []
             reported, size = skipped, self._share.of(number)
             while len(items) < size:
                 if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
@@ -314,7 +317,8 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
                 in_succession = 0
                 if stream.on_bad_sample == "skip":
                     item["skipped"], reported = skipped - reported, skipped
-                items.append(item)
+                name = stream.shards[shard].name
+                items.append(KeyedItem(item, sample_key(name, key)) if self._keyed else item)
             yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
 
 

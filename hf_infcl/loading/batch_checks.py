@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..data.keyed import KeyedItem
 from ..encoders.dual_encoder import IMAGE_FEATURES, check_tokens, images_of
 from ..evaluation.captions import group_by_image
 
@@ -57,6 +59,8 @@ def check_batch(batch: Any, equal_ids: str) -> None:
 class CheckingCollator:
     """A data collator that checks its tokens against the model's vocabulary while they are in host memory.
 
+    Of items with keys, the batch gets ``pair_keys`` [images] int64.
+
     Args:
         collate: the data collator.
         vocabulary: as for `check_tokens`.
@@ -66,7 +70,10 @@ class CheckingCollator:
         self._collate, self._vocabulary = collate, vocabulary
 
     def __call__(self, items: list[Any]) -> Any:
-        batch = self._collate(items)
+        keyed = isinstance(items[0], KeyedItem)
+        batch = self._collate([item for item, _ in items] if keyed else items)
         if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), Tensor):
             check_tokens(tokens, self._vocabulary)
+        if keyed and isinstance(batch, Mapping):
+            batch = {**batch, "pair_keys": torch.tensor([key for _, key in items])}
         return batch

@@ -27,6 +27,7 @@ from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
 from .batch_plan import BatchPlan, Position, plan_of, resumed_position
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
+from .keys import with_keys
 from .replay import Replayed
 from .sampling import RowsOfEpoch, WindowSampler
 from .stream_loader import StreamLoader
@@ -384,6 +385,13 @@ def rows_of_one_process(
 def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
     texts, images = batch.get("input_ids"), images_of(batch)
     return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
+
+
+def pairs_to_train(
+    setup: Setup, prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]], interruptions: Interruptions
+) -> Any:
+    """The training set `with_cached_features` and, if it has a length, `with_keys`; collective."""
+    return with_keys(with_cached_features(setup, prepare_inputs, interruptions), setup.args)
 
 
 def with_cached_features(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..data.keyed import rows_of
 from ..data.stream_batches import StepSides
 from ..data.wrapped import has_epochs, set_epoch
 from .batch_plan import BatchPlan, MicroBatchPlace
@@ -81,8 +82,7 @@ class PlannedRows(IterableDataset[tuple[Any, dict[str, Any]]]):
                 side = self._sides.smaller_at(place.at.step)
                 rows = [SizedRow(row, side) for row in rows]
             set_epoch(dataset, place.at.epoch)
-            several = getattr(dataset, "__getitems__", None)
-            batch = self._collate(several(rows) if callable(several) else [dataset[row] for row in rows])
+            batch = self._collate(rows_of(dataset, rows))
             yield batch, {"seconds": time.perf_counter() - began, "pairs": len(rows)}
 
     def _rows(self, place: MicroBatchPlace) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
+from ..data.keyed import keyed_rows, rows_of
 from ..data.pairs import as_pair_id
 from ..data.stream_batches import Share, StepSides
 from ..data.wrapped import gives, has_epochs, set_epoch
@@ -216,7 +217,7 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         share: the part of each micro-batch.
         sampler: the rows of each pass, for full global batches.
         filled: keys of `_FILLED` that the items lack.
-        rank, world_size, num_workers: as for `StreamBatches`.
+        rank, world_size, num_workers, keyed: as for `StreamBatches`.
         state: of the checkpoint to resume from, which any process wrote.
     """
 
@@ -230,9 +231,11 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
         rank: int = 0,
         world_size: int = 1,
         num_workers: int = 0,
+        keyed: bool = False,
         state: Mapping[str, int] | None = None,
     ) -> None:
         self._dataset, self._share, self._sampler, self._filled = dataset, share, sampler, filled
+        self._keyed = keyed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         at = state or {"samples": 0, "windows": 0, "pass": 0, "rows": 0}
         self._first_window, self._first_pass, self._earlier = at["windows"], at["pass"], at["samples"]
@@ -280,9 +283,8 @@ class TableBatches(IterableDataset[tuple[Items, Tag]]):
             side = sides.smaller_at(first_step + number // self._share.micro_batches)
             rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, passes)
-        several = getattr(dataset, "__getitems__", None)
-        items = several(rows) if callable(several) else [dataset[row] for row in rows]
-        return [self._complete(item, row) for item, row in zip(items, rows, strict=True)]
+        items = [self._complete(item, row) for item, row in zip(rows_of(dataset, rows), rows, strict=True)]
+        return keyed_rows(items, rows) if self._keyed else items
 
     def _complete(self, item: Any, row: int) -> Any:
         place = f"row {row} of {'old' if self._share.is_old else 'new'} pairs"

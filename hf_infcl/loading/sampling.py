@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from ..data.keyed import rows_of
 from ..data.stream_batches import StepSides
 from ..data.wrapped import set_epoch
 
@@ -131,8 +132,7 @@ class RowsOfEpoch(Dataset[Any]):
 
     def __getitems__(self, rows: list[int]) -> Any:
         self._follow()
-        several = getattr(self.dataset, "__getitems__", None)
-        return several(rows) if callable(several) else [self.dataset[row] for row in rows]
+        return rows_of(self.dataset, rows)
 
     def _follow(self) -> None:
         if (epoch := int(self._epoch)) != self._begun:

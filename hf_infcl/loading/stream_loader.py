@@ -164,11 +164,12 @@ def _batches(
     """The micro-batches of this process, with the methods of `StreamBatches`."""
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     where = {"rank": args.process_index, "world_size": args.world_size, "num_workers": args.dataloader_num_workers}
+    of_samples: dict[str, Any] = {**where, "states": states, "keyed": args.leave_out is not None}
     if plan is None:
-        return dataset.batches(size, collate, accumulation_steps=accumulation, states=states, **where)
+        return dataset.batches(size, collate, accumulation_steps=accumulation, **of_samples)
     if not isinstance(dataset, ImageTextStream):
         shuffle = args.train_sampling_strategy == "random"
         return PlannedRows(dataset, plan, collate, shuffle=shuffle, seed=args.seed_of_data, **where)
     accumulation = plan.micro_batches(plan.begin.step)
     planned = {"accumulation_steps": accumulation, "steps_after": plan.steps_after}
-    return dataset.batches(size, collate, states=states, **planned, **where)
+    return dataset.batches(size, collate, **planned, **of_samples)

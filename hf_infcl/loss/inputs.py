@@ -75,9 +75,8 @@ class Inputs:
         texts = processes.gather_text(problem or self._description())
         listing = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(texts))
         return ValueError(
-            "contrastive_loss needs equally many images, the same width and dtype of embeddings, the same logit_scale "
-            "and logit_bias, and the same arguments and options on every process. Train on full batches only "
-            "(drop_last) and with the same model everywhere. "
+            "contrastive_loss needs the same width and dtype of embeddings, the same logit_scale and logit_bias, and "
+            "the same arguments and options on every process. Train with the same model everywhere. "
             f"The processes passed:\n{listing}"
         )
 
@@ -178,7 +177,7 @@ class Inputs:
         """Numbers that must be equal on all processes. The first, 1, says that the arguments are usable."""
         return [
             1,
-            *self.image_embeds.shape,
+            self.image_embeds.shape[1],
             _DTYPES.index(self.image_embeds.dtype),
             self.image_embeds.device.type == "cpu",
             _number(self.logit_scale) if self.scalars_are_read() else 0,

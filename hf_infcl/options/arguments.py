@@ -22,6 +22,7 @@ from .loss_options import LossOptions
 from .metric_sums import greater_is_better
 from .muon_options import check_muon
 from .rate_options import RateOptions
+from .selection_options import SelectionOptions, check_selection
 from .teacher_options import TeacherOptions
 from .tower_options import TowerOptions
 
@@ -34,6 +35,7 @@ class InfCLTrainingArguments(
     KeepingOptions,
     TeacherOptions,
     TowerOptions,
+    SelectionOptions,
     RateOptions,
     BatchOptions,
     LossOptions,
@@ -90,6 +92,7 @@ class InfCLTrainingArguments(
         check_combinations(self)
         check_support(self)
         check_muon(self)
+        check_selection(self)
         check_image_sizes(self)
         check_batch_schedule(self)
 

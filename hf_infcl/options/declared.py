@@ -26,12 +26,16 @@ from .facts import facts_by_name
 from .keeping_options import KeepingOptions
 from .loss_options import LossOptions
 from .rate_options import RateOptions
+from .selection_options import SelectionOptions
 from .teacher_options import TeacherOptions
 from .tower_options import TowerOptions
 
 THEIRS = "transformers.training_args", "TrainingArguments"
 # The parts of InfCLTrainingArguments, in the order of the help.
-OURS = (LossOptions, BatchOptions, RateOptions, TowerOptions, TeacherOptions, KeepingOptions, CourseOptions)
+OURS = (
+    *(LossOptions, BatchOptions, RateOptions, SelectionOptions, TowerOptions, TeacherOptions),
+    *(KeepingOptions, CourseOptions),
+)
 
 
 @cache

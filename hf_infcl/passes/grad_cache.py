@@ -50,7 +50,11 @@ class CachedWindow(Generic[MicroBatchT]):
 
     Attributes:
         order: the indices of the micro-batches in the order in which both passes encode them.
+        kept: the number of micro-batches whose graph is kept.
         loss: the detached loss, once `differentiate` has computed it.
+        draws: whether the forward of the first micro-batch has drawn random numbers of torch.
+        gradients: those of the features of the whole window, each [all rows, ...], or None where none is needed, once
+            `differentiate` has computed them.
         other_gradients: the gradients of the ``others`` that `differentiate` was given.
     """
 
@@ -70,7 +74,7 @@ class CachedWindow(Generic[MicroBatchT]):
         self._micro_batches: list[MicroBatchT | None] = list(micro_batches)
         kept, others = range(max(1, min(retain, count))), range(max(1, min(retain, count)), count)
         self._kept, self._others = kept, others
-        self.order = [*others, *kept, *others]
+        self.order, self.kept = [*others, *kept, *others], len(kept)
         # Drawn for all micro-batches at once, so that the masks of dropout do not depend on the order of encoding.
         self._seeds: list[int] = torch.randint(2**63 - 1, (count,)).tolist()
         self._graphs: dict[int, Features] = {}
@@ -81,6 +85,8 @@ class CachedWindow(Generic[MicroBatchT]):
         self._feature_gradients: list[list[Tensor | None]] = []
         self.other_gradients: list[Tensor] = []
         self.loss: Tensor
+        self.draws = False
+        self.gradients: list[Tensor | None] = []
 
     def encode(self) -> Features:
         """The first pass. Returns the features of the whole window, each [all rows, ...], detached."""
@@ -137,8 +143,8 @@ class CachedWindow(Generic[MicroBatchT]):
         self._parameter_gradients = [gradients.get(id(copy)) for copy in copies]
         self.other_gradients = [gradients[id(other)] for other in others]
         self._feature_gradients = [[] for _ in self._micro_batches]
-        for leaf, sizes in zip(leaves, self._sizes, strict=True):
-            gradient = gradients.get(id(leaf))
+        self.gradients = [gradients.get(id(leaf)) for leaf in leaves]
+        for gradient, sizes in zip(self.gradients, self._sizes, strict=True):
             parts = gradient.split(sizes) if gradient is not None else [None] * len(sizes)
             for gradients_of_micro_batch, part in zip(self._feature_gradients, parts, strict=True):
                 gradients_of_micro_batch.append(part)
@@ -150,14 +156,28 @@ class CachedWindow(Generic[MicroBatchT]):
         Call this after `differentiate`. For a feature without a gradient, the tensor is empty.
         """
         return [
-            torch.cat(
-                [
-                    torch.empty(0, dtype=torch.bool) if part is None else part.isfinite().flatten(1).all(1).cpu()
-                    for part in parts
-                ]
-            )
-            for parts in zip(*self._feature_gradients, strict=True)
+            torch.empty(0, dtype=torch.bool) if gradient is None else gradient.isfinite().flatten(1).all(1).cpu()
+            for gradient in self.gradients
         ]
+
+    def deal_anew(
+        self,
+        encode: Callable[[MicroBatchT], Features],
+        micro_batches: Sequence[MicroBatchT],
+        gradients: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        """Lets the second pass encode other micro-batches, from which rows with a gradient of 0 may be missing.
+
+        Call this after `differentiate`. The gradient stays exact if a row's features depend neither on the other rows
+        of its micro-batch nor on random numbers (`draws`). Kept graphs are dropped.
+
+        Args:
+            encode, micro_batches: in place of the constructor's.
+            gradients: for each micro-batch the gradient of each of its features, None where none is needed.
+        """
+        self._graphs.clear()
+        self._encode, self._micro_batches = encode, list(micro_batches)
+        self._feature_gradients = [list(of_micro_batch) for of_micro_batch in gradients]
 
     def encode_again(self, index: int) -> Tensor | None:
         """A scalar whose gradient is the share of micro-batch ``index`` in the loss's gradient; None if there is none.
@@ -187,7 +207,16 @@ class CachedWindow(Generic[MicroBatchT]):
         micro_batch = self._micro_batches[index]
         assert micro_batch is not None
         with seeded(self._seeds[index], self._device):
-            return self._encode(micro_batch)
+            before = _torch_state(self._device) if index == 0 else []
+            features = self._encode(micro_batch)
+            self.draws |= not all(map(torch.equal, before, _torch_state(self._device) if index == 0 else []))
+        return features
+
+
+def _torch_state(device: torch.device | None) -> list[Tensor]:
+    """The states of the generators of torch's CPU and of the device."""
+    of_device = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
+    return [torch.get_rng_state(), *of_device]
 
 
 def _refuse_graph(gradient: Tensor) -> None:

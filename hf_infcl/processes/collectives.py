@@ -126,9 +126,14 @@ class Processes:
         """Every process's text, in the order of the ranks."""
         if self.world_size == 1:
             return [text]
-        texts = [""] * self.world_size
-        dist.all_gather_object(texts, text, group=self.group)
-        return texts
+        return self.gather_objects(text)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every process's value, which must be one that can be pickled, in the order of the ranks."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def agree(self, numbers: Sequence[float], failure: str = "") -> list[list[float]]:
         """Exchanges numbers, so that all processes can make the same decision.

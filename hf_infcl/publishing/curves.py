@@ -18,6 +18,8 @@ Line = dict[int, float]  # values by optimizer step
 def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
     """Draws the training loss and, in separate panels, the losses and the scores of the evaluations.
 
+    With ``leave_out``, a panel shows the share of the pairs that was left out.
+
     A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
     evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
     drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step. The 95% intervals of
@@ -35,6 +37,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     from matplotlib.ticker import MaxNLocator
 
     training: dict[str, Line] = {}
+    left_out: dict[str, Line] = {}
     measured: dict[str | None, dict[str, Line]] = {metric.axis: {} for metric in METRICS.values()}
     ceilings: dict[str, float] = {}  # by the label of the score
     intervals: dict[str, dict[int, tuple[float, float]]] = {}
@@ -46,6 +49,8 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
                 pairs = entry.get("global_batch_size")
                 name = f"one batch of {pairs:,} pairs" if pairs else "one batch"
                 training.setdefault(name, {}).setdefault(entry["step"], value)
+            elif key == "left_out":
+                left_out.setdefault("pairs left out of the training", {}).setdefault(entry["step"], value)
             elif key.startswith("eval_") and (metric := metric_named(key)) is not None:
                 measured[metric.axis].setdefault(_label(key, metric), {}).setdefault(entry["step"], value)
                 if key + LOW in entry:
@@ -56,7 +61,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     if not training:
         raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
 
-    panels = [("training loss (nats)", training)]
+    panels = [("training loss (nats)", training), *([("share of the pairs", left_out)] if left_out else [])]
     panels += [(axis, lines) for axis, lines in measured.items() if axis is not None and lines]
     names = sum(len(lines) for _, lines in panels)  # each takes a line of its own above its panel
     figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)

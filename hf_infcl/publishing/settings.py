@@ -12,6 +12,7 @@ from typing import Any
 from ..optimizers import words_of_groups
 from ..options.combinations import WITHOUT_WARM_UP
 from ..options.facts import values_of_card
+from ..options.selection_options import NOISY
 from .markdown import code, joined
 
 
@@ -22,6 +23,8 @@ def training_settings(trainer: Any) -> dict[str, str]:
         rows["saved weights"] = (
             f"exponential moving average of those that were trained, decay {trainer.args.ema_decay:g}"
         )
+    if trainer.args.leave_out is not None:
+        rows["pairs left out"] = _left_out(trainer)
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
     for part in trainer.setup.extensions:
@@ -32,6 +35,16 @@ def training_settings(trainer: Any) -> dict[str, str]:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
+
+
+def _left_out(trainer: Any) -> str:
+    """Which pairs took no part in the training, and their share of all that were read, as far as it was logged."""
+    share = trainer.args.leave_out
+    which = (
+        "those that did not seem to belong together" if share == NOISY else f"the worst {float(share):.3g} of each step"
+    )
+    logged = [entry["left_out"] for entry in trainer.state.log_history if "left_out" in entry]
+    return f"{which}, {sum(logged) / len(logged):.1%} of all" if logged else which
 
 
 def highest_rates(trainer: Any) -> dict[str, float]:

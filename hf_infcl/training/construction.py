@@ -8,12 +8,14 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from transformers.trainer_utils import has_length
 
 from ..checkpoints.lock import check_writable
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
+from ..loading.keys import check_keyed
 from ..loading.loaders import check_data_seed, check_planned, set_sizes
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
@@ -102,6 +104,7 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
     check_data_seed(pairs, args.data_seed)
     if pairs is not None:
         check_planned(pairs, args)
+        check_keyed(pairs, args)
     for dataset in sets:
         check_has_end(dataset)
 
@@ -127,7 +130,9 @@ def setup_of(
 ) -> Setup:
     """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
     equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
-    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions)
+    new = data.datasets[0] if isinstance(data, Replayed) else data
+    rows = len(new) if has_length(new) and not isinstance(new, ImageTextStream) else None
+    return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions, rows)
 
 
 def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:

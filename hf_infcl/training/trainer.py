@@ -257,7 +257,7 @@ class InfCLTrainer(Trainer):
 
         Each call returns a new one, which may be looked into. That of an `ImageTextStream` begins with the training.
         """
-        pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
+        pairs = loaders.pairs_to_train(self.setup, self._prepare_inputs, self.interruptions)
         loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
         return self._training_loader(pairs) if loader is None else loader
 

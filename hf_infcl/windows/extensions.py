@@ -140,7 +140,7 @@ class PairSelection(Extension):
             logit_scale, logit_bias: as for `hf_infcl.contrastive_loss`, without a graph.
 
         Returns:
-            [images] bool on the CPU; None for all of them.
+            [images] bool on the CPU, True for one at least; None for all of them, on every process.
         """
         raise NotImplementedError
 

@@ -23,12 +23,13 @@ class WindowMemory:
         compiled: whether the model is compiled.
 
     Attributes:
+        fetcher: copies inputs to the device, with ``offload_inputs``.
         graph_budget: decides for how many micro-batches the graph is kept.
     """
 
     def __init__(self, args: InfCLTrainingArguments, *, compiled: bool) -> None:
         self._args = args
-        self._fetcher = Fetcher(args.device) if args.offload_inputs else None
+        self.fetcher = Fetcher(args.device) if args.offload_inputs else None
         self._compiles = compiled  # until the first window has been trained
         self._batch: list[int] | None = None  # the images of the micro-batches of the last window
         self._graphs: Sequence[Any] | None = None  # what the memory of a graph depended on in the last window
@@ -55,8 +56,8 @@ class WindowMemory:
 
     def fetch(self, window: Window, order: list[int]) -> None:
         """With ``offload_inputs``, lets the inputs arrive on the device in the order in which they are encoded."""
-        if self._fetcher is not None:
-            window.fetch(self._fetcher, order)
+        if self.fetcher is not None:
+            window.fetch(self.fetcher, order)
 
     def after_backward(self, window: Window, index: int, step: int) -> None:
         """Lets go of a micro-batch after its backward."""

@@ -27,6 +27,7 @@ class Setup:
         data: the training set.
         collator: the data collator.
         extensions: of the step, beside those that the arguments ask for.
+        rows: of the training set, without old pairs; None for a stream.
     """
 
     encoder: DualEncoder
@@ -37,6 +38,7 @@ class Setup:
     data: Any = None
     collator: Any = None
     extensions: Sequence[Extension] = ()
+    rows: int | None = None
 
     @property
     def objective(self) -> str:

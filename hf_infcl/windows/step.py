@@ -23,6 +23,7 @@ from ..passes.wrappers import is_compiled, wrapper_of
 from ..processes.collectives import Processes
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
+from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
 from .encoding import MicroBatchEncoder
 from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
@@ -30,6 +31,7 @@ from .memory import WindowMemory
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .observers import LossParts, PositiveCosines, TowerNorms
+from .selection import WithoutNoisyPairs
 from .setup import Setup
 from .skipping import SkippedWindows
 from .temperature import Temperature
@@ -139,7 +141,8 @@ class WindowStep:
             for observer in self._observers:
                 observer.after_first_pass(window, features)
             # ---- Selection: the pairs that take part ----
-            taking_part = self._select(window, features)
+            with failures_announced_unless_sharded(self._setup.accelerator):
+                taking_part = self._select(window, features)
             del features  # they take the memory of the whole window
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             with record_function("infcl: loss"):
@@ -152,10 +155,12 @@ class WindowStep:
             parameter.grad = Processes().sum(gradient) * (self._gradient_scale / self._setup.args.world_size)
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
-        for index in range(count):
-            with self._gradient_sync(last=index == count - 1):
-                self._backward(model, window, passes, index, step)
-            self.memory.after_backward(window, index, step)
+        second = self._second_window(model, window, passes, micro_batches, taking_part)
+        for index in range(len(second)):
+            last = index == len(second) - 1
+            with self._gradient_sync(last=last):
+                self._backward(model, window, passes, index, step, last=last)
+            self.memory.after_backward(second, index, step)
         # ---- The end of the window ----
         if self.checks.skipped.skipping:
             self.checks.prepare_skip(model)
@@ -198,7 +203,14 @@ class WindowStep:
         taking_part: Tensor | None = None
         for selection in of_kind(self.extensions, PairSelection):
             chosen = selection.select(window, features, *self._setup.encoder.scale_and_bias())
-            taking_part = chosen if taking_part is None or chosen is None else taking_part & chosen
+            if chosen is not None:
+                taking_part = chosen if taking_part is None else taking_part & chosen
+        if taking_part is not None and not bool(taking_part.any()):
+            names = ", ".join(selection.name for selection in of_kind(self.extensions, PairSelection))
+            raise ValueError(
+                f"None of the {len(taking_part)} pairs that this process has of the step is left to be trained: the "
+                f"selection ({names}) has left them all out. Every process needs one at least."
+            )
         return taking_part
 
     def _loss_and_terms(
@@ -222,20 +234,46 @@ class WindowStep:
             loss = loss + (value - value.detach())
         return loss
 
+    def _second_window(
+        self,
+        model: nn.Module,
+        window: Window,
+        passes: CachedWindow[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
+        taking_part: Tensor | None,
+    ) -> Window:
+        """The micro-batches of the second pass: fewer ones, if that saves time, where pairs do not take part."""
+        if taking_part is None or of_kind(self.extensions, LossTerm) or self.checks.skipped.skipping:
+            return window  # terms have a gradient for all pairs
+        exact = not (passes.draws or self._setup.encoder.batch_norms()) and can_be_dealt_anew(window)
+        needed = -(-int(taking_part.sum()) // window.sizes[0][0]) if exact else len(window)
+        # Wrappers need the same number of forwards on every process.
+        count = int(max(number for (number,) in Processes().agree([max(1, needed)])))
+        # A micro-batch takes a forward, and a backward as long as two; one whose graph is kept, the backward alone.
+        if 3 * count >= 3 * len(window) - passes.kept:
+            return window
+        dealt = DealtAnew(window, micro_batches, taking_part, count, self.memory.fetcher)
+        passes.deal_anew(
+            partial(self._encoder.encode, model, dealt.window),
+            dealt.micro_batches,
+            dealt.rows(gradients_in_order(window, passes.gradients)),
+        )
+        return dealt.window
+
     def _backward(
-        self, model: nn.Module, window: Window, passes: CachedWindow[MicroBatch], index: int, step: int
+        self, model: nn.Module, window: Window, passes: CachedWindow[MicroBatch], index: int, step: int, *, last: bool
     ) -> None:
         """The backward of one micro-batch, unless the window is skipped."""
         if self.checks.skipped.skipping:
             return
-        accelerator, count = self._setup.accelerator, len(window)
+        accelerator = self._setup.accelerator
         with record_function("infcl: second pass"):
             surrogate = passes.encode_again(index)
             if surrogate is not None:
                 accelerator.backward(surrogate, **self._wrapper.backward_options)
         for observer in self._observers:
             observer.after_backward(index, self._gradient_scale)
-        self.checks.check_gradient(model, passes, window, step, last=index == count - 1)
+        self.checks.check_gradient(model, passes, window, step, last=last)
 
     def _end(self, window: Window) -> None:
         if self.windows == 0:
@@ -305,6 +343,8 @@ def _extensions_of(setup: Setup, course: Course | None) -> Iterator[Extension]:
         yield ImageSizeOfStep([one for one in (encoder, of_start) if one is not None], sizes)
     if start is not None and args.keep_features:
         yield KeptFeatures(start, args.keep_features)
+    if args.leave_out is not None:
+        yield WithoutNoisyPairs(args.leave_out, setup.rows)
     yield TowerNorms(encoder)
     if args.gradient_noise_steps is not None:
         temperature = [id(parameter) for parameter in encoder.temperature_parameters]

@@ -67,7 +67,7 @@ def deal_texts(
         for batch, part in zip(batches, starts[order.to(starts.device)].split(new_sizes), strict=True):
             batch["start_texts"] = part
     for name in names:
-        rows = torch.cat([_widened(batch[name], widest, (padding or {}).get(name, 0)) for batch in batches])
+        rows = torch.cat([widened(batch[name], widest, (padding or {}).get(name, 0)) for batch in batches])
         for batch, part, length in zip(batches, parts, longest, strict=True):
             chosen = part if len(part) else order[-1:]
             width = min(-(-length // MULTIPLE) * MULTIPLE, widest)
@@ -85,5 +85,6 @@ def _put_together(sizes: Sequence[int], at_once: int, *, last_has_texts: bool) -
     return [*groups, *[0] * (len(others) - len(groups)), *sizes[len(others) :]]
 
 
-def _widened(tokens: Tensor, length: int, value: int) -> Tensor:
+def widened(tokens: Tensor, length: int, value: int) -> Tensor:
+    """Tokens [n, L] padded with a value at their end, [n, length]."""
     return torch.nn.functional.pad(tokens, (0, length - tokens.shape[1]), value=value)

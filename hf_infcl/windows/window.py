@@ -14,6 +14,7 @@ from ..encoders.dual_encoder import images_of
 from ..loss import contrastive_loss
 from ..passes.grad_cache import Features
 from ..passes.offload import Fetcher
+from ..processes.collectives import Processes
 from .texts import deal_texts
 
 
@@ -34,6 +35,7 @@ class Window:
         padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
 
     Attributes:
+        padding, at_once, last_has_texts: the arguments.
         sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
         encoded: the number of forwards so far, in both passes.
         part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
@@ -49,24 +51,29 @@ class Window:
         last_has_texts: bool = True,
     ) -> None:
         self.batches = batches
+        self.padding, self.at_once, self.last_has_texts = padding, at_once, last_has_texts
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)
         self.encoded = 0
         self.part_losses: list[Tensor] = []
         self.term_values: dict[str, Tensor] = {}
-        self._arriving: Iterator[dict[str, Any]] | None = None
+        self._arriving: Iterator[Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def fetch(self, fetcher: Fetcher, order: list[int]) -> None:
         """Lets the micro-batches arrive on the device one by one, in the order in which both passes encode them."""
-        self._arriving = fetcher.fetch(self.batches[index] for index in order)
+        self.arrive(fetcher.fetch(self.batches[index] for index in order))
+
+    def arrive(self, inputs: Iterator[Mapping[str, Any]]) -> None:
+        """Takes the inputs of the micro-batches from here, in the order in which they are encoded."""
+        self._arriving = inputs
 
     def inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """The inputs of the micro-batch that is encoded now."""
         self.encoded += 1
-        return micro_batch.inputs if self._arriving is None else next(self._arriving)
+        return micro_batch.inputs if self._arriving is None else dict(next(self._arriving))
 
     def in_order(self, rows: Sequence[Tensor]) -> Features:
         """Rows of the window's images and texts, [images, ...] and [texts, ...], as the data loader ordered them."""
@@ -74,6 +81,10 @@ class Window:
         if self._text_places is None or len(texts) == 0:  # gradients of a frozen tower
             return images, texts
         return images, texts[self._text_places.to(texts.device)]
+
+    def text_order(self) -> Tensor:
+        """[texts] int64: the texts in the order in which they are encoded, by their places in the data loader's."""
+        return torch.arange(sum(self.sizes[1])) if self._text_places is None else self._text_places.argsort()
 
     def release(self, index: int) -> None:
         """Drops the images of a micro-batch after its backward: Trainer holds the window until it fetches the next."""
@@ -83,6 +94,10 @@ class Window:
         """[images] int64, where the batches have them."""
         ids = [batch["pair_ids"] for batch in self.batches if "pair_ids" in batch]
         return torch.cat(ids) if ids else None
+
+    def pair_keys(self) -> Tensor:
+        """[images] int64: what each pair is known by from one window to the next, or -1; see `KeyedItem`."""
+        return torch.cat([batch["pair_keys"] for batch in self.batches])
 
     def replayed(self) -> Tensor | None:
         """[images] bool on the CPU: which pairs are old; None without replay."""
@@ -157,7 +172,10 @@ class WindowLoss:
             window.part_losses = [torch.stack(each).mean() for each in zip(*parts, strict=True)]
             return torch.stack(of_widths).mean()
         images, texts = (feature.bfloat16() if self.in_bf16 else feature for feature in features)
-        pairs = _Pairs(images, texts, window.caption_image(), window.pair_ids())
+        ids = window.pair_ids()
+        if ids is None and self.equal_ids == "positive":  # all of them, also of pairs that do not take part
+            ids = torch.arange(len(images)) + self.rank * len(images)
+        pairs = _Pairs(images, texts, window.caption_image(), ids)
         replayed = window.replayed() if self.replay_as == "own" else None
         if taking_part is not None:
             pairs = pairs.only(taking_part)
@@ -166,7 +184,11 @@ class WindowLoss:
             return self._of_pairs(pairs, logit_scale, logit_bias)
         new, old = (self._of_pairs(pairs.only(part), logit_scale, logit_bias) for part in (~replayed, replayed))
         window.part_losses = [new.detach(), old.detach()]
-        return torch.lerp(new, old, replayed.float().mean().item())
+        share = replayed.float().mean().item()
+        if taking_part is not None:  # the processes may have different numbers of pairs
+            counts = Processes().agree([int(replayed.sum()), len(replayed)])
+            share = sum(number for number, _ in counts) / sum(number for _, number in counts)
+        return torch.lerp(new, old, share)
 
     def _of_pairs(self, pairs: _Pairs, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
         images, texts, caption_image, pair_ids = pairs
@@ -183,9 +205,8 @@ class WindowLoss:
             if pair_ids is not None:
                 ids = {"pair_ids": pair_ids.to(device)}
         else:
-            count = len(images)
-            places = torch.arange(count, device=device) + self.rank * count
-            image_ids = places if pair_ids is None else pair_ids.to(device)
+            assert pair_ids is not None
+            image_ids = pair_ids.to(device)
             text_ids = image_ids if caption_image is None else image_ids[caption_image.to(device)]
             ids = {"image_ids": image_ids, "text_ids": text_ids}
         return contrastive_loss(

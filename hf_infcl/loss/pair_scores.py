@@ -1,0 +1,131 @@
+"""How far each pair of a global batch stands out from what its image and its texts are compared with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..processes.collectives import Processes
+
+_LEAST_VARIANCE = 1e-8  # of cosines
+_ROWS = 1024  # whose cosines with pairs of equal ids are computed at a time
+
+
+class _Side(NamedTuple):
+    """The images of the global batch, or its texts, as this process sees them."""
+
+    own: Tensor  # [n, D] fp32, those of this process
+    image: Tensor  # [n] int64, the image of the global batch that each belongs to
+    number: Tensor  # of them in the global batch
+    mean: Tensor  # [D], of the global batch
+    moments: Tensor  # [D, D], the sum of (x - mean)(x - mean)ᵀ over the global batch
+
+
+def pair_scores(
+    images: Tensor,
+    texts: Tensor,
+    caption_image: Tensor | None = None,
+    pair_ids: Tensor | None = None,
+    processes: Processes | None = None,
+) -> Tensor:
+    """The z-score of each pair among the cosines of the global batch; collective.
+
+    From the cosine of an image with its text, the mean of its cosines with all other texts is subtracted, and the
+    difference is divided by their standard deviation; the same for the text among all other images. The score is the
+    mean of both. Where image and text do not belong together, it is 0 on average, whatever the temperature, the
+    objective, the size of the batch and how far the training has come.
+
+    The mean and the variance of a row of cosines follow from the mean and the second moments of what the row is
+    compared with, so no process computes more than its rows times D². Others are pairs with another pair id. The
+    cosines with those of the same id are computed and taken out, ``_ROWS`` rows at a time. An image with several
+    captions has the mean of their cosines, and none of them is among its others. Negative captions do not count.
+
+    Args:
+        images, texts: embeddings of this process, [images, D] and [texts, D]; every process has as many images.
+        caption_image: [texts] int64, the image of each text or -1 for negative captions; None if text i belongs to i.
+        pair_ids: [images] int64.
+        processes: those that have the global batch; by default, all.
+
+    Returns:
+        [images] fp32.
+    """
+    processes = Processes() if processes is None else processes
+    v, t = images.float(), texts.float()
+    belongs = torch.arange(len(v), device=v.device) if caption_image is None else caption_image.to(v.device)
+    t, belongs = t[belongs >= 0], belongs[belongs >= 0]
+    first = processes.rank * len(v)
+    of_images = _side(v, first + torch.arange(len(v), device=v.device), processes)
+    of_texts = _side(t, first + belongs, processes)
+    # ---- Cosines less their mean over the global batch ----
+    by_image = torch.linalg.vecdot(v[belongs], t - of_texts.mean)  # of each text with its image, among all texts
+    by_text = torch.linalg.vecdot(t, v[belongs] - of_images.mean)  # the same, among all images
+    # ---- What is not among the others: count, sum and sum of squares [n, 3] of such cosines ----
+    captions = torch.zeros(len(v), 3, device=v.device).index_add_(0, belongs, _powers(by_image))
+    without = [captions, _powers(by_text)]
+    if pair_ids is not None:
+        of_equal_ids = _of_equal_ids(of_images, of_texts, pair_ids, processes)
+        without = [own + others for own, others in zip(without, of_equal_ids, strict=True)]
+    mean = captions[:, 1] / captions[:, 0]
+    z_of_images = _standardised(mean, of_images.own, of_texts, without[0])
+    z_of_texts = _standardised(by_text, of_texts.own, of_images, without[1])
+    mean_of_texts = torch.zeros_like(mean).index_add_(0, belongs, z_of_texts) / captions[:, 0]
+    return (z_of_images + mean_of_texts) / 2
+
+
+def _side(own: Tensor, image: Tensor, processes: Processes) -> _Side:
+    sums = processes.sum(torch.cat((own.sum(0), own.new_tensor([len(own)]))))
+    mean = sums[:-1] / sums[-1]
+    centred = own - mean
+    return _Side(own, image, sums[-1], mean, processes.sum(centred.T @ centred))
+
+
+def _standardised(cosines: Tensor, rows: Tensor, others: _Side, without: Tensor) -> Tensor:
+    """Cosines, less the mean, in standard deviations of those with all others but the excluded ones."""
+    squares = torch.linalg.vecdot(rows @ others.moments, rows)
+    count, total, of_squares = without.unbind(1)
+    number = (others.number - count).clamp(min=1)
+    mean = -total / number  # all deviations from the mean add up to 0
+    variance = (squares - of_squares) / number - mean.square()
+    return (cosines - mean) / variance.clamp(min=_LEAST_VARIANCE).sqrt()
+
+
+def _powers(cosines: Tensor) -> Tensor:
+    return torch.stack((torch.ones_like(cosines), cosines, cosines.square()), 1)
+
+
+# ---- Equal ids ----
+
+
+def _of_equal_ids(images: _Side, texts: _Side, pair_ids: Tensor, processes: Processes) -> list[Tensor]:
+    """Count, sum and sum of squares of the cosines with others of the same id, for each image and each text."""
+    ids = processes.gather(pair_ids.to(images.own.device)).flatten()
+    _, same, counts = ids.unique(return_inverse=True, return_counts=True)
+    repeated = counts[same] > 1  # [images of the global batch]
+    found = [images.own.new_zeros(len(side.own), 3) for side in (images, texts)]
+    if bool(repeated.any()):
+        both = [_gathered(side, repeated, processes) for side in (images, texts)]
+        for sums, side, others in zip(found, (images, texts), both[::-1], strict=True):
+            of_others, image_of_others = others
+            rows = repeated[side.image].nonzero().flatten()
+            for part in rows.split(_ROWS):
+                cosines = side.own[part] @ of_others.T
+                image = side.image[part, None]
+                counted = (same[image] == same[image_of_others]) & (image != image_of_others)
+                cosines = torch.where(counted, cosines, 0.0)
+                sums[part] = torch.stack((counted.sum(1).float(), cosines.sum(1), cosines.square().sum(1)), 1)
+    return found
+
+
+def _gathered(side: _Side, chosen: Tensor, processes: Processes) -> tuple[Tensor, Tensor]:
+    """Of all processes, the centred embeddings that belong to the chosen images, and these images."""
+    rows = chosen[side.image].nonzero().flatten()
+    counts = processes.gather(rows.new_tensor(len(rows))).tolist()
+    padded = side.own.new_zeros(max(counts), side.own.shape[1])
+    image = rows.new_zeros(max(counts))
+    padded[: len(rows)], image[: len(rows)] = side.own[rows] - side.mean, side.image[rows]
+    everyone, images = processes.gather(padded), processes.gather(image)
+    parts = zip(everyone, images, counts, strict=True)
+    kept = [(rows_of_one[:count], image_of_one[:count]) for rows_of_one, image_of_one, count in parts]
+    return torch.cat([rows_of_one for rows_of_one, _ in kept]), torch.cat([image_of_one for _, image_of_one in kept])

@@ -1,0 +1,55 @@
+"""Which pairs of a window are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .declaring import ExclusiveOptionsError, option
+
+NOISY = "noisy"
+
+
+@dataclass
+class SelectionOptions:
+    """Which pairs of a window are trained.
+
+    The ``help`` of each field describes it.
+    """
+
+    leave_out: str | None = option(
+        help=(
+            "Leave pairs out that do not seem to belong together: 'noisy', or a share of each step such as 0.2. They "
+            "are neither positives nor negatives. 'noisy' leaves out none while too few pairs look wrong. Both begin "
+            "when the pairs have been seen three times, so they need several epochs."
+        ),
+        decides=True,
+    )
+
+
+def check_selection(args: Any) -> None:
+    """Raises a ValueError for a selection of pairs that is unknown or cannot be combined with another option."""
+    if args.leave_out is None:
+        return
+    args.leave_out = str(args.leave_out)
+    try:
+        known = args.leave_out == NOISY or 0 < float(args.leave_out) < 1
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"leave_out must be {NOISY!r}, or the share of the pairs to leave out, more than 0 and less than 1, got "
+            f"{args.leave_out!r}."
+        )
+    if args.gradient_noise_steps is not None:
+        raise ExclusiveOptionsError(
+            f"gradient_noise_steps compares a micro-batch with the global batch, but leave_out={args.leave_out!r} "
+            "trains other numbers of pairs in each of them. Omit one of both.",
+            *("gradient_noise_steps", "leave_out"),
+        )
+    if args.contrastive_weight == 0:
+        raise ExclusiveOptionsError(
+            f"leave_out={args.leave_out!r} leaves pairs out of the contrastive loss, which contrastive_weight=0 "
+            "switches off. Omit one of both.",
+            *("leave_out", "contrastive_weight"),
+        )

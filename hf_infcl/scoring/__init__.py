@@ -1,0 +1,1 @@
+"""How well the pairs of a training set belong together: `infcl score`, and the ledger that it writes."""

@@ -1,0 +1,29 @@
+"""The options of `infcl score`, without an import of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+
+@dataclass
+class ScoreOptions:
+    _argument_group_name: ClassVar[str] = "Scores"
+
+    split: str = field(default="train", metadata={"help": "Split of the data."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read tar or parquet shards, such as 'shards/{00000..00127}.tar', once."}
+    )
+    on_bad_sample: Literal["raise", "skip"] = field(
+        default="raise", metadata={"help": "What to do with a broken image or an empty caption: end, or leave it out."}
+    )
+    captions_per_image: int = field(
+        default=1, metadata={"help": "Number of captions drawn from an image's list, whose mean cosine counts."}
+    )
+    window: int = field(
+        default=4096, metadata={"help": "Number of pairs that are compared with each other. All are drawn at random."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ValueError(f"window must be at least 2, because a pair is compared with others, got {self.window}.")

@@ -1,0 +1,56 @@
+"""Draws the most suspicious pairs of a ledger, to be looked at."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from .ledger import Ledger
+
+SHOWN = 64  # pairs
+_COLUMNS, _WIDTH, _SIDE, _HEIGHT = 4, 260, 120, 216  # pixels of a cell, and the longer side of its image
+_LETTERS = 40  # in a line
+
+
+def small_jpeg(image: np.ndarray) -> bytes:
+    """A JPEG of the size of a cell from an image in uint8 [H, W, 3]."""
+    small, file = Image.fromarray(image), io.BytesIO()
+    scale = _SIDE / max(small.size)
+    width, height = (max(1, round(side * scale)) for side in small.size)
+    small.resize((width, height), Image.Resampling.BICUBIC).save(file, "jpeg", quality=85)
+    return file.getvalue()
+
+
+def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Image:
+    """A cell for each of the `SHOWN` pairs with the lowest scores: image, caption, and the text that it prefers.
+
+    Args:
+        ledger: of the training set.
+        pictures: by their keys, of these pairs as far as they are known; see `small_jpeg`.
+    """
+    places = ledger.most_suspicious(SHOWN)
+    font: Any = ImageFont.load_default(size=12)
+    rows = -(-len(places) // _COLUMNS)
+    sheet = Image.new("RGB", (_COLUMNS * _WIDTH, max(1, rows) * _HEIGHT), "white")
+    pen = ImageDraw.Draw(sheet)
+    for number, place in enumerate(places):
+        left, top = number % _COLUMNS * _WIDTH + 8, number // _COLUMNS * _HEIGHT + 8
+        key = int(ledger.key[place])
+        if key in pictures:
+            sheet.paste(Image.open(io.BytesIO(pictures[key])), (left, top))
+        facts = f"pair {key}\nscore {ledger.score[place]:.2f}\nwrong {ledger.p_wrong[place]:.0%}"
+        pen.text((left + _SIDE + 8, top), facts, "#555555", font)
+        lines = [("#00693e", ledger.caption[place])]
+        if ledger.text_key[place] != key and (instead := ledger.caption_of(int(ledger.text_key[place]))):
+            lines.append(("#b03000", f"prefers: {instead}"))
+        below = top + _SIDE + 6
+        for colour, text in lines:
+            wrapped = textwrap.wrap(text, _LETTERS)[:2] or [""]
+            pen.text((left, below), "\n".join(wrapped), colour, font)
+            below += 16 * len(wrapped) + 4
+    return sheet

@@ -1,0 +1,133 @@
+"""Pairs that do not belong together are left out of the windows (``leave_out``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..loss.pair_scores import pair_scores
+from ..options.selection_options import NOISY
+from ..passes.grad_cache import Features
+from ..processes.collectives import Processes
+from .extensions import PairSelection
+from .pair_averages import NO_KEY, PairAverages
+from .window import Window
+
+# Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
+FAST = 0.3  # the least weight of a visit in the average that decides
+SLOW = 0.1  # and in that of the ledger, which finds more of the wrong pairs, but forgets its mistakes too slowly
+BORDER, BORDER_OF_MANY = 0.6, 0.7  # of the mean of the pairs that are trained
+MANY = 0.1  # share of the pairs below 0 from which on the second border holds
+LEAST_BELOW = 0.01  # share of the pairs below 0 without which nothing is left out
+LEAST_MEAN = 2.0  # of the pairs that are trained
+LEAST_VISITS = 3
+_ITERATIONS = 12
+
+
+class WithoutNoisyPairs(PairSelection):
+    """Leaves out pairs whose image and captions do not belong together, found by the model that is trained.
+
+    Each pair has a score, see `pair_scores`, which is 0 on average where image and text do not belong together, and a
+    moving average of it over its visits. With m, the mean of those averages of the window that are at least 0.6 m, a
+    pair is left out while its average is below f m. A pair that is left out is not learned, so its score stays honest,
+    and it comes back if the average rises.
+
+    It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
+    1% of all averages are below 0. Where all pairs belong together there are fewer, and the training is, bit for bit,
+    the one without the selection. f is chosen at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+
+    With a share, the begin needs no averages below 0, and in each window the pairs with the lowest averages are left
+    out: that share of those that could be, rounded down.
+
+    Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
+    samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
+    scores of the window and decide alike.
+
+    Args:
+        leave_out: ``"noisy"``, or a share between 0 and 1 as text.
+        rows: as for `PairAverages`.
+    """
+
+    name = "leave_out"
+
+    def __init__(self, leave_out: str, rows: int | None) -> None:
+        self._share = None if leave_out == NOISY else float(leave_out)
+        self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
+        self.border: float | None = None  # once it has begun
+        self._counts = [0, 0]  # pairs left out, and all new ones, since the last log
+
+    def select(
+        self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
+    ) -> Tensor | None:
+        processes, (images, texts) = Processes(), features
+        score = pair_scores(images, texts, window.caption_image(), window.pair_ids())
+        keys, old = window.pair_keys(), window.replayed()
+        if old is not None:
+            keys = keys.masked_fill(old.to(keys.device), NO_KEY)
+        everyone = processes.gather_all(keys.to(score.device), score.double())
+        keys, score = (numbers.cpu() for numbers in everyone)  # [processes, images of each]
+        stays = self._stays(keys, score)
+        new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
+        self._counts[0] += int((~stays).sum())
+        self._counts[1] += int(new.sum())
+        return None if bool(stays.all()) else stays[processes.rank]
+
+    def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
+        """Which pairs of the window take part, [processes, images of each]."""
+        average, visits = (found.view_as(keys) for found in self.averages.visit(keys.flatten(), score.flatten()))
+        known = average[visits > 0]
+        if len(known) == 0:
+            return torch.ones_like(keys, dtype=torch.bool)
+        if self.border is None:
+            self._begin(mean_of_trained(known, BORDER))
+        if self.border is None:
+            return torch.ones_like(keys, dtype=torch.bool)
+        candidates = visits >= LEAST_VISITS
+        if self._share is None:
+            left = candidates & (average < self.border * mean_of_trained(known, self.border))
+        else:
+            # Averages that are equal have the order of the keys, whichever process they are on.
+            order = keys.flatten().argsort(stable=True)
+            order = order[average.flatten()[order].argsort(stable=True)]
+            order = order[candidates.flatten()[order]]
+            left = torch.zeros(keys.numel(), dtype=torch.bool)
+            left[order[: int(self._share * len(order))]] = True
+            left = left.view_as(keys)
+        # ---- At least one new pair stays on each process ----
+        for none_stays, row, averages in zip((left | (keys == NO_KEY)).all(1), left, average, strict=True):
+            if none_stays and bool(row.any()):
+                row[averages.masked_fill(~row, -torch.inf).argmax()] = False
+        return ~left
+
+    def _begin(self, mean: float) -> None:
+        """Begins, if the pairs are known well enough."""
+        if mean < LEAST_MEAN or self.averages.mean_visits < LEAST_VISITS:
+            return
+        below = self.averages.share_below_zero
+        if self._share is not None or below >= LEAST_BELOW:
+            self.border = BORDER if below < MANY else BORDER_OF_MANY
+
+    def logs(self) -> dict[str, float]:
+        """``left_out``: the share of the new pairs that took no part, since the last log."""
+        left, pairs = self._counts
+        self._counts = [0, 0]
+        return {"left_out": round(left / pairs, 4)} if pairs else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.averages.state_dict(), "border": self.border or 0.0, "counts": list(self._counts)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.averages.load_state_dict(state)
+        self.border, self._counts = state["border"] or None, list(state["counts"])
+
+
+def mean_of_trained(averages: Tensor, border: float) -> float:
+    """m, the mean of the averages [n] fp64 that are at least ``border`` times m."""
+    least = border * averages.mean()
+    for _ in range(_ITERATIONS):
+        chosen = averages >= least
+        least = border * (averages * chosen).sum() / chosen.sum().clamp(min=1)
+    return float(least) / border

@@ -1,0 +1,169 @@
+"""Pairs that a selection leaves out have no second pass, and the gradient is that of one batch of the others."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from helpers import models
+from helpers.trainers import arguments
+from torch import Tensor
+
+from hf_infcl import InfCLTrainer, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.passes.grad_cache import Features
+from hf_infcl.windows.extensions import PairSelection
+from hf_infcl.windows.window import Window
+
+BUILD = {"softmax": models.clip, "sigmoid": models.siglip}
+RATE, ROWS, LONGEST = 5e-3, 48, 12
+PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
+
+
+class Marked(PairSelection):
+    """Lets pairs take part that their ids mark: two of three, or one of three."""
+
+    name = "marked"
+
+    def __init__(self, of_three: int) -> None:
+        self.of_three = of_three
+
+    def select(self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None) -> Tensor:
+        return torch.cat([batch["mark"] for batch in window.batches]).cpu() < self.of_three
+
+
+class Pairs(models.Pairs):
+    """Each image with one or several captions, and a mark from 0 to 2 that is no regular pattern."""
+
+    def __init__(self, captions: int = 1) -> None:
+        super().__init__(ROWS, longest=LONGEST)
+        self.captions = captions
+        self.others = models.Pairs(ROWS * captions, longest=LONGEST, seed=1)
+        self.marks = torch.randint(0, 3, (ROWS,), generator=torch.Generator().manual_seed(2))
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"row": row, "mark": self.marks[row]}
+
+    def collate(self, items: list[Any]) -> dict[str, Any]:
+        rows = torch.tensor([item["row"] for item in items])
+        texts = (rows[:, None] * self.captions + torch.arange(self.captions)).flatten()
+        batch = {"pixel_values": self.images[rows], "mark": self.marks[rows]}
+        batch |= {"input_ids": self.others.tokens[texts], "attention_mask": self.others.mask[texts]}
+        if self.captions > 1:
+            batch["caption_image"] = torch.arange(len(rows)).repeat_interleave(self.captions)
+        return batch
+
+
+class Collator:
+    """`Pairs.collate`, which tells how captions are padded, so that texts are dealt out by their length."""
+
+    text_padding: ClassVar = {"input_ids": models.TEXT["pad_token_id"], "attention_mask": 0}
+
+    def __init__(self, data: Pairs) -> None:
+        self.data = data
+
+    def __call__(self, items: list[Any]) -> dict[str, Any]:
+        return self.data.collate(items)
+
+
+def train(
+    folder: Any, objective: str, captions: int, of_three: int, sorts: bool, world_size: int = 1, **options: Any
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """The weights after two steps, their losses, and the number of forwards."""
+    data = Pairs(captions)
+    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world_size}
+    more = {"equal_ids": "positive"} if captions > 1 else {}
+    args = arguments(folder, **{**PLAIN, "max_logit_scale": 1e6, **batch, **more, **options})
+    collator = Collator(data) if sorts else data.collate
+    trainer = InfCLTrainer(BUILD[objective](), args, collator, train_dataset=data, extensions=[Marked(of_three)])
+    forwards: list[int] = []
+    trainer.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    trainer.train()
+    logs = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return weights, logs, len(forwards)
+
+
+def expected(objective: str, captions: int, of_three: int, freeze: str | None = None) -> tuple[dict, list[float]]:
+    model, data = BUILD[objective](), Pairs(captions)
+    encoder = DualEncoder(model)
+    encoder.initialise_sigmoid()
+    encoder.freeze(freeze)
+    whole = data.collate([data[row] for row in range(ROWS)])
+    chosen = whole["mark"] < of_three
+    losses = []
+    for _ in range(2):
+        images, texts = encoder.embed(model, whole)
+        ids = torch.arange(ROWS)
+        of_texts = ids.repeat_interleave(captions)
+        kept = chosen[of_texts]
+        given = {"image_ids": ids[chosen], "text_ids": of_texts[kept]} if captions > 1 else {}
+        loss = reference.contrastive_loss(
+            images[chosen], texts[kept], *encoder.scale_and_bias(), objective=objective, **given
+        ).sum()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= RATE * parameter.grad
+                    parameter.grad = None
+    return dict(model.named_parameters()), losses
+
+
+def check(found: tuple, objective: str, captions: int, of_three: int, **options: Any) -> None:
+    weights, losses, _ = found
+    plain, plain_losses = expected(objective, captions, of_three, **options)
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    begin = dict(BUILD[objective]().named_parameters())
+    for name, parameter in plain.items():
+        moved = (parameter - begin[name]).norm()
+        assert (weights[name].reshape(parameter.shape) - parameter).norm() <= 1e-4 * moved + 2e-7, name
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+@pytest.mark.parametrize(("objective", "sorts"), [("softmax", False), ("softmax", True), ("sigmoid", False)])
+def test_steps_are_those_of_autograd_with_fewer_forwards(tmp_path, objective, captions, sorts):
+    marks = Pairs().marks
+    for of_three in (1, 2):
+        found = train(tmp_path, objective, captions, of_three, sorts)
+        check(found, objective, captions, of_three)
+        second = -(-int((marks < of_three).sum()) // 4)
+        assert found[2] == 2 * (ROWS // 4 + second)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"freeze": "image"}, {"freeze": "text"}, {"offload_inputs": True}, {"retain_graphs": "4"}, {"texts_at_once": 3}],
+    ids=str,
+)
+def test_other_options_of_a_step_compose(tmp_path, options):
+    found = train(tmp_path, "softmax", 1, 1, True, **options)
+    check(found, "softmax", 1, 1, **{name: value for name, value in options.items() if name == "freeze"})
+    assert found[2] < 2 * (2 * ROWS // 4 - 1), "the second pass was shorter"
+
+
+def test_few_pairs_that_are_left_out_cost_no_kept_graph(tmp_path):
+    found = train(tmp_path, "softmax", 1, 2, False, retain_graphs="12")
+    check(found, "softmax", 1, 2)
+    assert found[2] == 2 * ROWS // 4
+
+
+def test_a_model_that_draws_random_numbers_runs_its_whole_second_pass(tmp_path, monkeypatch):
+    monkeypatch.setitem(BUILD, "softmax", lambda: models.clip(dropout=0.3))
+    assert train(tmp_path, "softmax", 1, 1, False)[2] == 2 * (2 * ROWS // 4 - 1)
+
+
+def rank_train(rank: int, world_size: int, folder: str, cells: list[tuple]) -> list[tuple]:
+    return [train(folder, *cell, world_size, strategy=strategy) for *cell, strategy in cells]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_keep_different_numbers_of_pairs(ranks, tmp_path, world_size):
+    cells = [("softmax", 1, 1, True, "ring"), ("sigmoid", 1, 2, False, "disco"), ("softmax", 3, 2, True, "local")]
+    cells += [("softmax", 1, 2, False, "gather")]
+    for by_cell in ranks.run(rank_train, world_size, str(tmp_path), cells, always_ring=True):
+        for (objective, captions, of_three, *_), found in zip(cells, by_cell, strict=True):
+            check(found, objective, captions, of_three)
+        assert by_cell[0][2] < 2 * (2 * ROWS // 4 // world_size - 1), "the second pass was shorter"

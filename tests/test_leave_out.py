@@ -1,0 +1,397 @@
+"""`leave_out` finds pairs that do not belong together, on any number of processes and after resumes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import models
+from helpers.concepts import Concepts, linear
+from helpers.processes import context
+from helpers.shards import write_tars
+from helpers.streams import collate, stream_of
+from helpers.trainers import arguments, trainer_for
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset, default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.passes.grad_cache import Features
+from hf_infcl.publishing.curves import plot_curves
+from hf_infcl.publishing.settings import training_settings
+from hf_infcl.windows.extensions import PairSelection, StepObserver
+from hf_infcl.windows.pair_averages import NO_KEY
+from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, WithoutNoisyPairs, mean_of_trained
+from hf_infcl.windows.window import Window, WindowLoss
+
+LEARNS = {
+    **{"per_device_train_batch_size": 64, "gradient_accumulation_steps": 2, "max_steps": 48, "learning_rate": 1e-2},
+    **{"objective": "softmax", "lr_scheduler_type": "constant", "log_level": "error"},
+}
+
+
+def trainer(folder: Any, data: Any, *, extensions: Any = (), callbacks: Any = (), **options: Any) -> InfCLTrainer:
+    args = arguments(folder, **{**LEARNS, **options})
+    more = {"extensions": extensions, "callbacks": [*callbacks]}
+    return InfCLTrainer(linear(), args, default_collate, train_dataset=data, **more)
+
+
+def selection_of(made: InfCLTrainer) -> WithoutNoisyPairs:
+    (found,) = [one for one in made.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
+    return found
+
+
+def weights(made: InfCLTrainer) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(made.model.parameters()).detach()
+
+
+def left_out(made: InfCLTrainer) -> list[float]:
+    return [entry["left_out"] for entry in made.state.log_history if "left_out" in entry]
+
+
+# ---- What it finds ----
+
+
+def test_clean_pairs_are_trained_to_the_bit_as_without_it(tmp_path):
+    made = [trainer(tmp_path, Concepts(), **option) for option in ({}, {"leave_out": "noisy"})]
+    for one in made:
+        one.train()
+    assert torch.equal(*map(weights, made))
+    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in made]
+    assert losses[0] == losses[1]
+    assert selection_of(made[1]).averages.mean_visits == 12
+    assert set(left_out(made[1])) == {0.0}
+    assert not left_out(made[0])
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """A training in which 30% of the captions are swapped, that saved in step 30."""
+    saves = {"save_strategy": "steps", "save_steps": 30}
+    made = trainer(tmp_path_factory.mktemp("noisy"), Concepts(wrong=0.3), leave_out="noisy", **saves)
+    made.train()
+    return made
+
+
+def test_swapped_captions_are_found_and_the_others_are_learned_better(noisy, tmp_path):
+    data, selection = Concepts(wrong=0.3), selection_of(noisy)
+    fast = selection.averages._averages[0]
+    found = fast < selection.border * mean_of_trained(fast.double(), selection.border)
+    assert found[data.is_wrong].float().mean() > 0.9
+    assert found[~data.is_wrong].float().mean() < 0.1
+    assert left_out(noisy)[0] == 0
+    assert 0.2 < left_out(noisy)[-1] < 0.4
+    plain = trainer(tmp_path, Concepts(wrong=0.3))
+    plain.train()
+    held_out = Concepts(seed=2).batch()
+    hits = []
+    for one in (noisy, plain):
+        with torch.no_grad():
+            images, texts = DualEncoder(one.model.eval()).embed(one.model, held_out)
+        hits.append(((images @ texts.T).argmax(1) == torch.arange(512)).float().mean())
+    assert hits[0] > hits[1] + 0.01
+
+
+def test_a_share_leaves_out_the_worst_of_each_step(tmp_path):
+    data = Concepts(wrong=0.3)
+    made = trainer(tmp_path, data, leave_out=0.3)
+    made.train()
+    assert left_out(made)[-1] == round(int(0.3 * 128) / 128, 4)
+    _, slow = selection_of(made).averages.slow()
+    assert slow[data.is_wrong].mean() < 0.5 * slow[~data.is_wrong].mean()
+
+
+# ---- Decisions ----
+
+
+def window_of(keys: Tensor, ids: Tensor | None = None, new: int | None = None) -> Window:
+    batch = {"pixel_values": torch.zeros(len(keys), 1), "input_ids": torch.zeros(len(keys), 1), "pair_keys": keys}
+    batch |= {} if new is None else {"new_images": new}
+    return Window([batch])
+
+
+def drawn(window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and features of a global batch of 24 of 48 pairs, of which every third does not belong together."""
+    generator = torch.Generator().manual_seed(window)
+    keys = torch.randperm(48, generator=generator)[:24]
+    images = F.normalize(torch.randn(48, 8, generator=torch.Generator().manual_seed(99)), dim=1)
+    wrong = torch.arange(0, 48, 3)
+    texts = images.clone()
+    texts[wrong] = texts[wrong].roll(1, 0)
+    noise = 0.1 * torch.randn(2, 24, 8, generator=generator)
+    features = (F.normalize(one[keys] + more, dim=1) for one, more in zip((images, texts), noise, strict=True))
+    return keys, *features
+
+
+def decisions(rank: int, world_size: int, leave_out: str, windows: int = 16) -> list[list[int]]:
+    """The keys that each window leaves out on this process."""
+    selection, each = WithoutNoisyPairs(leave_out, 48), 24 // world_size
+    found = []
+    for number in range(windows):
+        keys, images, texts = (part[rank * each : (rank + 1) * each] for part in drawn(number))
+        stays = selection.select(window_of(keys), (images, texts), torch.tensor(1.0), None)
+        found.append([] if stays is None else keys[~stays].tolist())
+    return found
+
+
+@pytest.mark.parametrize("leave_out", ["noisy", "0.25"])
+def test_decisions_are_the_same_on_any_number_of_processes(ranks, leave_out):
+    (alone,) = ranks.run(decisions, 1, leave_out)
+    first = next(number for number, keys in enumerate(alone) if keys)
+    assert 3 < first < 12, "after three visits on average"
+    assert {key % 3 for keys in alone for key in keys} == {0} if leave_out == "noisy" else True
+    assert sum(map(len, alone[first:])) > 4 * len(alone[first:])
+    for world_size in (2, 3):
+        by_rank = ranks.run(decisions, world_size, leave_out)
+        for number, keys in enumerate(alone):
+            assert sorted(key for found in by_rank for key in found[number]) == sorted(keys)
+
+
+def test_m_and_the_border_are_those_of_the_rule():
+    averages = torch.tensor([5.0, 4.0, 3.0, 2.9, 1.0, -1.0, 0.2]).double()
+    m = mean_of_trained(averages, 0.6)
+    assert m == pytest.approx((5 + 4 + 3 + 2.9) / 4)
+    assert m == pytest.approx(float(averages[averages >= 0.6 * m].mean()))
+    for share, border in ((0.0, None), (0.005, None), (0.02, BORDER), (0.099, BORDER), (0.1, BORDER_OF_MANY)):
+        selection = WithoutNoisyPairs("noisy", 1000)
+        scores = torch.full((1000,), 4.0).double()
+        scores[: int(1000 * share)] = -1
+        for visit in range(3):
+            assert selection.border is None
+            stays = selection._stays(torch.arange(1000)[None], scores[None])
+            assert bool(stays.all()) == (visit < 2 or border is None)
+        assert selection.border == border
+
+
+def test_what_is_never_left_out():
+    def stays(keys: list[int], scores: list[float], share: str = "noisy") -> list[list[bool]]:
+        selection = WithoutNoisyPairs(share, 100)
+        warm = torch.tensor([4.0] * 50 + [-1.0] * 50).double()
+        for _ in range(3):
+            selection._stays(torch.arange(100)[None], warm[None])
+        selection.averages._visits[7] = 1
+        return selection._stays(torch.tensor(keys), torch.tensor(scores).double()).tolist()
+
+    assert stays([[0, 60], [1, 61]], [[4, -1], [4, -1]]) == [[True, False], [True, False]]
+    assert stays([[0, 1], [60, 61]], [[4, 4], [-1, -0.9]]) == [[True, True], [False, True]], "one stays on a process"
+    assert stays([[0, 60], [NO_KEY, 61]], [[4, -1], [-3, -1]]) == [[True, False], [True, True]], "an old pair is none"
+    assert stays([[0, NO_KEY], [7, 60]], [[4, -3], [-9, -1]]) == [[True, True], [True, False]], "seen only twice"
+    assert stays([[0, 60], [1, 61]], [[4, torch.nan], [4, -1]])[0] == [True, True], "a window that is skipped"
+
+
+# ---- Keys ----
+
+
+class Seen(StepObserver):
+    """Notes the key and the tokens of each pair that is trained."""
+
+    name = "seen"
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[int, bool, str]]] = []
+
+    def after_first_pass(self, window: Window, features: Features) -> None:
+        tokens, old = torch.cat([batch["input_ids"] for batch in window.batches]), window.replayed()
+        old = torch.zeros(len(tokens), dtype=torch.bool) if old is None else old
+        rows = zip(window.pair_keys().tolist(), old.tolist(), map(str, tokens.tolist()), strict=True)
+        self.steps.append(list(rows))
+
+
+def rank_seen(rank: int, world_size: int, folder: str, kind: str, steps: int) -> list[tuple[int, bool, str]]:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 4 // world_size, "max_steps": steps}
+    data: Any = models.Pairs(40)
+    collator: Any = default_collate
+    if kind == "wrapped":
+        data = ConcatDataset([Subset(data, range(30)), models.Pairs(20, seed=7)])
+    elif kind == "grows":
+        options |= {"global_batch_schedule": ["8:0.5", "16"], "gradient_accumulation_steps": 1}
+    elif kind == "stream":
+        data, collator = stream_of(folder), collate
+    elif kind == "replay":
+        data, collator, options["replay_dataset"] = stream_of(folder), collate, stream_of(folder)
+    seen, old = Seen(), {name: options.pop(name) for name in ("replay_dataset",) if name in options}
+    args = arguments(folder, **options, leave_out="noisy")
+    InfCLTrainer(models.clip(), args, collator, train_dataset=data, extensions=[seen], **old).train()
+    return [row for step in seen.steps for row in step]
+
+
+@pytest.mark.parametrize("kind", ["table", "wrapped", "grows", "stream", "replay"])
+def test_each_pair_has_one_key_wherever_it_is_read(ranks, tmp_path, kind):
+    write_tars(tmp_path / "shards", [10] * 4)
+    folder = str(tmp_path / "shards")
+    rows = [row for world_size in (1, 2) for one in ranks.run(rank_seen, world_size, folder, kind, 7) for row in one]
+    new = [(key, tokens) for key, old, tokens in rows if not old]
+    assert len(new) > 100
+    assert len({key for key, _ in new}) == len({tokens for _, tokens in new}) == len(set(new)) > 30
+    assert min(key for key, _ in new) >= 0
+    if kind in ("table", "grows"):
+        assert all(str(models.Pairs(40).tokens[key].tolist()) == tokens for key, tokens in new)
+
+
+def test_a_row_that_replaces_a_bad_one_has_no_key():
+    from hf_infcl.data.keyed import KeyedRows, sample_key
+
+    rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}])
+    assert [rows[row].key for row in range(3)] == [0, NO_KEY, 2]
+    assert rows.__getitems__([2, 1])[1].key == NO_KEY
+    assert sample_key("0/00001.tar", "000007") == 8573465787132824520, "stable"
+    assert min(sample_key("a", str(number)) for number in range(100)) >= 0
+
+
+# ---- Resumes ----
+
+
+def continued(folder: Any, whole: InfCLTrainer, **options: Any) -> InfCLTrainer:
+    """A training that goes on from the checkpoint of another one."""
+    made = trainer(folder, Concepts(wrong=0.3), leave_out="noisy", **options)
+    made.train(resume_from_checkpoint=str(Path(whole.args.output_dir, "checkpoint-30")))
+    assert made.steps_trained == 18
+    return made
+
+
+def test_a_resumed_training_goes_on_to_the_bit(noisy, tmp_path):
+    assert 0 < left_out(noisy)[29] < 1, "it had begun"
+    made = continued(tmp_path, noisy)
+    assert torch.equal(weights(made), weights(noisy))
+    for one, other in zip(selection_of(made).averages.slow(), selection_of(noisy).averages.slow(), strict=True):
+        assert torch.equal(one, other)
+    assert left_out(made)[-1] == left_out(noisy)[-1]
+
+
+def rank_continued(rank: int, world_size: int, checkpoint: str, output: str) -> tuple[Tensor, list[float], Tensor]:
+    made = trainer(output, Concepts(wrong=0.3), leave_out="noisy", gradient_accumulation_steps=2 // world_size)
+    made.train(resume_from_checkpoint=checkpoint)
+    return weights(made), left_out(made), selection_of(made).averages.slow()[1]
+
+
+def test_two_processes_go_on_with_the_same_decisions(ranks, noisy, tmp_path):
+    found = ranks.run(rank_continued, 2, f"{noisy.args.output_dir}/checkpoint-30", str(tmp_path))
+    assert torch.equal(found[0][2], found[1][2])
+    moved = weights(noisy) - torch.nn.utils.parameters_to_vector(linear().parameters())
+    assert (found[0][0] - weights(noisy)).norm() < 1e-2 * moved.norm()
+    assert found[0][1] == left_out(noisy)
+
+
+def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
+    made = trainer(tmp_path, Concepts(640, wrong=0.3), leave_out="noisy", resume_with_changes=True, max_steps=31)
+    made.train(resume_from_checkpoint=str(Path(noisy.args.output_dir, "checkpoint-30")))
+    averages = selection_of(made).averages
+    assert averages._visits.shape == (640,)
+    assert (averages._visits[:512] >= 7).all()
+    assert selection_of(made).border == selection_of(noisy).border
+
+
+class Killed(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 36:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: str) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 30}
+    trainer(folder, Concepts(wrong=0.3), leave_out="noisy", callbacks=[Killed()], **saves).train()
+
+
+def test_a_killed_training_resumes_to_the_bit(noisy, tmp_path):
+    process: multiprocessing.Process = context().Process(target=killed, args=(str(tmp_path),))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    made = trainer(tmp_path, Concepts(wrong=0.3), leave_out="noisy")
+    made.train(resume_from_checkpoint="auto")
+    assert made.steps_trained == 18
+    assert torch.equal(weights(made), weights(noisy))
+
+
+def test_another_selection_is_a_change_of_the_run(noisy, tmp_path):
+    made = trainer(tmp_path, Concepts(wrong=0.3))
+    with pytest.raises(ValueError, match="leave_out was 'noisy' and is None"):
+        made.train(resume_from_checkpoint=str(Path(noisy.args.output_dir, "checkpoint-30")))
+
+
+# ---- With replay in two losses ----
+
+
+def rank_own(rank: int, world_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (F.normalize(torch.randn(12, 8, generator=generator), dim=1) for _ in range(2))
+    takes_part = torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
+    each = 12 // world_size
+    mine = slice(rank * each, (rank + 1) * each)
+    window = window_of(torch.arange(each), new=each // 2)
+    loss = WindowLoss(rank, "exclude", in_bf16=False, objective="softmax", replay_as="own")
+    return loss.of(window, (images[mine], texts[mine]), torch.tensor(9.0), None, takes_part[mine])
+
+
+def test_uneven_pairs_weigh_both_losses_alike_on_every_process(ranks):
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (F.normalize(torch.randn(12, 8, generator=generator), dim=1) for _ in range(2))
+    takes_part = torch.tensor([True, False, True, True, True, True, True, True, False, False, True, True])
+    new = torch.tensor([True, True, True, False, False, False] * 2)
+    parts = [takes_part & new, takes_part & ~new]
+    losses = [reference.contrastive_loss(images[p], texts[p], torch.tensor(9.0)).sum() * p.sum() for p in parts]
+    expected = sum(losses) / takes_part.sum()
+    for loss in ranks.run(rank_own, 2):
+        torch.testing.assert_close(loss, expected)
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"leave_out": "1"}, "more than 0 and less than 1, got '1'"),
+        ({"leave_out": "0"}, "more than 0 and less than 1, got '0'"),
+        ({"leave_out": "nan"}, "more than 0 and less than 1, got 'nan'"),
+        ({"leave_out": "clean"}, "leave_out must be 'noisy', or the share of the pairs to leave out"),
+        ({"leave_out": "noisy", "gradient_noise_steps": 2}, "trains other numbers of pairs in each of them"),
+        ({"leave_out": "noisy", "contrastive_weight": 0.0}, "which contrastive_weight=0 switches off"),
+    ],
+)
+def test_selections_that_cannot_be(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        InfCLTrainingArguments(str(tmp_path), use_cpu=True, **options)
+
+
+def test_a_stream_without_keys_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="those of a Stream have no keys"):
+        trainer_for(tmp_path, data=models.Stream(40), leave_out="noisy")
+
+
+class Nothing(PairSelection):
+    name = "nothing"
+
+    def select(
+        self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
+    ) -> Tensor | None:
+        return torch.zeros(len(features[0]), dtype=torch.bool)
+
+
+def test_a_window_of_which_nothing_is_left(tmp_path):
+    made = trainer(tmp_path, Concepts(), extensions=[Nothing()], max_steps=1)
+    with pytest.raises(ValueError, match=r"None of the 128 pairs .* the selection \(nothing\) has left them all out"):
+        made.train()
+
+
+# ---- What is told ----
+
+
+def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
+    history = noisy.state.log_history
+    plot_curves(history, tmp_path / "with.png")
+    plot_curves([{k: v for k, v in entry.items() if k != "left_out"} for entry in history], tmp_path / "without.png")
+    heights = [Image.open(tmp_path / f"{name}.png").size[1] for name in ("with", "without")]
+    assert heights[0] > 1.5 * heights[1], "a panel more"
+    share = sum(left_out(noisy)) / len(left_out(noisy))
+    assert training_settings(noisy)["pairs left out"] == (
+        f"those that did not seem to belong together, {share:.1%} of all"
+    )

@@ -1,0 +1,174 @@
+"""Scores of single pairs against plain torch on all cosines, and their averages by keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_infcl.loss.pair_scores import pair_scores
+from hf_infcl.windows import pair_averages
+from hf_infcl.windows.pair_averages import NO_KEY, PairAverages
+
+DIM, IMAGES = 12, 12
+KINDS = ("pairs", "ids", "captions", "captions and ids")
+
+
+def whole(kind: str) -> dict[str, Any]:
+    """A global batch, in which all cosines are near 0.9: images, texts, the image of each text, ids."""
+    generator = torch.Generator().manual_seed(3)
+    common = torch.randn(DIM, generator=generator)
+    images = F.normalize(3 * common + torch.randn(IMAGES, DIM, generator=generator), dim=1)
+    belongs = torch.arange(IMAGES)
+    if kind.startswith("captions"):  # one to three of each image
+        belongs = belongs.repeat_interleave(1 + torch.arange(IMAGES) % 3)
+    texts = F.normalize(3 * common + torch.randn(len(belongs), DIM, generator=generator), dim=1)
+    ids = torch.tensor([0, 1, 2, 0, 4, 5, 2, 7, 2, 9, 5, 11]) if kind.endswith("ids") else None
+    return {"images": images, "texts": texts, "belongs": belongs, "ids": ids}
+
+
+def expected(kind: str) -> Tensor:
+    batch = whole(kind)
+    images, texts, belongs = batch["images"].double(), batch["texts"].double(), batch["belongs"]
+    ids = torch.arange(IMAGES) if batch["ids"] is None else batch["ids"]
+    cosines, others = images @ texts.T, ids[:, None] != ids[belongs]
+    own = torch.arange(IMAGES)[:, None] == belongs
+    found = []
+    for image in range(IMAGES):
+        negatives = cosines[image][others[image]]
+        z = (cosines[image][own[image]].mean() - negatives.mean()) / negatives.std(correction=0)
+        of_texts = []
+        for text in own[image].nonzero().flatten():
+            negatives = cosines[:, text][others[:, text]]
+            of_texts.append((cosines[image, text] - negatives.mean()) / negatives.std(correction=0))
+        found.append((z + torch.stack(of_texts).mean()) / 2)
+    return torch.stack(found)
+
+
+def rank_scores(rank: int, world_size: int) -> list[Tensor]:
+    found = []
+    for kind in KINDS:
+        batch, each = whole(kind), IMAGES // world_size
+        mine = (batch["belongs"] // each) == rank
+        texts, belongs = batch["texts"][mine], batch["belongs"][mine] - rank * each
+        ids = None if batch["ids"] is None else batch["ids"][rank * each : (rank + 1) * each]
+        if kind != "pairs":  # a negative caption, in another order than that of the images
+            texts, belongs = torch.cat((texts[:1], texts)).flip(0), torch.cat((torch.tensor([-1]), belongs)).flip(0)
+        found.append(
+            pair_scores(
+                batch["images"][rank * each : (rank + 1) * each], texts, None if kind == "pairs" else belongs, ids
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_scores_are_those_of_all_cosines(ranks, world_size):
+    by_rank = ranks.run(rank_scores, world_size)
+    for number, kind in enumerate(KINDS):
+        found = torch.cat([scores[number] for scores in by_rank])
+        torch.testing.assert_close(found.double(), expected(kind), rtol=2e-4, atol=2e-4, msg=kind)
+
+
+def test_a_pair_that_does_not_belong_together_scores_0_on_average():
+    generator = torch.Generator().manual_seed(0)
+    images = F.normalize(torch.randn(4096, DIM, generator=generator), dim=1)
+    texts = F.normalize(images + 0.2 * torch.randn(4096, DIM, generator=generator), dim=1)
+    wrong = torch.arange(4096) < 2048
+    texts[wrong] = texts[wrong].roll(1, 0)
+    scores = pair_scores(images, texts)
+    assert scores[wrong].mean().abs() < 0.1
+    assert scores[~wrong].mean() > 2
+
+
+# ---- Averages ----
+
+
+def plain(visits: list[tuple[list[int], list[float]]], least: float) -> dict[int, float]:
+    averages: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for keys, values in visits:
+        for key in set(keys) - {NO_KEY}:
+            new = [value for k, value in zip(keys, values, strict=True) if k == key]
+            counts[key] = counts.get(key, 0) + 1
+            before = averages.get(key, 0.0)
+            averages[key] = before + max(least, 1 / counts[key]) * (sum(new) / len(new) - before)
+    return averages
+
+
+def drawn(windows: int, keys: int, size: int = 40) -> list[tuple[list[int], list[float]]]:
+    generator = torch.Generator().manual_seed(1)
+    names = torch.randint(0, 2**62, (keys,), generator=generator) if keys > 500 else torch.arange(keys)
+    found = []
+    for _ in range(windows):
+        chosen = names[torch.randint(0, keys, (size,), generator=generator)]
+        chosen[0] = NO_KEY
+        found.append((chosen.tolist(), torch.randn(size, dtype=torch.float64, generator=generator).tolist()))
+    return found
+
+
+def visited(averages: PairAverages, visits: list[tuple[list[int], list[float]]]) -> PairAverages:
+    for keys, values in visits:
+        averages.visit(torch.tensor(keys), torch.tensor(values, dtype=torch.float64))
+    return averages
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(100, 100), (None, 100), (None, 1500)])
+def test_averages_of_a_table_and_of_a_stream(monkeypatch, rows, keys):
+    monkeypatch.setattr(pair_averages, "_FEWEST", 8192 if keys > 500 else 64)  # that of 64 slots grows
+    visits = drawn(60, keys)
+    averages = visited(PairAverages(rows, fast=0.3, slow=0.1), visits)
+    for found, least in zip(averages._averages, (0.3, 0.1), strict=True):
+        by_key = plain(visits, least)
+        known = averages._visits > 0
+        names = torch.arange(rows)[known] if rows else averages._keys[known]
+        assert dict(zip(names.tolist(), found[known].tolist(), strict=True)) == pytest.approx(by_key, abs=1e-5)
+    fast = plain(visits, 0.3)
+    assert averages.share_below_zero == sum(value < 0 for value in fast.values()) / len(fast)
+    assert averages.mean_visits == sum(len({*k} - {NO_KEY}) for k, _ in visits) / len(fast)
+    names, slow = averages.slow()
+    assert dict(zip(names.tolist(), slow.tolist(), strict=True)) == pytest.approx(plain(visits, 0.1), abs=1e-5)
+    assert names.tolist() == sorted(fast)
+
+
+def test_a_full_table_of_a_stream_forgets_pairs_and_counts_on(monkeypatch):
+    monkeypatch.setattr(pair_averages, "_FEWEST", 64)
+    monkeypatch.setattr(pair_averages, "_MOST", 128)
+    averages = visited(PairAverages(None, fast=0.3, slow=0.1), drawn(60, 2000))
+    counted = averages._seen, averages._visited, averages._below
+    assert len(averages._visits) == 128
+    averages._count()
+    assert counted == (averages._seen, averages._visited, averages._below)
+    assert averages.mean_visits < 1.5
+    known = averages._keys[averages._visits > 0]
+    assert len(known.unique()) == len(known) > 100
+    keys = torch.tensor([known[0].item(), 2**61 + 5])
+    _, visits = averages.visit(keys, torch.ones(2, dtype=torch.float64))
+    assert visits[0] >= 2
+    assert visits[1] == 1
+
+
+def test_values_that_are_not_finite_are_not_kept():
+    averages = PairAverages(5, fast=0.3, slow=0.1)
+    found, visits = averages.visit(torch.tensor([1, 2, NO_KEY]), torch.tensor([torch.nan, 1.0, 1.0]).double())
+    assert found.isnan().tolist() == [True, False, True]
+    assert visits.tolist() == [0, 1, 0]
+    assert averages.slow()[0].tolist() == [2]
+
+
+@pytest.mark.parametrize("rows", [100, None])
+def test_averages_go_on_from_a_state(rows):
+    visits = drawn(20, 100)
+    whole_run = visited(PairAverages(rows, fast=0.3, slow=0.1), visits)
+    first = visited(PairAverages(rows, fast=0.3, slow=0.1), visits[:9])
+    rest = PairAverages(None if rows is None else 120, fast=0.3, slow=0.1)  # the table has grown
+    rest.load_state_dict(first.state_dict())
+    visited(rest, visits[9:])
+    for one, other in zip(whole_run.slow(), rest.slow(), strict=True):
+        assert torch.equal(one, other)
+    assert (whole_run.mean_visits, whole_run.share_below_zero) == (rest.mean_visits, rest.share_below_zero)
+    with pytest.raises(ValueError, match="averages of the pairs of a"):
+        PairAverages(5 if rows is None else None, fast=0.3, slow=0.1).load_state_dict(first.state_dict())

@@ -1,0 +1,273 @@
+"""The ledger of pairs: scores, probabilities, what images and texts prefer, its files, and the commands that use it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import models
+from helpers.concepts import Concepts, linear
+from helpers.demo import infcl
+from helpers.processors import END, clip_processor
+from helpers.shards import number_of, png, write_tars
+from helpers.streams import stream_of
+from helpers.trainers import arguments
+from PIL import Image
+from torch.utils.data import default_collate
+
+from hf_infcl import ImageTextDataset, InfCLTrainer
+from hf_infcl.data.keyed import sample_key
+from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loss.pair_scores import pair_scores
+from hf_infcl.scoring.excluding import rows_kept
+from hf_infcl.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of, probability_wrong
+from hf_infcl.scoring.scoring import score_pairs
+from hf_infcl.scoring.sheet import draw_suspicious, small_jpeg
+from hf_infcl.scoring.writing import write_ledger_of_training
+
+ROWS, WRONG = 160, [3, 40, 41, 77, 120]
+
+
+# ---- Probabilities ----
+
+
+def test_probabilities_count_the_pairs_below_0():
+    generator = np.random.default_rng(0)
+    for share in (0.0, 0.1, 0.5):
+        count = int(20_000 * share)
+        scores = np.concatenate((generator.normal(0, 1, count), generator.normal(5, 0.7, 20_000 - count)))
+        wrong = probability_wrong(scores)
+        assert wrong.sum() / 20_000 == pytest.approx(share, abs=0.01)
+        is_wrong = np.arange(20_000) < count
+        for low, high in ((0.01, 0.5), (0.5, 0.9), (0.9, 1.1)):
+            among = (wrong >= low) & (wrong < high)
+            if among.sum() > 100:
+                assert is_wrong[among].mean() == pytest.approx(wrong[among].mean(), abs=0.1)
+        assert (np.diff(wrong[scores.argsort()]) <= 0).all()
+    assert probability_wrong(np.array([-1.0, 5.0, 0.0])).tolist() == [1, 0, 1]
+    assert len(probability_wrong(np.array([]))) == 0
+
+
+# ---- Scores ----
+
+
+def concepts() -> Concepts:
+    """Pairs of which a few have the captions of others."""
+    data = Concepts(ROWS)
+    data.tokens[WRONG] = data.tokens[WRONG].roll(1, 0)
+    return data
+
+
+def numbered(rows: int = ROWS) -> ImageTextDataset:
+    """Images that hold their numbers, for `collate`."""
+    images = [{"bytes": png(number), "path": None} for number in range(rows)]
+    table = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in range(rows)]})
+    return ImageTextDataset(table.cast_column("image", datasets.Image()))
+
+
+def collate(items: Any) -> dict[str, torch.Tensor]:
+    return concepts().batch([number_of(item) for item in items])
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> dict[str, torch.Tensor]:
+    """The weights of a model that knows what belongs together."""
+    batch = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "max_steps": 50}
+    args = arguments(tmp_path_factory.mktemp("x"), **batch, learning_rate=1e-2, objective="softmax")
+    trainer = InfCLTrainer(linear(), args, default_collate, train_dataset=Concepts(512, seed=5))
+    trainer.train()
+    return trainer.model.state_dict()
+
+
+def encoder_of(weights: dict[str, torch.Tensor]) -> DualEncoder:
+    model = linear()
+    model.load_state_dict(weights)
+    return DualEncoder(model.eval())
+
+
+def scored(dataset: Any, weights: dict[str, torch.Tensor], **options: Any) -> tuple[Ledger, dict[int, bytes]]:
+    given = {"prepare": dict, "autocast": contextlib.nullcontext, "batch_size": 16, "window": 64, **options}
+    return score_pairs(dataset, encoder_of(weights), collate, **given)
+
+
+def rank_scored(rank: int, world_size: int, weights: dict[str, torch.Tensor]) -> tuple[Ledger, dict[int, bytes]]:
+    return scored(numbered(), weights)
+
+
+def test_a_window_of_all_pairs_has_their_scores_and_preferences(learned):
+    ledger, pictures = scored(numbered(), learned, window=ROWS)
+    encoder = encoder_of(learned)
+    with torch.no_grad():
+        images, texts = encoder.embed(encoder.model, concepts().batch())
+    cosines = images @ texts.T
+    assert ledger.key.tolist() == list(range(ROWS))
+    assert ledger.caption == [f"caption {number}" for number in range(ROWS)]
+    np.testing.assert_allclose(ledger.score, pair_scores(images, texts), atol=1e-4)
+    assert ledger.text_key.tolist() == cosines.argmax(1).tolist()
+    assert ledger.image_key.tolist() == cosines.argmax(0).tolist()
+    assert sorted(ledger.most_suspicious(5)) == WRONG
+    assert len(pictures) == 64
+    assert set(WRONG) <= set(pictures)
+
+
+def test_windows_on_processes_hold_each_pair_once(ranks, learned):
+    for world_size in (1, 2):
+        for ledger, pictures in ranks.run(rank_scored, world_size, learned):
+            assert ledger.key.tolist() == list(range(ROWS))
+            assert sorted(ledger.most_suspicious(5)) == WRONG
+            assert set(WRONG) <= set(pictures)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
+    write_tars(tmp_path, [40] * 4)
+    ledger, _ = scored(stream_of(tmp_path, lanes=None), learned, num_workers=num_workers)
+    names = {sample_key(f"0/{n // 40:05d}.tar", f"{n:06d}"): n for n in range(ROWS)}
+    assert sorted(ledger.key.tolist()) == sorted(names)
+    assert sorted(names[ledger.key[place]] for place in ledger.most_suspicious(5)) == WRONG
+
+
+def test_averages_replace_the_scores(learned):
+    averages = torch.tensor([4, 9, 50]), torch.tensor([3.0, -1.0, 2.0])
+    ledger, pictures = scored(numbered(), learned, averages=averages)
+    assert ledger.key.tolist() == [4, 9, 50]
+    assert ledger.score.tolist() == [3, -1, 2]
+    assert ledger.caption_of(50) == "caption 50"
+    assert set(pictures) == {4, 9, 50}
+
+
+def test_one_pair_cannot_be_compared(learned):
+    with pytest.raises(ValueError, match="fewer than two pairs"):
+        scored(numbered(1), learned)
+
+
+# ---- Files ----
+
+
+def small() -> Ledger:
+    scores = np.array([4.0, -1.0, 3.0, 5.0])
+    prefers = np.array([5, 9, 2, 7]), np.array([5, 2, 2, -1])
+    return ledger_of("data", np.array([5, 2, 9, 7]), scores, prefers, ["five", "two", "nine", "seven"])
+
+
+def test_a_ledger_is_a_table_that_names_what_is_preferred(tmp_path):
+    small().write(tmp_path / "ledger.parquet")
+    columns = pq.read_table(tmp_path / "ledger.parquet").to_pydict()
+    assert columns["key"] == [2, 5, 7, 9]
+    assert columns["caption"] == ["two", "five", "seven", "nine"]
+    assert columns["p_wrong"] == [1, 0, 0, 0]
+    assert columns["prefers_text"] == ["nine", "five", "seven", "two"]
+    assert columns["prefers_image"] == ["two", "five", "", "two"]
+    again = Ledger.read(tmp_path / "ledger.parquet")
+    assert (again.content, again.wrong(0.5).tolist(), again.caption) == ("data", [2], columns["caption"])
+
+
+def test_files_that_are_no_ledgers(tmp_path):
+    with pytest.raises(ValueError, match="There is no ledger"):
+        Ledger.read(tmp_path / "missing.parquet")
+    pq.write_table(pyarrow.table({"key": [1]}), tmp_path / "other.parquet")
+    (tmp_path / "text.parquet").write_text("no parquet")
+    for name in ("other", "text"):
+        with pytest.raises(ValueError, match="is not a ledger that `infcl score` has written"):
+            Ledger.read(tmp_path / f"{name}.parquet")
+
+
+def test_excluding(tmp_path):
+    data, path = numbered(10), tmp_path / "ledger.parquet"
+    scores = np.array([1, -1, 1, 1, 1, -2, 1, 1, 1, 1.0])
+    ledger_of(data.content_fingerprint(), np.arange(10), scores).write(path)
+    assert rows_kept(data, f"{path}:0.9").tolist() == [0, 2, 3, 4, 6, 7, 8, 9]
+    with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
+        rows_kept(numbered(11), f"{path}:0.9")
+    for asked in (str(path), f"{path}:0", f"{path}:1.5", f"{path}:x", ":0.9"):
+        with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
+            rows_kept(data, asked)
+    ledger_of(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
+    with pytest.raises(ValueError, match="excludes all 10 pairs"):
+        rows_kept(data, f"{path}:0.9")
+
+
+def test_the_sheet_shows_pictures_and_captions(tmp_path):
+    red = np.zeros((20, 40, 3), np.uint8)
+    red[..., 0] = 255
+    sheet = np.asarray(draw_suspicious(small(), {2: small_jpeg(red)}))
+    assert (abs(sheet[10:60, 10:120].astype(int) - [254, 0, 0]) < 9).all(), "the first pair has the lowest score"
+    assert (sheet[140:, :260] < 250).any(), "its captions"
+
+
+# ---- Commands ----
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with random weights, and 96 pictures with captions."""
+
+    place = tmp_path_factory.mktemp("score")
+    pictures = place / "pictures"
+    pictures.mkdir()
+    generator = np.random.default_rng(0)
+    lines = []
+    for row in range(96):
+        colours = generator.integers(0, 256, (16, 16, 3)).astype(np.uint8)
+        Image.fromarray(colours).save(pictures / f"{row:03d}.png")
+        lines.append(json.dumps({"file_name": f"{row:03d}.png", "text": f"{'abcd'[row % 4]} {'abcd'[row // 4 % 4]}"}))
+    (pictures / "metadata.jsonl").write_text("\n".join(lines))
+    clip_processor().save_pretrained(place / "model")
+    models.clip(end=END).save_pretrained(place / "model")
+    return place
+
+
+PLAIN = ["--use_cpu", "true", "--report_to", "none", "--disable_tqdm", "true"]
+
+
+def test_score_check_and_exclude(folder, capsys, tmp_path):
+    data, out = folder / "pictures", tmp_path / "out"
+    infcl("score", folder / "model", data, "--output_dir", out, "--window", 48, *PLAIN)
+    assert "pairs do not seem to belong together" in (printed := capsys.readouterr().out)
+    assert f"--exclude {out / LEDGER_FILE}:0.9" in printed
+    assert Image.open(out / SHEET_FILE).size[0] == 1040
+    ledger = Ledger.read(out / LEDGER_FILE)
+    assert ledger.key.tolist() == list(range(96))
+    assert ledger.caption[5] == "b b"
+    # ---- As a model would find that knows the pairs ----
+    scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
+    ledger_of(ledger.content, ledger.key, scores, (ledger.text_key, ledger.image_key), ledger.caption).write(
+        out / LEDGER_FILE
+    )
+    words = ["--model", folder / "model", "--dataset", data, "--output_dir", tmp_path / "check", *PLAIN]
+    with pytest.raises(SystemExit):
+        infcl("check", *words, "--ledger", out / LEDGER_FILE)
+    printed = capsys.readouterr().out
+    assert "6 of 96 pairs (6.25%) do not belong together" in printed
+    assert f"--exclude {out / LEDGER_FILE}:0.9" in printed.splitlines()[-1]
+    batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
+    words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
+    infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")
+    assert "pairs left out" in (tmp_path / "run" / "README.md").read_text()
+    trained = Ledger.read(tmp_path / "run" / LEDGER_FILE)
+    assert len(trained) == 16, "those of two steps"
+    assert trained.key.max() < 90
+    with pytest.raises(SystemExit):
+        infcl("train", *words, "--output_dir", tmp_path / "other", "--exclude", f"{tmp_path / 'run' / LEDGER_FILE}:0.9")
+    assert "is of other data" in capsys.readouterr().err
+
+
+def test_a_ledger_of_a_streamed_training_has_no_captions(tmp_path):
+    write_tars(tmp_path / "shards", [20] * 2)
+    stream = stream_of(tmp_path / "shards")
+    args = arguments(tmp_path, leave_out="noisy", objective="softmax")
+    trainer = InfCLTrainer(linear(), args, collate, train_dataset=stream)
+    trainer.train()
+    ledger = write_ledger_of_training(trainer, stream)
+    assert len(ledger) == 16
+    assert Ledger.read(Path(tmp_path, LEDGER_FILE)).key.tolist() == ledger.key.tolist()
+    assert set(ledger.caption) == {""}
+    assert write_ledger_of_training(InfCLTrainer(linear(), arguments(tmp_path), collate), stream) is None
