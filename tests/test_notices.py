@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, ZeroShotDataset
 from hf_infcl.data import ContrastiveCollator
-from hf_infcl.data.notices import CaptionNotices
+from hf_infcl.loading.notices import CaptionNotices
 from hf_infcl.publishing import training_facts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -23,9 +23,9 @@ LONG = " ".join(LETTERS[:LENGTH])  # with the token that ends it, one more than 
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """The warnings of `hf_infcl.data.notices`."""
+    """The warnings of `hf_infcl.loading.notices`."""
     said: list[str] = []
-    logger = transformers.utils.logging.get_logger("hf_infcl.data.notices")
+    logger = transformers.utils.logging.get_logger("hf_infcl.loading.notices")
     monkeypatch.setattr(logger, "warning", said.append)
     return said
 
