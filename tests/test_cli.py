@@ -866,7 +866,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
         ("--model m --dataset d --strategy star", None, "strategy must be one of"),
         ("--model m more --dataset d", None, "unrecognized arguments: more"),
         ("missing.yaml", None, "There is no file"),
-        ("--recipe nothing", None, "no recipe 'nothing'. The recipes are finetune_alone, finetune_clip, "),
+        ("--recipe nothing", None, "no recipe 'nothing'. The recipes are distill, finetune_alone, "),
         ("mine.yaml --recipe lora", None, "--recipe lora and mine.yaml are both files of options"),
         ("c.yaml", "model: m\ndataset: d\nrecipe: lora\n", "recipe only works on the command line."),
         ("c.yaml", "- a\n- list\n", "must map names of options to values"),

@@ -12,7 +12,7 @@ import torch
 import transformers
 from helpers import models
 from helpers.evaluation import Captioned, LabelledImages, collate_captions, discerning, labelled
-from helpers.processors import clip_processor
+from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import stream_of
 from helpers.trainers import arguments, parameters, trainer_for
@@ -300,7 +300,7 @@ class ImagesOnly(LabelledImages):
 def test_prompts_are_tokenized_by_the_collator_or_else_by_the_processor(tmp_path):
     def metrics(data_collator: Any, processing_class: Any) -> dict[str, float]:
         args = arguments(tmp_path)
-        trainer = InfCLTrainer(models.clip(), args, data_collator, processing_class=processing_class)
+        trainer = InfCLTrainer(models.clip(end=END), args, data_collator, processing_class=processing_class)
         return trainer.evaluate(labelled(5))
 
     processor = clip_processor()

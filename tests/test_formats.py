@@ -89,15 +89,15 @@ def unpacked(tree: dict[str, bytes], folder: Path) -> Path:
 
 
 def test_a_file_of_the_training_is_evaluated_like_the_folder(pairs, tmp_path):
-    source = folder_of("CLIP", tmp_path / "theirs")
-    saved = {f"module.{name}": tensor for name, tensor in tensors("CLIP").items()}
+    source = folder_of("end of text", tmp_path / "theirs")
+    saved = {f"module.{name}": tensor for name, tensor in tensors("end of text").items()}
     torch.save({"epoch": 2, "state_dict": saved}, tmp_path / "epoch_2.pt")
     (source / folders.WEIGHTS).unlink()
     torch.save(saved, source / "open_clip_pytorch_model.bin")
     infcl("convert", source, tmp_path / "ours")
     results = {}
     # A file has no tokenizer; its config names the one of the folder.
-    named = config("CLIP")
+    named = config("end of text")
     named["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = str(source)
     (tmp_path / "named.json").write_text(json.dumps(named))
     for name, model in {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from helpers import models
 from helpers.parity import TOLERANCE, Gradients
 from helpers.pictures import picture
-from helpers.processors import clip_processor
+from helpers.processors import END, clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -130,7 +130,7 @@ def test_evaluations_and_saved_files_know_the_dimensions(tmp_path):
     assert abs(whole - expected) > 1e-3
     args = arguments(tmp_path / "saved", matryoshka_dims=DIMS)
     pictures = [{"image": picture(n, (16, 16)), "caption": ["a b"]} for n in range(8)]
-    with_processor = InfCLTrainer(models.clip(), args, train_dataset=pictures, processing_class=clip_processor())
+    with_processor = InfCLTrainer(models.clip(end=END), args, train_dataset=pictures, processing_class=clip_processor())
     with_processor.save_model()
     saved = json.loads((tmp_path / "saved" / "config_sentence_transformers.json").read_text(encoding="utf-8"))
     assert saved["matryoshka_dims"] == DIMS

@@ -7,14 +7,14 @@ import pytest
 import transformers
 from helpers import models
 from helpers.pictures import picture
-from helpers.processors import LENGTH, clip_processor
+from helpers.processors import END, LENGTH, clip_processor
 from helpers.shards import pair, png, write_parquet, write_tar
 from helpers.trainers import arguments
 from torch.utils.data import ConcatDataset, Subset
 
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, ZeroShotDataset
 from hf_infcl.data import ContrastiveCollator
-from hf_infcl.data.notices import CaptionNotices
+from hf_infcl.loading.notices import CaptionNotices
 from hf_infcl.publishing import training_facts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -23,9 +23,9 @@ LONG = " ".join(LETTERS[:LENGTH])  # with the token that ends it, one more than 
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """The warnings of `hf_infcl.data.notices`."""
+    """The warnings of `hf_infcl.loading.notices`."""
     said: list[str] = []
-    logger = transformers.utils.logging.get_logger("hf_infcl.data.notices")
+    logger = transformers.utils.logging.get_logger("hf_infcl.loading.notices")
     monkeypatch.setattr(logger, "warning", said.append)
     return said
 
@@ -39,7 +39,7 @@ def trainer_for(folder, train, evaluated=None, **options):
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1, **options}
     processor = clip_processor()
     return InfCLTrainer(
-        models.clip(),
+        models.clip(end=END),
         arguments(folder, **options),
         train_dataset=train,
         eval_dataset=evaluated,

@@ -20,9 +20,9 @@ from hf_infcl import reference
 from hf_infcl.checkpoints.record import Run, RunRecord
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.data import ImageTextStream
-from hf_infcl.data.notices import CaptionNotices
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import Position, resumed_position
+from hf_infcl.loading.notices import CaptionNotices
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator

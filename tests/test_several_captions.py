@@ -13,7 +13,7 @@ from helpers.evaluation import Captioned, collate_captions
 from helpers.numerics import relative_error
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.pictures import picture
-from helpers.processors import clip_processor
+from helpers.processors import END, clip_processor
 from helpers.shards import png, write_parquet
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, default_collate
@@ -150,7 +150,7 @@ def trainer_of_pictures(folder: Any, seed: int = 0, data: Any = None, **options:
     extras = {"callbacks": options.pop("callbacks", None)}
     data = pictures() if data is None else data
     processor = clip_processor()
-    model = models.clip(seed=seed)
+    model = models.clip(seed=seed, end=END)
     return InfCLTrainer(model, arguments(folder, **options), train_dataset=data, processing_class=processor, **extras)
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset, Image
 from helpers import models
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
-from helpers.processors import clip_processor
+from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import Tensor, nn
@@ -221,7 +221,7 @@ def large_processor() -> Any:
 
 def large_teacher() -> Any:
     torch.manual_seed(3)
-    text = {**models.TEXT, "max_position_embeddings": 4}
+    text = {**models.TEXT, "max_position_embeddings": 4, "eos_token_id": END}
     vision = {**models.VISION, "image_size": 32}
     return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=20))
 
@@ -242,7 +242,7 @@ def taught(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
     sets = {name: options.pop(name) for name in ("replay_dataset", "teacher", "callbacks") if name in options}
     batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
     args = arguments(folder, **{**PLAIN, **batch, "max_steps": 4, "teacher": options.pop("named", None), **options})
-    return InfCLTrainer(models.clip(), args, train_dataset=data, processing_class=clip_processor(), **sets)
+    return InfCLTrainer(models.clip(end=END), args, train_dataset=data, processing_class=clip_processor(), **sets)
 
 
 def trained(*args: Any, **options: Any) -> InfCLTrainer:
@@ -252,7 +252,7 @@ def trained(*args: Any, **options: Any) -> InfCLTrainer:
 
 
 def moved(trainer: InfCLTrainer) -> Tensor:
-    return parameters(trainer) - nn.utils.parameters_to_vector(models.clip().parameters())
+    return parameters(trainer) - nn.utils.parameters_to_vector(models.clip(end=END).parameters())
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
@@ -275,7 +275,7 @@ def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options
 
 def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads(tmp_path):
     data = ImageTextDataset(rows(), augmentation="flip_crop")
-    shared = taught(tmp_path, data, teacher=(models.clip(seed=1), clip_processor()))
+    shared = taught(tmp_path, data, teacher=(models.clip(seed=1, end=END), clip_processor()))
     batch = next(iter(shared.get_train_dataloader()))
     assert {name for name in batch if name.startswith("teacher_")} == {
         "teacher_0_input_ids",
@@ -286,7 +286,7 @@ def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads
     assert batch["teacher_0_pixel_values"].shape == (4, 3, 32, 32)
     assert batch["teacher_0_pixel_values"].dtype == torch.uint8
     shared.train()
-    alone = trained(tmp_path, data, teacher=models.clip(seed=1))
+    alone = trained(tmp_path, data, teacher=models.clip(seed=1, end=END))
     assert torch.equal(parameters(shared), parameters(alone))
 
 
@@ -346,7 +346,7 @@ def test_embeddings_are_found_in_every_kind_of_data_on_any_number_of_processes(r
         torch.testing.assert_close(found, one, rtol=1e-4, atol=2e-6)
     (other,) = ranks.run(rank_stored, 1, str(tmp_path), kind, {"teacher_weight": 1.0})
     with_model = rank_stored(0, 1, str(tmp_path), kind, online)
-    start = nn.utils.parameters_to_vector(models.clip().parameters())
+    start = nn.utils.parameters_to_vector(models.clip(end=END).parameters())
     assert (one - with_model).norm() <= 1e-4 * (one - start).norm()
     assert (one - other).norm() > 0.05 * (one - start).norm()
 
@@ -485,8 +485,8 @@ def test_a_resumed_training_goes_on_with_its_map_to_the_bit(tmp_path, options):
     assert all(torch.equal(one, other) for one, other in zip(*maps, strict=True))
     assert not torch.equal(maps[0][0], start_of_maps(taught(tmp_path / "new", data, **given).setup.extensions[0])[0])
     saved = safetensors.torch.load_file(tmp_path / "part" / "checkpoint-5" / "model.safetensors")
-    assert saved.keys() == models.clip().state_dict().keys()
-    other = store(table_source(rows()), tmp_path / "other", models.clip(seed=5), clip_processor())
+    assert saved.keys() == models.clip(end=END).state_dict().keys()
+    other = store(table_source(rows()), tmp_path / "other", models.clip(seed=5, end=END), clip_processor())
     with pytest.raises(ValueError, match=r"teacher 1: fingerprint was '\w+' and is '\w+'"):
         taught(tmp_path / "part", data, **{**given, "teacher_embeddings": [other], "max_steps": 6}).train(True)
 

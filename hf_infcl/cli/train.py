@@ -16,10 +16,9 @@ from ..encoders.adapters import ADAPTER_FILES, has_adapters
 from ..planning import check_memory
 from ..processes.preemption import Preempted
 from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
+from ..saving.full_disk import full_disk_explained
+from ..saving.starting import merge_into_start, model_to_train
 from ..scoring.writing import ledger_lines, write_ledger_of_training
-from ..training.ending import full_disk_told
-from ..training.optimizer_table import GroupsTold
-from ..training.starting import merge_into_start, model_to_train
 from ..training.trainer import InfCLTrainer
 from ..training.with_start import AverageWithStart
 from .averages import check_average
@@ -36,6 +35,7 @@ from .earlier import (
     weights_of_other_kind,
 )
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .optimizer_table import GroupsTold
 from .parser import Parser
 from .results import save_results, tell_places
 
@@ -112,7 +112,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         leave(trainer)
         return
     merge = lora.lora_merge
-    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_told(Path(args.output_dir)):
+    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(Path(args.output_dir)):
         averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
         ledger = None
         if args.leave_out is not None:

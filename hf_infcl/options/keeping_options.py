@@ -28,7 +28,7 @@ class KeepingOptions:
     )
     keep_weights: float | None = option(
         help=(
-            "Strength λ of a pull to the weights before the training, in place of weight decay: each step "
+            "Strength λ of a pull to the weights before the training, in place of weight decay. Each step "
             "subtracts learning rate × λ × (weight − start) from the weights that would decay. Adapters decay to zero."
         ),
         decides=True,
@@ -38,7 +38,7 @@ class KeepingOptions:
     )
     cache_features: str | None = option(
         help=(
-            "Folder for what is computed once for all epochs, from images that are not augmented: the outputs "
+            "Folder for what is computed once for all epochs, from images that are not augmented. That is the outputs "
             "of the frozen image tower (freeze=image), read instead of the images, and the embeddings of the start "
             "(keep_features). Many runs can share the folder."
         ),

@@ -17,15 +17,15 @@ class TeacherOptions:
 
     teacher: list[str] | None = option(
         help=(
-            "Models whose embeddings the student learns beside the contrastive loss: Hub ids or folders, also of "
-            "OpenCLIP. Each is frozen, has its own processor, tokenizer and image size, and runs once per step."
+            "Models whose embeddings the student learns, too: Hub ids or folders. Also those of OpenCLIP. Each is "
+            "frozen, has its own processor, tokenizer and image size, and runs once per step."
         ),
         decides=True,
     )
     teacher_embeddings: list[str] | None = option(
         help=(
-            "Folders of `infcl embed --format npy`: embeddings of teachers that are read beside the pairs, for the "
-            "images as they are. They cost a training nothing but the reading."
+            "Folders with embeddings of teachers, of `infcl embed --format npy`. They are read beside the pairs, for "
+            "the images as they are, and cost a training nothing but the reading."
         ),
         decides=False,
         one_machine=True,
@@ -38,12 +38,14 @@ class TeacherOptions:
             "Its mean over the batch, summed over both towers, is minimised with the loss; with several teachers, the "
             "mean of their distances."
         ),
+        first=False,
         decides=True,
         within=FINITE,
     )
     teacher_side: str = option(
         default="both",
         help="Which embeddings the teachers teach: both, image or text.",
+        first=False,
         decides=True,
         choices=("both", "image", "text"),
     )
@@ -53,6 +55,7 @@ class TeacherOptions:
             "What to do with pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' "
             "loss. They are counted before the first step."
         ),
+        first=False,
         decides=True,
         choices=("refuse", "contrastive"),
         needs="teacher_embeddings",
@@ -63,12 +66,13 @@ class TeacherOptions:
             "Weight of the contrastive loss beside the teachers. With 0 they alone teach, also images and texts that "
             "do not belong together."
         ),
+        first=False,
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
     )
     matryoshka_dims: list[int] | None = option(
         help=(
-            "Dimensions at which the embeddings may be cut, for example 32 64 128: the loss is the mean of those of "
+            "Dimensions at which the embeddings may be cut, for example 32 64 128. The loss is the mean of those of "
             "the first so many dimensions, normalised, and of all (Matryoshka, arXiv 2205.13147)."
         ),
         decides=True,
@@ -77,6 +81,7 @@ class TeacherOptions:
     )
     dims: int | None = option(
         help="Dimensions of the embeddings that evaluations use: the first so many, normalised. Defaults to all.",
+        first=False,
         decides=False,
         within=FROM_1,
         card="dimensions of the embeddings in evaluations",

@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from ..averaging import score_if_measured
 from ..data import CaptionChoiceDataset, ContrastiveCollator, ZeroShotDataset
-from ..data.notices import CaptionNotices
 from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
@@ -42,6 +41,7 @@ from ..evaluation import (
     zero_shot_classifier,
 )
 from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
+from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, failures_announced

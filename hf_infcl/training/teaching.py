@@ -121,5 +121,5 @@ def _online(given: Any, setup: Setup, number: int, sides: Sequence[str]) -> Onli
     texts = [one.text_fingerprint() for one in (student, collator)]
     own = {"images": images[0] != images[1], "texts": texts[0] != texts[1]}
     inputs = ModelInputs(collator, **own, number=number)
-    own_images: Any = collator.normalise
-    return OnlineTeacher(*(encoder, setup.accelerator, inputs, own_images), number=number, sides=sides, licence=licence)
+    of_teacher: dict[str, Any] = {"number": number, "sides": sides, "licence": licence}
+    return OnlineTeacher(encoder, setup.accelerator, inputs, collator.normalise, **of_teacher)

@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 
-from ..data.notices import CaptionNotices
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan, course_of, plan_of
+from ..loading.notices import CaptionNotices
 from ..loading.training_data import TrainingData
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .trainer import InfCLTrainer
+from ..training.trainer import InfCLTrainer
 
 
 class GroupsTold(TrainerCallback):

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .collator import ContrastiveCollator
-from .pairs import caption_pair_id
-from .wrapped import parts_of
+from ..data.collator import ContrastiveCollator
+from ..data.pairs import caption_pair_id
+from ..data.wrapped import parts_of
 
 logger = logging.get_logger(__name__)
 
