@@ -112,7 +112,7 @@ def test_a_share_leaves_out_the_worst_of_each_step(tmp_path):
 # ---- Decisions ----
 
 
-def window_of(keys: Tensor, ids: Tensor | None = None, new: int | None = None) -> Window:
+def window_of(keys: Tensor, new: int | None = None) -> Window:
     batch = {"pixel_values": torch.zeros(len(keys), 1), "input_ids": torch.zeros(len(keys), 1), "pair_keys": keys}
     batch |= {} if new is None else {"new_images": new}
     return Window([batch])
@@ -153,6 +153,18 @@ def test_decisions_are_the_same_on_any_number_of_processes(ranks, leave_out):
         by_rank = ranks.run(decisions, world_size, leave_out)
         for number, keys in enumerate(alone):
             assert sorted(key for found in by_rank for key in found[number]) == sorted(keys)
+
+
+def test_old_pairs_of_a_replay_are_neither_counted_nor_left_out():
+    selection, left = WithoutNoisyPairs("noisy", 48), []
+    for number in range(16):
+        keys, *features = drawn(number)
+        stays = selection.select(window_of(keys, new=12), tuple(features), torch.tensor(1.0), None)
+        assert stays is None or bool(stays[12:].all())
+        left.append(0 if stays is None else int((~stays).sum()))
+    assert sum(left) > 10
+    assert selection.averages._visited == 16 * 12
+    assert selection.logs() == {"left_out": round(sum(left) / (16 * 12), 4)}
 
 
 def test_m_and_the_border_are_those_of_the_rule():

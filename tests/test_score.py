@@ -128,9 +128,11 @@ def test_windows_on_processes_hold_each_pair_once(ranks, learned):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
-    write_tars(tmp_path, [40] * 4)
+    sizes = [100, 20, 20, 20]  # one of two workers has more
+    write_tars(tmp_path, sizes)
     ledger, _ = scored(stream_of(tmp_path, lanes=None), learned, num_workers=num_workers)
-    names = {sample_key(f"0/{n // 40:05d}.tar", f"{n:06d}"): n for n in range(ROWS)}
+    shards = [shard for shard, size in enumerate(sizes) for _ in range(size)]
+    names = {sample_key(f"0/{shards[n]:05d}.tar", f"{n:06d}"): n for n in range(ROWS)}
     assert sorted(ledger.key.tolist()) == sorted(names)
     assert sorted(names[ledger.key[place]] for place in ledger.most_suspicious(5)) == WRONG
 
