@@ -105,9 +105,9 @@ class DataOptions:
     exclude: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Train without the pairs that a ledger (`infcl score`) says are wrong with at least this "
-            "probability, such as out/_ledger.parquet:0.9. Of several, each is of the set that the others before it "
-            "leave."
+            "help": "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the "
+            "least probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the "
+            "set that those before it leave."
         },
     )
     check_samples: int | None = field(
@@ -119,7 +119,7 @@ class DataOptions:
     )
     overwrite_output_dir: bool = field(
         default=False,
-        metadata={"help": "Delete the checkpoints and results of an earlier run in output_dir before the training."},
+        metadata={"help": "Delete checkpoints and results of an earlier run in output_dir before the training."},
     )
 
     def __post_init__(self) -> None:

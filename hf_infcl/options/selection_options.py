@@ -19,9 +19,9 @@ class SelectionOptions:
 
     leave_out: str | None = option(
         help=(
-            "Leave pairs out that do not seem to belong together: 'noisy', or a share of each step such as 0.2. They "
-            "are neither positives nor negatives. 'noisy' leaves out none while too few pairs look wrong. Both begin "
-            "when the pairs have been seen three times, so they need several epochs."
+            "Leave out wrong pairs: 'noisy', or a share. These are pairs that do not seem to belong "
+            "together; they are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "
+            "wrong. Both begin when the pairs have been seen three times, so they need several epochs."
         ),
         decides=True,
     )
