@@ -194,7 +194,7 @@ def test_every_argument_that_decides_is_recorded(tmp_path):
         *("logit_scale_learning_rate", "learning_rate_batch_size", "image_learning_rate", "text_learning_rate"),
         *("layer_decay", "no_decay_parameters", "freeze_layers", "patch_dropout", "full_tokens_last"),
         *("keep_features", "keep_weights", "ema_decay", "image_size", "image_size_schedule", "max_text_tokens"),
-        *("replay_share", "replay_as", "global_batch_schedule", "matryoshka_dims", "contrastive_weight"),
+        *("replay_share", "replay_as", "global_batch_schedule", "matryoshka_dims", "contrastive_weight", "leave_out"),
         *("teacher", "teacher_weight", "teacher_side", "teacher_missing"),
         *("remove_unused_columns", "label_smoothing_factor", "neftune_noise_alpha"),
     }

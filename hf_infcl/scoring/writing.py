@@ -58,7 +58,7 @@ def write_ledger_of_training(trainer: Any, dataset: Any, window: int = 4096) -> 
     if not selections:
         return None
     keys, scores = averages = selections[0].averages.slow()
-    if not (isinstance(dataset, ImageTextStream) or trainer.args.fsdp or trainer.args.deepspeed):
+    if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return write_ledger(trainer, dataset, window, averages)
     ledger = ledger_of(dataset.content_fingerprint(), keys.numpy(), scores.numpy())
     if trainer.is_world_process_zero():
