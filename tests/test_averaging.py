@@ -399,7 +399,7 @@ def test_an_average_that_the_end_could_not_find_is_refused_at_the_start(demo, tm
     place = ["train", "--model", demo / "clip-init", "--dataset", demo / "digits", "--output_dir", tmp_path / "out"]
     with pytest.raises(SystemExit) as end:
         infcl(*place, "--use_cpu", *words.split())
-    assert end.value.code == 1
+    assert end.value.code == 2, "an option is wrong"
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("infcl")]
     assert complaint in line
     assert not (tmp_path / "out").exists()

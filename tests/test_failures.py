@@ -149,9 +149,9 @@ def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(ranks, tmp_path, ba
 
 
 class Normalising:
-    """A collator of uint8 images, for which there is no memory once they are prepared the ``time``-th time."""
+    """A collator of uint8 images, for which there is no memory once they are prepared the ``time``-th time, if any."""
 
-    def __init__(self, time: int) -> None:
+    def __init__(self, time: int | None) -> None:
         self.time, self.calls = time, itertools.count(1)
 
     def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -165,7 +165,7 @@ class Normalising:
 def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int) -> str:
     model = models.clip()
     options = {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}
-    collator = Normalising(time) if rank == 1 and place != "forward" else default_collate
+    collator = default_collate if place == "forward" else Normalising(time if rank == 1 else None)
     trainer = trainer_for(folder, model, max_steps=4, data_collator=collator, **options)
     if rank == 1 and place == "forward":
         exhaust_memory(model, time)

@@ -109,7 +109,10 @@ MUST_NOT_KNOW = {
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *rooms("data", "passes", "checkpoints", "optimizers"),
     ),
-    "hf_infcl.options.combinations": ("torch", "transformers", "hf_infcl"),
+    "hf_infcl.options.combinations": (
+        *("torch", "transformers"),
+        *rooms("reference", "kernels", "processes", "loss", "encoders", "data", "windows", "loading", "training"),
+    ),
     **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
     # Functions there import the tables of their choices.
     "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *rooms("processes", "data", "windows", "training")),

@@ -127,7 +127,7 @@ def test_repeated_captions_are_told_with_the_cure(warnings, captions, options, c
 def test_old_pairs_are_not_called_the_training_set(tmp_path, warnings):
     new, old = pairs([f"new {letter}" for letter in LETTERS[:8]]), pairs([LONG, *["the same old words"] * 7])
     trainer = InfCLTrainer(
-        models.clip(),
+        models.clip(end=END),
         arguments(tmp_path, per_device_train_batch_size=4, max_steps=1),
         train_dataset=new,
         replay_dataset=old,

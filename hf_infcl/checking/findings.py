@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..loading.notices import REPEATED
+from ..data.pairs import REPEATED
 from ..scoring.ledger import Ledger
 from .copies import copies
 from .faults import FAULTS

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # With on_bad_sample="skip", this many bad rows in succession mean that the dataset is broken, not just a few files.
 _MAX_TRIES = 100
 
+REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
+
 
 class ImageTextDataset(ImageDataset):
     """Image-caption pairs, one per row of a `datasets.Dataset`.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
+
+from torch import nn
 
 _NUMBERED = re.compile(r"^(.*?)\.(\d+)\.")  # the outermost numbered module of a parameter
 
@@ -58,3 +61,21 @@ def _layers(names: Iterable[str]) -> dict[str, int]:
         if match := _NUMBERED.match(name):
             numbered[match[1]][name] = int(match[2]) + 1
     return max(numbered.values(), key=lambda layers: len(set(layers.values())), default={})
+
+
+def frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules up to the last of the frozen first layers of a tower; none if its first layer trains."""
+    if any(p.requires_grad for p in itertools.islice(tower.parameters(), 1)):
+        return  # the usual case
+    depth_of, layers = depths(dict(tower.named_parameters()))
+    first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
+    if first_trained < 2:
+        return
+    waiting = dict(tower.named_children())
+    while waiting:
+        name, module = waiting.popitem()
+        depths_within = [depth for n, depth in depth_of.items() if n.startswith(f"{name}.")]
+        if depths_within and max(depths_within) < first_trained:
+            yield module
+        elif depths_within and min(depths_within) < first_trained:
+            waiting |= {f"{name}.{child}": part for child, part in module.named_children()}

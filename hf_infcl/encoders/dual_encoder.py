@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from .depth import Place, depths
+from .depth import Place, depths, frozen_begin
 from .pooling import Pooling, SameEmbeddings
 from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remembered, return_dict_for
 
@@ -370,7 +369,7 @@ class DualEncoder:
         parts = [getattr(self.model, name, None) for names in TOWERS.values() for name in names]
         frozen = [m for m in parts if m is not None and not any(p.requires_grad for p in m.parameters())]
         trained = [tower for tower in self._towers().values() if tower not in frozen]
-        return frozen + [part for tower in trained for part in _frozen_begin(tower)]
+        return frozen + [part for tower in trained for part in frozen_begin(tower)]
 
     def eval_frozen_parts(self) -> None:
         """Sets what is frozen to evaluation mode: without dropout its output is the same in both passes."""
@@ -415,24 +414,6 @@ class DualEncoder:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module not in constant
         ]
-
-
-def _frozen_begin(tower: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules up to the last of the frozen first layers of a tower; none if its first layer trains."""
-    if any(p.requires_grad for p in itertools.islice(tower.parameters(), 1)):
-        return  # the usual case
-    depth_of, layers = depths(dict(tower.named_parameters()))
-    first_trained = min((depth_of[n] for n, p in tower.named_parameters() if p.requires_grad), default=layers + 1)
-    if first_trained < 2:
-        return
-    waiting = dict(tower.named_children())
-    while waiting:
-        name, module = waiting.popitem()
-        depths_within = [depth for n, depth in depth_of.items() if n.startswith(f"{name}.")]
-        if depths_within and max(depths_within) < first_trained:
-            yield module
-        elif depths_within and min(depths_within) < first_trained:
-            waiting |= {f"{name}.{child}": part for child, part in module.named_children()}
 
 
 def images_of(batch: Mapping[str, Any]) -> Any:

@@ -10,14 +10,13 @@ from typing import Any
 from transformers.utils import logging
 
 from ..data.collator import ContrastiveCollator
-from ..data.pairs import caption_pair_id
+from ..data.pairs import REPEATED, caption_pair_id
 from ..data.wrapped import parts_of
 
 logger = logging.get_logger(__name__)
 
 _SAMPLED = 10_000  # images whose captions are compared
 _TOKENIZED = 2_000  # captions whose tokens are counted
-REPEATED = 0.01  # the share of repeated captions from which on they are worth a word
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class TrainingFacts:
     best: bool = False
     average: Averaged | None = None
     planned_steps: int | None = None
-    stages: Sequence[Stage] = ()
+    stages: Sequence[Stage] = field(default_factory=list)
     rates: Mapping[str, float] = field(default_factory=dict)
 
     @property
