@@ -198,6 +198,9 @@ class InMemory(Dataset):
             batch["pair_ids"] = self._data["names"][index]
         if self.captions_per_image == 1 and not self._negatives:
             which = (chance[0] * self._data["counts"][index]).long()
+            if "stored" in self._data:  # a teacher's embeddings of the images as they are, and of each caption
+                images, texts = self._data["stored"]
+                batch |= {"stored_images": images[index], "stored_texts": texts[index, which]}
             return {**batch, "input_ids": self._data["tokens"][index, which].long()}
         return {**batch, **self._texts(index)}
 

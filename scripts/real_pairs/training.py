@@ -249,6 +249,7 @@ class Measure(TrainerCallback):
 
     def __init__(self, data: dict, run: Run, origin: Row) -> None:
         self._data, self._run, self._origin = data, run, origin
+        self._sets = [name for name in SETS if name in data["sets"]]
         self._cuda = data["images"].is_cuda
         self._seconds = 0.0
         self._since = 0.0
@@ -285,7 +286,7 @@ class Measure(TrainerCallback):
                 "seconds": round(self._seconds, 3),
                 "logit_scale": round(model.logit_scale.exp().item(), 4),
                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._cuda else "",
-                **(measure(model, self._data, SETS) if self._run.evaluations else {}),
+                **(measure(model, self._data, self._sets) if self._run.evaluations else {}),
                 **self._origin,
             }
             switch_weights(optimizer, "train")
@@ -350,6 +351,7 @@ def train(
     sources: Sequence[str] | None = None,
     toy: bool = False,
     compiled: bool = False,
+    **guests: Any,
 ) -> tuple[list[Row], Any]:
     """Trains; returns what was measured and the model.
 
@@ -361,6 +363,7 @@ def train(
         sources: the sources to train on; by default all.
         toy: whether a new model is tiny, to try things out.
         compiled: whether the layers of a new model are compiled.
+        guests: ``extensions`` or a ``teacher`` for `InfCLTrainer`.
     """
     if run.batch % run.micro_batch or run.samples < run.batch:
         raise ValueError(f"{run.samples} samples and micro-batches of {run.micro_batch} do not make up {run.batch}.")
@@ -379,7 +382,14 @@ def train(
         own = run.method == "InfCLTrainer" or run.optimizer == "adamw"
         optimizer = None if own else muon_for_trainer(run, model, args)
         trainer = TRAINERS[run.method](
-            model, args, pairs.collate, train_dataset=pairs, **old, callbacks=[callback], optimizers=(optimizer, None)
+            model,
+            args,
+            pairs.collate,
+            train_dataset=pairs,
+            **old,
+            callbacks=[callback],
+            optimizers=(optimizer, None),
+            **guests,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
