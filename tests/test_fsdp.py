@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate.utils import compare_versions
 from helpers import models
+from helpers.open_clip_models import same_of_open_clip
 from helpers.parity import MODELS, Gradients, check
 from helpers.processors import clip_processor
 from helpers.shards import write_tars
@@ -21,7 +22,6 @@ from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.files import MANIFEST_NAME
-from hf_infcl.conversion import load_open_clip
 from hf_infcl.encoders.sharding import FSDP_SINCE
 
 pytestmark = pytest.mark.skipif(
@@ -213,8 +213,7 @@ def test_a_checkpoint_holds_every_rank_s_files_and_goes_on(fresh_ranks, tmp_path
     assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(files)
     model, info = models.tf.CLIPModel.from_pretrained(tmp_path / "last", output_loading_info=True)
     assert not info["missing_keys"], "the model that is saved at the end is whole"
-    of_open_clip = load_open_clip(tmp_path / "last")[0].state_dict()
-    assert all(torch.equal(of_open_clip[name], tensor) for name, tensor in model.state_dict().items())
+    assert same_of_open_clip(tmp_path / "last", model)
     path = tmp_path / "checkpoint-4" / shard
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

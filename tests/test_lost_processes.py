@@ -54,6 +54,7 @@ def at_call(number: int, action: Callable[[], Any], work: Callable[..., Any]) ->
     """``work`` with ``action`` before call number ``number``."""
     calls = iter(range(1, 1000))
 
+    @functools.wraps(work)  # ranks whose collators have other names would train different runs
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == number:
             action()

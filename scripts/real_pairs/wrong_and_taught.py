@@ -155,7 +155,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         sources = ["right"]
     if job["teacher"]:
         teacher = training.new_model(data, 0, toy=toy).to(data["images"].device)
-        teacher.load_state_dict(torch.load(folder / "teacher.pt", map_location=data["images"].device))
+        teacher.load_state_dict(torch.load(folder / "teacher.pt", weights_only=True))
         if job["teacher"] == "online":
             guests["teacher"] = teacher
         else:

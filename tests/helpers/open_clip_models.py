@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from hf_infcl.conversion import folders, tokenizing, towers
+from hf_infcl.conversion import folders, load_open_clip, tokenizing, towers
 from hf_infcl.conversion.preprocessing import image_processor
 
 from .pictures import picture
@@ -156,3 +156,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def same_of_open_clip(folder: Path, model: Any) -> bool:
+    """Whether OpenCLIP's files in a folder have the weights of a model, but for positions that no text reaches."""
+    seen, processor = load_open_clip(folder)
+    expected = model.state_dict()
+    positions = "text_model.embeddings.position_embedding.weight"
+    expected[positions] = expected[positions][: processor.tokenizer.model_max_length]
+    return all(torch.equal(seen.state_dict()[name], tensor) for name, tensor in expected.items())
