@@ -249,7 +249,6 @@ class Measure(TrainerCallback):
 
     def __init__(self, data: dict, run: Run, origin: Row) -> None:
         self._data, self._run, self._origin = data, run, origin
-        self._sets = [name for name in SETS if name in data["sets"]]
         self._cuda = data["images"].is_cuda
         self._seconds = 0.0
         self._since = 0.0
@@ -265,6 +264,10 @@ class Measure(TrainerCallback):
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         self._since = self._now()
+
+    def _measured(self, model: Any) -> Row:
+        """The metrics on those of the sets that the corpus has."""
+        return measure(model, self._data, [name for name in SETS if name in self._data["sets"]])
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
@@ -286,7 +289,7 @@ class Measure(TrainerCallback):
                 "seconds": round(self._seconds, 3),
                 "logit_scale": round(model.logit_scale.exp().item(), 4),
                 "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._cuda else "",
-                **(measure(model, self._data, self._sets) if self._run.evaluations else {}),
+                **(self._measured(model) if self._run.evaluations else {}),
                 **self._origin,
             }
             switch_weights(optimizer, "train")
