@@ -229,7 +229,8 @@ def under(config: str, words: list[str]) -> None:
     try:
         infcl_launched(*words)
     finally:
-        print("Trained under", AcceleratorState().distributed_type.name)
+        # One write, so that the lines of two processes stay whole.
+        os.write(1, f"Trained under {AcceleratorState().distributed_type.name}\n".encode())
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
