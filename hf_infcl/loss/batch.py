@@ -81,10 +81,6 @@ class IdOrder:
     def sort(self, rows: Tensor) -> Tensor:
         return rows[self._order]
 
-    def restored(self, rows: Tensor) -> Tensor:
-        """The rows in the order before `sort`."""
-        return rows[self._inverse]
-
     def restore(self, rows: Tensor | None) -> Tensor | None:
-        """`restored`; None stays None."""
-        return None if rows is None else self.restored(rows)
+        """The rows in the order before `sort`."""
+        return None if rows is None else rows[self._inverse]

@@ -128,86 +128,17 @@ def local_contrastive_loss(
     return _loss(inputs, Processes(alone=True))
 
 
-@torch.no_grad()
-def pair_losses(
-    image_embeds: Tensor,
-    text_embeds: Tensor,
-    logit_scale: Tensor | float,
-    *,
-    strategy: str = "ring",
-    backend: str = "auto",
-    pair_ids: Tensor | None = None,
-    image_ids: Tensor | None = None,
-    text_ids: Tensor | None = None,
-    negative_texts: Tensor | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The softmax cross entropies of this process's images, [n], and texts, [m], in the global batch; collective.
-
-    With one caption per image, the softmax loss of `contrastive_loss` is the mean of both over all processes. They take
-    one product of matrices, of the four of the loss and its gradient, and nothing of B×B is stored.
-
-    Args:
-        image_embeds, text_embeds, logit_scale, strategy, backend, pair_ids, image_ids, text_ids, negative_texts,
-            process_group: as for `contrastive_loss`. The cross entropies do not depend on a logit_bias.
-
-    Returns:
-        fp32 (fp64 for fp64 inputs), without a graph; 0 for an image or a text without a partner.
-
-    Raises:
-        ValueError: as `contrastive_loss`.
-    """
-    inputs = Inputs(
-        image_embeds,
-        text_embeds,
-        logit_scale,
-        None,
-        "softmax",
-        strategy,
-        backend,
-        pair_ids,
-        image_ids,
-        text_ids,
-        negative_texts,
-    )
-    counts, scale, bias, strategy_of_batch = _checked(inputs, Processes(process_group))
-    no_negatives = sum(counts.negative_texts) == 0  # on any process
-    batch = Batch(
-        image_embeds,
-        text_embeds,
-        None if no_negatives else negative_texts,
-        scale,
-        bias,
-        pair_ids if image_ids is None else image_ids,
-        text_ids,
-        counts,
-    )
-    of_pairs = one_positive if text_ids is None else several_positives
-    with torch.autocast(image_embeds.device.type, enabled=False):
-        return of_pairs.cross_entropies(strategy_of_batch, batch)
-
-
-def _checked(inputs: Inputs, processes: Processes) -> tuple[RowCounts, Tensor, Tensor, Strategy]:
-    """The numbers of rows of all processes, logit_scale, logit_bias, and how the processes share the batch; collective.
-
-    Raises:
-        ValueError: see `Inputs.check`.
-    """
+def _loss(inputs: Inputs, processes: Processes) -> Tensor:
     counts = inputs.check(processes)
     x, y = inputs.image_embeds, inputs.text_embeds
     dtype = kernels.torch_backend.accumulate_dtype(x)
     # Scalars live on the features' device, so that no backend has to wait for their values.
     scale = _scalar(inputs.logit_scale, dtype, x.device)
     bias = _scalar(0.0 if inputs.logit_bias is None else inputs.logit_bias, dtype, x.device)
+    ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
     texts = sum(counts.texts) + sum(counts.negative_texts)
     travelling = texts if inputs.text_ids is None else min(texts, sum(counts.images))
-    return counts, scale, bias, select_strategy(inputs.strategy, processes, inputs.backend, y, travelling)
-
-
-def _loss(inputs: Inputs, processes: Processes) -> Tensor:
-    counts, scale, bias, strategy = _checked(inputs, processes)
-    x, y = inputs.image_embeds, inputs.text_embeds
-    ids_x = inputs.pair_ids if inputs.image_ids is None else inputs.image_ids
+    strategy = select_strategy(inputs.strategy, processes, inputs.backend, y, travelling)
     # Within a Function grad mode is always off, and its needs_input_grad ignores the mode of the caller.
     wanted = inputs.wanted()
     with torch.autocast(x.device.type, enabled=False):

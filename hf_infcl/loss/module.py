@@ -43,7 +43,7 @@ class ContrastiveLoss(nn.Module):
         """Returns the loss of the global batch, a scalar; with ``output_dict``, ``{"contrastive_loss": loss}``.
 
         Args:
-            image_features: [b, D], the normalised images of this process; b is equal on all processes.
+            image_features: [b, D], the normalised images of this process; b may differ between processes.
             text_features: [b, D], their texts, also normalised.
             logit_scale: one element, the multiplier of the cosines (already exponentiated).
             logit_bias: one element; None means 0.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
@@ -19,48 +17,14 @@ def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wante
     """The `Terms` of a batch of pairs. ``loss`` is `softmax` or `sigmoid`."""
     if batch.ids_x is None:
         return loss(strategy, batch, wanted)
-    order, in_order = _sorted(strategy, batch, batch.ids_x)
-    terms = loss(strategy, in_order, wanted)
+    (ids_of_batch,) = strategy.gather(Side((batch.ids_x,), batch.counts.images))
+    order = IdOrder(number_ids(batch.ids_x, ids_of_batch.sort().values))
+    terms = loss(strategy, replace(batch, x=order.sort(batch.x), y=order.sort(batch.y), ids_x=order.ids), wanted)
     return terms._replace(grad_x=order.restore(terms.grad_x), grad_y=order.restore(terms.grad_y))
 
 
-def _sorted(strategy: Strategy, batch: Batch, ids: Tensor) -> tuple[IdOrder, Batch]:
-    """The batch with its pairs sorted by their ids, which are small numbers then."""
-    (ids_of_batch,) = strategy.gather(Side((ids,), batch.counts.images))
-    order = IdOrder(number_ids(ids, ids_of_batch.sort().values))
-    return order, replace(batch, x=order.sort(batch.x), y=order.sort(batch.y), ids_x=order.ids)
-
-
-def cross_entropies(strategy: Strategy, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The cross entropies of this process's images, over all texts, and of its texts, over all images: [n] each.
-
-    The symmetric InfoNCE loss is the mean of both over the global batch. They come from its statistics alone.
-    """
-    if batch.ids_x is None:
-        odds = _log_odds(strategy, batch)
-        own_x, own_y = odds.x, odds.own_y
-    else:
-        order, in_order = _sorted(strategy, batch, batch.ids_x)
-        odds = _log_odds(strategy, in_order)
-        own_x, own_y = order.restored(odds.x), order.restored(odds.own_y)
-    # Above its threshold F.softplus returns its input. With the default of 20, fp64 would lose six digits.
-    return F.softplus(own_x, threshold=40), F.softplus(own_y, threshold=40)
-
-
-class _LogOdds(NamedTuple):
-    """The log-odds of the negatives against the positive of each row and column, and what they were computed from."""
-
-    positive: Tensor  # [n] the logits of this process's pairs
-    x: Tensor  # [n]
-    y: Tensor  # of the columns of `Strategy.columns`, as the next three
-    positive_y: Tensor
-    texts: Tensor
-    ids_y: Tensor | None
-    own_y: Tensor  # [n] of this process's texts
-    negatives: Side | None  # the columns of negative texts
-
-
-def _log_odds(strategy: Strategy, batch: Batch) -> _LogOdds:
+def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
+    """The symmetric InfoNCE loss. C is 2B times the derivative of the loss by the logits, and its sum is 0."""
     scale, ids, backend, (pairs, _, others) = batch.scale, batch.ids_x, strategy.backend, batch.counts
 
     def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
@@ -69,28 +33,6 @@ def _log_odds(strategy: Strategy, batch: Batch) -> _LogOdds:
             *(images, texts, scale, positive_x, positive_y, ids_x, ids_y, diagonal, backend)
         )
         return (odds_x,), (odds_y,)
-
-    positive = kernels.positive_logits(batch.x, batch.y, scale, backend)
-    x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
-    texts, positive_y, ids_y = y.rows
-    (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
-    negatives = None
-    if batch.negatives is not None:
-        # The statistics of these columns are not read, so any pivot works; one close to the others is faster.
-        near = positive.mean().expand(len(batch.negatives))
-        x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
-        negatives = strategy.columns(negatives)
-        (odds,), _ = strategy.statistics(
-            lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
-        )
-        odds_x = torch.logaddexp(odds_x, odds)
-    own_y = strategy.of_this_process(odds_y, pairs)
-    return _LogOdds(positive, odds_x, odds_y, positive_y, texts, ids_y, own_y, negatives)
-
-
-def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
-    """The symmetric InfoNCE loss. C is 2B times the derivative of the loss by the logits, and its sum is 0."""
-    scale, ids, backend, (pairs, _, others) = batch.scale, batch.ids_x, strategy.backend, batch.counts
 
     def gradients(
         x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
@@ -102,8 +44,23 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         )
         return (grad_scale,)
 
+    # ---- The log-odds of the negatives against the positive of each row and column ----
+    positive = kernels.positive_logits(batch.x, batch.y, scale, backend)
+    x, y = Side((batch.x, positive, ids), pairs), strategy.columns(Side((batch.y, positive, ids), pairs))
+    texts, positive_y, ids_y = y.rows
+    (odds_x,), (odds_y,) = strategy.statistics(statistics, (torch.logaddexp,), x, y)
+    if batch.negatives is not None:
+        # The statistics of these columns are not read, so any pivot works; one close to the others is faster.
+        near = positive.mean().expand(len(batch.negatives))
+        x, negatives = Side((batch.x, positive, None), pairs), Side((batch.negatives, near, None), others)
+        negatives = strategy.columns(negatives)
+        (odds,), _ = strategy.statistics(
+            lambda x, y, _: statistics(x, y, None), (torch.logaddexp,), x, negatives, want_y=False
+        )
+        odds_x = torch.logaddexp(odds_x, odds)
+
     # ---- The cross entropies ----
-    positive, odds_x, odds_y, positive_y, texts, ids_y, own_odds_y, negatives = _log_odds(strategy, batch)
+    own_odds_y = strategy.of_this_process(odds_y, pairs)
     loss, lse_x, lse_y, coefficient_of_both = kernels.softmax_losses(
         positive, odds_x, own_odds_y, positive_y, odds_y, backend
     )
@@ -125,7 +82,7 @@ def softmax(strategy: Strategy, batch: Batch, wanted: Wanted) -> Terms:
         return Side((batch.x, image_lse, coefficient, ids), pairs), Side((texts, text_lse, coefficient_y, ids_y), pairs)
 
     from_pairs = strategy.softmax_gradients(gradients, sides, wanted.x, wanted.y)
-    if negatives is None:
+    if batch.negatives is None:
         return Terms(loss, divisor, from_pairs.scalars[0], zero, from_pairs.x, from_pairs.y)
     features = negatives.rows[0]
     no_loss = lse_y.new_full((len(features),), torch.inf)

@@ -43,7 +43,7 @@ def pair_scores(
     captions has the mean of their cosines, and none of them is among its others. Negative captions do not count.
 
     Args:
-        images, texts: embeddings of this process, [images, D] and [texts, D]; every process has as many images.
+        images, texts: embeddings of this process, [images, D] and [texts, D]; all processes have equally many images.
         caption_image: [texts] int64, the image of each text or -1 for negative captions; None if text i belongs to i.
         pair_ids: [images] int64.
         processes: those that have the global batch; by default, all.

@@ -48,25 +48,6 @@ class _Anchors:
 
 def evaluate(strategy: Strategy, batch: Batch, loss: Callable[..., Terms], wanted: Wanted) -> Terms:
     """The `Terms` of a batch with ids of images and of texts. ``loss`` is `softmax` or `sigmoid`."""
-    images, texts, order_x, order_y = _anchors_of(strategy, batch)
-    want_images, want_texts = wanted.x, wanted.y or wanted.negatives
-    if sum(texts.counts) <= sum(images.counts):
-        terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
-        grad_x, grad_y = terms.grad_x, terms.grad_y
-    else:  # the smaller side is sent between processes; the loss is symmetric
-        terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
-        grad_y, grad_x = terms.grad_x, terms.grad_y
-    del images, texts  # frees the sorted copies before the gradients are copied into the order of the arguments
-    grad_texts = order_y.restore(grad_y)
-    return terms._replace(
-        grad_x=order_x.restore(grad_x),
-        grad_y=None if grad_texts is None else grad_texts[: len(batch.y)],
-        grad_negatives=None if grad_texts is None else grad_texts[len(batch.y) :],
-    )
-
-
-def _anchors_of(strategy: Strategy, batch: Batch) -> tuple[_Anchors, _Anchors, IdOrder, IdOrder]:
-    """The images of this process and its texts, the negative ones last, with the orders that sorted them."""
     assert batch.ids_x is not None
     assert batch.ids_y is not None
     ids_of_images, ids_of_texts = strategy.gather(
@@ -89,39 +70,20 @@ def _anchors_of(strategy: Strategy, batch: Batch) -> tuple[_Anchors, _Anchors, I
     order_x, order_y = IdOrder(ids_x), IdOrder(ids_y)
     images = anchors(batch.x, order_x, ids_of_images, ids_of_texts, batch.counts.images)
     texts = anchors(y, order_y, ids_of_texts, ids_of_images, counts_y)
-    return images, texts, order_x, order_y
-
-
-def cross_entropies(strategy: Strategy, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The cross entropies of this process's images [n] and of its texts [m], 0 for those without a positive.
-
-    They come from the statistics of the softmax loss alone.
-    """
-    x, y, order_x, order_y = _anchors_of(strategy, batch)
-    stats_x, stats_y, y_columns = _statistics(strategy, x, y, batch.scale)[:3]
-    weight = torch.ones_like(batch.scale)
-    of_x, of_y = (_cross_entropies(s, a.positives, weight)[0] for s, a in ((stats_x, x), (stats_y, y_columns)))
-    own_y = strategy.of_this_process(of_y, y.counts)
-    return order_x.restored(of_x), order_y.restored(own_y)[: len(batch.y)]
-
-
-def _statistics(
-    strategy: Strategy, x: _Anchors, y: _Anchors, scale: Tensor
-) -> tuple[Statistics, Statistics, _Anchors, Tensor, Tensor]:
-    """N, P and Z of x and of the columns of y; these columns; and the pivots of x and of the columns."""
-
-    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
-        (rows, pivot_x, ids_x), (columns, pivot_y, ids_y) = x, y
-        all_six = kernels.multi_positive_statistics(
-            rows, columns, scale, pivot_x, pivot_y, ids_x, ids_y, strategy.backend
-        )
-        return all_six[:3], all_six[3:]
-
-    pivot_x, pivot_y = _pivot(x, y, scale, strategy.backend), _pivot(y, x, scale, strategy.backend)
-    y, pivot_y = y.as_columns(strategy, pivot_y)
-    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # for N, P and Z
-    stats_x, stats_y = strategy.statistics(statistics, combine, x.side(pivot_x), y.side(pivot_y))
-    return stats_x, stats_y, y, pivot_x, pivot_y
+    want_images, want_texts = wanted.x, wanted.y or wanted.negatives
+    if sum(texts.counts) <= sum(images.counts):
+        terms = loss(strategy, images, texts, batch, any(wanted), want_images, want_texts)
+        grad_x, grad_y = terms.grad_x, terms.grad_y
+    else:  # the smaller side is sent between processes; the loss is symmetric
+        terms = loss(strategy, texts, images, batch, any(wanted), want_texts, want_images)
+        grad_y, grad_x = terms.grad_x, terms.grad_y
+    del images, texts, y  # frees the sorted copies before the gradients are copied into the order of the arguments
+    grad_texts = order_y.restore(grad_y)
+    return terms._replace(
+        grad_x=order_x.restore(grad_x),
+        grad_y=None if grad_texts is None else grad_texts[: len(batch.y)],
+        grad_negatives=None if grad_texts is None else grad_texts[len(batch.y) :],
+    )
 
 
 def softmax(
@@ -129,6 +91,11 @@ def softmax(
 ) -> Terms:
     """C is 2·min(n', m') times the derivative of the loss, and its sum is 0."""
     scale, backend = batch.scale, strategy.backend
+
+    def statistics(x: Rows, y: Rows, diagonal: int | None) -> tuple[Statistics, Statistics]:
+        (rows, pivot_x, ids_x), (columns, pivot_y, ids_y) = x, y
+        all_six = kernels.multi_positive_statistics(rows, columns, scale, pivot_x, pivot_y, ids_x, ids_y, backend)
+        return all_six[:3], all_six[3:]
 
     def gradients(
         x: Rows, y: Rows, diagonal: int | None, grad_x: Tensor | None, grad_y: Tensor | None, accumulate: bool
@@ -141,7 +108,10 @@ def softmax(
             ),
         )
 
-    stats_x, stats_y, y, pivot_x, pivot_y = _statistics(strategy, x, y, scale)
+    pivot_x, pivot_y = _pivot(x, y, scale, backend), _pivot(y, x, scale, backend)
+    y, pivot_y = y.as_columns(strategy, pivot_y)
+    combine = (torch.logaddexp, torch.logaddexp, torch.add)  # for N, P and Z
+    stats_x, stats_y = strategy.statistics(statistics, combine, x.side(pivot_x), y.side(pivot_y))
     fewest = torch.minimum(x.with_positive, y.with_positive)
     weight_x, weight_y = fewest / x.with_positive, fewest / y.with_positive
     losses_x, relative_x, share_x = _cross_entropies(stats_x, x.positives, weight_x)

@@ -14,6 +14,7 @@ from ..encoders.dual_encoder import DualEncoder
 from ..loading.loaders import of_training
 from ..loading.stored_teachers import stored_teachers
 from ..loading.teacher_inputs import ModelInputs
+from ..options.teacher_options import TeacherOptions
 from ..windows.extensions import LossTerm, of_kind
 from ..windows.setup import Setup
 from ..windows.teachers import OnlineTeacher
@@ -37,8 +38,8 @@ def teachers_of(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[Teach
     modules += [(*load(name)[:2], name) for name in args.teacher or ()] if setup.data is not None else []
     folders = args.teacher_embeddings or [] if setup.data is not None else []
     if not modules and not folders:
-        own = (("teacher_weight", 1.0), ("teacher_side", "both"))
-        unused = [name for name, default in own if getattr(args, name) != default]
+        own = ("teacher_weight", "teacher_side")
+        unused = [name for name in own if getattr(args, name) != getattr(TeacherOptions, name)]
         if unused and not (args.teacher or args.teacher_embeddings):
             raise ValueError(f"{' and '.join(unused)} had no effect without a teacher. Name one, or leave them out.")
         if args.contrastive_weight == 0 and not args.keep_features and not of_kind(setup.extensions, LossTerm):
