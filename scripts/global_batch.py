@@ -42,7 +42,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, contrastive_loss
 from hf_infcl.evaluation import retrieval_metrics
-from hf_infcl.publishing.curves import COLOURS
+from hf_infcl.tools.publishing.curves import COLOURS
 
 MICRO_BATCH, WINDOW = 16, 32
 EPOCHS, SEEDS = 20, (0, 1, 2)

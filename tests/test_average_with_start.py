@@ -13,7 +13,8 @@ from helpers.trainers import trainer_for
 from torch import Tensor
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.averaging import Averaged, interpolated
+from hf_infcl.checkpoints.average_search import Averaged
+from hf_infcl.checkpoints.average_weights import interpolated
 from hf_infcl.training.with_start import AverageWithStart, checkpoint_of_end
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}

@@ -21,20 +21,11 @@ from helpers.demo import infcl, infcl_launched
 from helpers.processes import launched
 from torch import Tensor, nn
 
-from hf_infcl.averaging import (
-    ALPHAS,
-    Measured,
-    adapters_of_zero,
-    chosen,
-    halves,
-    interpolated,
-    measured_at,
-    running_statistics,
-    score,
-)
-from hf_infcl.averaging.weights import scales_by_depth
-from hf_infcl.cli.average import BetweenCheckpoints
-from hf_infcl.publishing import plot_front
+from hf_infcl.checkpoints.average_choice import ALPHAS, Measured, chosen, halves, score
+from hf_infcl.checkpoints.average_search import measured_at
+from hf_infcl.checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics, scales_by_depth
+from hf_infcl.tools.cli.average import BetweenCheckpoints
+from hf_infcl.tools.publishing import plot_front
 
 State = dict[str, Tensor]
 

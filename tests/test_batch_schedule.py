@@ -21,7 +21,7 @@ from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.options.batch_schedule import BatchSchedule, divided_batch
-from hf_infcl.publishing import training_facts
+from hf_infcl.tools.publishing import training_facts
 
 # 9 steps of 4 pairs, 4 of 8 and 2 of 16: 100 pairs.
 GROWS = {"global_batch_schedule": ["4:0.3", "8:0.3", "16"], "gradient_accumulation_steps": 1, "max_steps": 15}

@@ -17,7 +17,7 @@ from hf_infcl import ZeroShotDataset
 from hf_infcl.evaluation import ClassRanks, PairRanks, bounds, hits_of, interval, measured, resampled
 from hf_infcl.evaluation.bootstrap import RESAMPLES, Difference, differences, differences_by_class
 from hf_infcl.evaluation.metrics import Hits
-from hf_infcl.publishing.comparison import comparison, lines_of_comparison, write_comparison
+from hf_infcl.tools.publishing.comparison import comparison, lines_of_comparison, write_comparison
 
 
 def random(seed: int) -> torch.Generator:

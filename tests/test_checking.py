@@ -20,8 +20,8 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, load_pairs
-from hf_infcl.checking import Looker, read
-from hf_infcl.checking.copies import Print, copies
+from hf_infcl.tools.checking import Looker, read
+from hf_infcl.tools.checking.copies import Print, copies
 
 WORDS = [*"abcdefgh", *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")]
 

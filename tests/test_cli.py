@@ -39,14 +39,8 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainingArguments
 
 import hf_infcl
-from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset, cli
+from hf_infcl import InfCLTrainer, InfCLTrainingArguments, ZeroShotDataset
 from hf_infcl.checkpoints.lock import locked
-from hf_infcl.cli import commands, defaults, description, earlier, plan, results
-from hf_infcl.cli import datasets as opening
-from hf_infcl.cli.command_options import ColumnOptions, DataOptions
-from hf_infcl.cli.commands import train_parser
-from hf_infcl.cli.datasets import training_set
-from hf_infcl.cli.parser import ELSEWHERE
 from hf_infcl.encoders.dual_encoder import TOWERS
 from hf_infcl.evaluation.metrics import metrics_of_kind
 from hf_infcl.kernels import BACKENDS
@@ -55,8 +49,15 @@ from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
-from hf_infcl.planning import GPUS
-from hf_infcl.publishing import CardCallback, doubtful_rate
+from hf_infcl.tools import cli
+from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, results
+from hf_infcl.tools.cli import datasets as opening
+from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
+from hf_infcl.tools.cli.commands import train_parser
+from hf_infcl.tools.cli.datasets import training_set
+from hf_infcl.tools.cli.parser import ELSEWHERE
+from hf_infcl.tools.planning import GPUS
+from hf_infcl.tools.publishing import CardCallback, doubtful_rate
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -947,7 +948,7 @@ def test_options_are_read_and_helps_are_printed_without_torch():
     code = """
 import contextlib, sys
 sys.modules["torch"] = None  # importing it raises ImportError
-from hf_infcl.cli import main
+from hf_infcl.tools.cli import main
 for words in (["train", "--help"], ["evaluate", "--help", "all"], ["plan", "--help"], ["train", "--modle", "m"],
               ["train", "--model", "m", "--dataset", "d", "--max_steps", "many"], ["card", "--help"],
               ["average", "--help"], ["convert", "--help"]):
@@ -1185,7 +1186,7 @@ def check_mistake_is_told_once(reason: str, code: int, output: str) -> None:
     lines = [line for line in output.splitlines() if reason in line]
     assert len([line for line in lines if line.startswith("infcl train: error: ")]) == 1, output
     assert len(lines) <= 2, "and the log of the rank that failed"
-    assert "hf_infcl/cli" not in output
+    assert "hf_infcl/tools/cli" not in output
 
 
 def test_two_processes_tell_a_mistake_once_and_show_no_traceback_of_ours(small, tmp_path):

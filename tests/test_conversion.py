@@ -29,7 +29,6 @@ from helpers.processors import tokenizer
 from huggingface_hub import constants
 from PIL import Image
 
-from hf_infcl import cli
 from hf_infcl.conversion import (
     comparison,
     convert,
@@ -42,6 +41,7 @@ from hf_infcl.conversion import (
 )
 from hf_infcl.conversion.preprocessing import image_processor, preprocess_config
 from hf_infcl.conversion.towers import mlp_ratio
+from hf_infcl.tools import cli
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ from helpers.demo import SCRIPTS, infcl
 from helpers.trainers import arguments, trainer_for
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.cli import defaults
-from hf_infcl.cli.commands import train_parser
 from hf_infcl.options.metric_sums import terms_of, value_of
+from hf_infcl.tools.cli import defaults
+from hf_infcl.tools.cli.commands import train_parser
 
 SETS = {"near": models.Pairs(8, seed=1), "my-far set": models.Pairs(12, seed=2)}
 SUM = "0.5*near_image_retrieval_recall@1 - 2*my-far set_loss"

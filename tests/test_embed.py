@@ -22,14 +22,14 @@ from helpers.shards import pair, png, write_tar
 from safetensors import safe_open
 
 from hf_infcl import ContrastiveCollator, ImageTextStream
-from hf_infcl.cli.command_options import ColumnOptions
-from hf_infcl.cli.embed import source_of
-from hf_infcl.embedding import sources
-from hf_infcl.embedding.embedding import embed
-from hf_infcl.embedding.options import EmbedOptions
-from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
+from hf_infcl.tools.cli.command_options import ColumnOptions
+from hf_infcl.tools.cli.embed import source_of
+from hf_infcl.tools.embedding import sources
+from hf_infcl.tools.embedding.embedding import embed
+from hf_infcl.tools.embedding.options import EmbedOptions
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 

@@ -19,7 +19,7 @@ from helpers.trainers import arguments, parameters, trainer_for
 from torch.utils.data import ChainDataset, IterableDataset
 
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
-from hf_infcl.averaging.choice import score
+from hf_infcl.checkpoints.average_choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.processes.collectives import OtherRankFailedError

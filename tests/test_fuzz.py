@@ -22,10 +22,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_infcl import reference
-from hf_infcl.cli.commands import train_parser
-from hf_infcl.cli.parser import Parser
 from hf_infcl.loss import contrastive, several_positives
-from hf_infcl.publishing import Evaluation, Source, TrainingFacts, model_card
+from hf_infcl.tools.cli.commands import train_parser
+from hf_infcl.tools.cli.parser import Parser
+from hf_infcl.tools.publishing import Evaluation, Source, TrainingFacts, model_card
 
 # ---- The loss ----
 

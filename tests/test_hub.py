@@ -30,9 +30,9 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
 
+from hf_infcl.checkpoints import pushes
+from hf_infcl.checkpoints.pushes import Pushes
 from hf_infcl.encoders.sharding import FSDP_SINCE
-from hf_infcl.saving import pushes
-from hf_infcl.saving.pushes import Pushes
 
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
@@ -157,7 +157,7 @@ class Failures(logging.Handler, TrainerCallback):
 
 def test_a_failed_push_is_reported_at_once_and_tried_again_at_the_next_save(hub, tmp_path):
     failures = Failures()
-    logger = logging.getLogger("hf_infcl.saving.pushes")
+    logger = logging.getLogger("hf_infcl.checkpoints.pushes")
     logger.addHandler(failures)
     try:
         trainer = trainer_for(tmp_path, **PUSHING, hub_strategy="all_checkpoints", callbacks=[failures])

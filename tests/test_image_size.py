@@ -17,11 +17,12 @@ from helpers.trainers import StopAt, parameters, trainer_for
 from PIL import Image
 from torch import Tensor
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, planning
+from hf_infcl import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data.transforms import set_image_size
 from hf_infcl.encoders.adapters import merge_adapters, with_adapters
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.image_size import config_for_images, resize_images
+from hf_infcl.tools import planning
 
 KINDS: dict[str, Any] = {kind: build for kind, build in models.BUILD.items() if kind != "siglip2"}
 KINDS["dinov2"] = models.vision_text_dinov2

@@ -1,4 +1,4 @@
-"""The rooms of the package: which imports are forbidden, that there are no cycles, and which packages are required."""
+"""The packages of hf_infcl: which imports are forbidden, that there are no cycles, and which packages are required."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MODELS = ("transformers.AutoModel", "transformers.PreTrainedModel")
 DISTRIBUTED = ("torch.distributed",)
 
 
-def rooms(*names: str) -> tuple[str, ...]:
+def inside(*names: str) -> tuple[str, ...]:
     return tuple(f"hf_infcl.{name}" for name in names)
 
 
-# The rooms of the training.
-TRAINING = ("options", "windows", "loading", "saving", "training")
+# The packages of the training.
+TRAINING = ("options", "windows", "loading", "training")
 
 # The modules of options that declare them.
 DECLARING = (
@@ -38,131 +38,149 @@ DECLARING = (
 # Of modules that read options, so that a mistyped one is answered at once.
 WITHOUT_TORCH = (
     *("torch", *HUGGING_FACE),
-    *rooms("reference", "kernels", "processes", "loss", "data", "windows", "loading", "training"),
+    *inside("reference", "kernels", "processes", "loss", "data", "windows", "loading", "training"),
     *(f"hf_infcl.options.{path.stem}" for path in PACKAGE.glob("options/[a-z]*.py") if path.stem not in DECLARING),
 )
 
-# What a room, or a module in it, must neither import nor reach through an attribute of torch. If several names apply,
-# the longest one counts.
+# What a package, or a module in it, must neither import nor reach through an attribute of torch. If several names
+# apply, the longest one counts.
 MUST_NOT_KNOW = {
+    "hf_infcl.tools": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl": ("torch", *HUGGING_FACE, "triton"),
     "hf_infcl.reference": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
     "hf_infcl.processes": (*HUGGING_FACE, "triton"),
     "hf_infcl.processes.launcher": ("hf_infcl", "torch", *HUGGING_FACE, "triton"),
     "hf_infcl.kernels": (
         *("torch.autograd", *DISTRIBUTED, *HUGGING_FACE),
-        *rooms("processes", "loss", "data", "evaluation", *TRAINING, "publishing"),
+        *inside("processes", "loss", "data", "evaluation", *TRAINING, "tools"),
     ),
     "hf_infcl.kernels.torch_backend": ("torch.autograd", *DISTRIBUTED, *HUGGING_FACE, "triton"),
-    "hf_infcl.loss": (*HUGGING_FACE, *rooms("data", "evaluation", *TRAINING, "publishing")),
+    "hf_infcl.loss": (*HUGGING_FACE, *inside("data", "evaluation", *TRAINING, "tools")),
     "hf_infcl.loss.cuda_graphs": ("hf_infcl", *HUGGING_FACE, "triton", *DISTRIBUTED),
-    "hf_infcl.loss.ring": (*HUGGING_FACE, *rooms("kernels", "loss.contrastive", "loss.inputs", "loss.strategies")),
+    "hf_infcl.loss.ring": (*HUGGING_FACE, *inside("kernels", "loss.contrastive", "loss.inputs", "loss.strategies")),
     "hf_infcl.shards": (
         *("torch", "transformers", "accelerate", "evaluate"),
-        *rooms("processes", "kernels", "loss", "data", "evaluation", *TRAINING, "publishing"),
+        *inside("processes", "kernels", "loss", "data", "evaluation", *TRAINING, "tools"),
     ),
     "hf_infcl.shards.urls": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.data": (
         *(*MODELS, *TRAINER, *DISTRIBUTED),
-        *rooms("kernels", "processes", "loss", "evaluation", *TRAINING, "publishing"),
+        *inside("kernels", "processes", "loss", "evaluation", *TRAINING, "tools"),
     ),
     "hf_infcl.data.streams": (  # asks for the number of processes, to refuse that all of them read the same
         *(*MODELS, *TRAINER),
-        *rooms("kernels", "processes", "loss", "evaluation", *TRAINING, "publishing"),
+        *inside("kernels", "processes", "loss", "evaluation", *TRAINING, "tools"),
     ),
     "hf_infcl.evaluation": (
         *(*DISTRIBUTED, *HUGGING_FACE),
-        *rooms("processes", "kernels", "loss", "data", *TRAINING, "publishing"),
+        *inside("processes", "kernels", "loss", "data", *TRAINING, "tools"),
     ),
     "hf_infcl.evaluation.ranking": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.evaluation.hub_metrics": (
         *(*DISTRIBUTED, *TRAINER, *MODELS),
-        *rooms("processes", "kernels", "loss", "data", *TRAINING, "publishing"),
+        *inside("processes", "kernels", "loss", "data", *TRAINING, "tools"),
     ),
-    "hf_infcl.passes": (*HUGGING_FACE, *rooms("kernels", "loss", "data", "checkpoints")),
+    "hf_infcl.passes": (*HUGGING_FACE, *inside("kernels", "loss", "data", "checkpoints")),
     "hf_infcl.passes.grad_cache": (
         *HUGGING_FACE,
-        *rooms("processes", "kernels", "loss", "data", "checkpoints", "passes.wrappers", "passes.graph_budget"),
+        *inside("processes", "kernels", "loss", "data", "checkpoints", "passes.wrappers", "passes.graph_budget"),
     ),
     "hf_infcl.passes.random_state": ("hf_infcl", *HUGGING_FACE),
-    "hf_infcl.checkpoints": ("transformers.Trainer", *MODELS, *rooms("kernels", "loss", "passes")),
-    "hf_infcl.averaging": (*HUGGING_FACE, *DISTRIBUTED, *rooms("kernels", "loss", "data", "training", "publishing")),
-    "hf_infcl.benchmarks": (
-        *(*TRAINER, *MODELS, *DISTRIBUTED, "transformers"),
-        *rooms("kernels", "processes", "loss", *TRAINING, "publishing", "cli"),
+    **dict.fromkeys(
+        (f"hf_infcl.checkpoints.average_{name}" for name in ("choice", "search", "weights")),
+        (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "loss", "data", "training", "tools")),
     ),
-    "hf_infcl.benchmarks.names": ("torch", "hf_infcl", *HUGGING_FACE),
-    "hf_infcl.encoders": (*TRAINER, *rooms("kernels", "loss", "data", "passes", "checkpoints")),
-    "hf_infcl.encoders.sharding": (*TRAINER[:2], *rooms("kernels", "loss", "data", "passes", "checkpoints")),
+    "hf_infcl.tools.benchmarks": (
+        *(*TRAINER, *MODELS, *DISTRIBUTED, "transformers"),
+        *inside("kernels", "processes", "loss", *TRAINING, "tools.publishing", "tools.cli"),
+    ),
+    "hf_infcl.tools.benchmarks.names": ("torch", "hf_infcl", *HUGGING_FACE),
+    "hf_infcl.encoders": (*TRAINER, *inside("kernels", "loss", "data", "passes", "checkpoints")),
+    "hf_infcl.encoders.sharding": (*TRAINER[:2], *inside("kernels", "loss", "data", "passes", "checkpoints")),
     "hf_infcl.conversion": (
         *(*TRAINER, *DISTRIBUTED, "datasets", "evaluate"),
-        *rooms("processes", "kernels", "loss", "passes", "checkpoints", "data", "evaluation", "encoders", "training"),
+        *inside("processes", "kernels", "loss", "passes", "checkpoints", "data", "evaluation", "encoders", "training"),
     ),
-    "hf_infcl.optimizers": (*HUGGING_FACE, *rooms("kernels", "loss", "passes", "data", "evaluation", "encoders")),
+    "hf_infcl.optimizers": (*HUGGING_FACE, *inside("kernels", "loss", "passes", "data", "evaluation", "encoders")),
     "hf_infcl.optimizers.newton_schulz": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.optimizers.groups": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.options": (
         *(*TRAINER, *MODELS, *DISTRIBUTED),
-        *rooms("reference", "kernels", "loss", "processes", "passes", "checkpoints", "optimizers", "publishing"),
+        *inside("reference", "kernels", "loss", "processes", "passes", "checkpoints", "optimizers", "tools"),
     ),
     "hf_infcl.options.arguments": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
-        *rooms("data", "passes", "checkpoints", "optimizers"),
+        *inside("data", "passes", "checkpoints", "optimizers"),
     ),
     "hf_infcl.options.combinations": (
         *("torch", "transformers"),
-        *rooms("reference", "kernels", "processes", "loss", "encoders", "data", "windows", "loading", "training"),
+        *inside("reference", "kernels", "processes", "loss", "encoders", "data", "windows", "loading", "training"),
     ),
     **dict.fromkeys((f"hf_infcl.options.{name}" for name in DECLARING), WITHOUT_TORCH),
     # Functions there import the tables of their choices.
-    "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *rooms("processes", "data", "windows", "training")),
-    "hf_infcl.options.tower_options": ("torch", *HUGGING_FACE, *rooms("processes", "data", "windows", "training")),
+    "hf_infcl.options.loss_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
+    "hf_infcl.options.tower_options": ("torch", *HUGGING_FACE, *inside("processes", "data", "windows", "training")),
     "hf_infcl.options.muon_options": ("torch", "hf_infcl", *HUGGING_FACE),
     "hf_infcl.windows": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
-        *rooms("reference", "kernels", "data", "evaluation", "optimizers", "publishing"),
+        *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),
     ),
-    "hf_infcl.windows.observers": (*TRAINER[:2], *MODELS, *rooms("kernels", "data", "optimizers", "options")),
-    "hf_infcl.windows.start": (*TRAINER[:2], *MODELS, *rooms("kernels", "loss", "data", "optimizers", "options")),
-    "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *rooms("kernels", "data", "options")),
-    "hf_infcl.windows.nonfinite": (*HUGGING_FACE, *rooms("kernels", "loss", "data", "options")),
-    "hf_infcl.windows.skipping": ("torch.autograd", "accelerate", *rooms("kernels", "loss", "data", "options")),
+    "hf_infcl.windows.observers": (*TRAINER[:2], *MODELS, *inside("kernels", "data", "optimizers", "options")),
+    "hf_infcl.windows.start": (*TRAINER[:2], *MODELS, *inside("kernels", "loss", "data", "optimizers", "options")),
+    "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "data", "options")),
+    "hf_infcl.windows.nonfinite": (*HUGGING_FACE, *inside("kernels", "loss", "data", "options")),
+    "hf_infcl.windows.skipping": ("torch.autograd", "accelerate", *inside("kernels", "loss", "data", "options")),
     "hf_infcl.loading": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
-        *rooms("reference", "kernels", "loss", "evaluation", "optimizers", "publishing"),
+        *inside("reference", "kernels", "loss", "evaluation", "optimizers", "tools"),
     ),
-    "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *rooms("loss", "kernels", "windows")),
+    "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *inside("loss", "kernels", "windows")),
     "hf_infcl.loading.data_wait": ("hf_infcl", *HUGGING_FACE),
-    "hf_infcl.loading.stream_loader": ("transformers", *rooms("loss", "windows")),
-    "hf_infcl.loading.batch_checks": ("transformers", *rooms("loss", "windows")),
-    "hf_infcl.loading.sampling": (*HUGGING_FACE, *rooms("loss", "windows")),
-    "hf_infcl.saving": (
-        *("transformers.Trainer", *MODELS, *DISTRIBUTED),
-        *rooms("reference", "kernels", "loss", "windows", "loading", "evaluation", "optimizers", "publishing"),
+    "hf_infcl.loading.stream_loader": ("transformers", *inside("loss", "windows")),
+    "hf_infcl.loading.batch_checks": ("transformers", *inside("loss", "windows")),
+    "hf_infcl.loading.sampling": (*HUGGING_FACE, *inside("loss", "windows")),
+    "hf_infcl.checkpoints": (
+        *("transformers.Trainer", *MODELS),
+        *inside("reference", "kernels", "loss", "passes", "windows", "loading", "evaluation", "optimizers", "tools"),
     ),
-    "hf_infcl.embedding": (
+    **dict.fromkeys(
+        (f"hf_infcl.checkpoints.{name}" for name in ("files", "lock", "record", "saving")),
+        ("transformers.Trainer", *MODELS, *inside("kernels", "loss", "passes", "encoders", "options", "conversion")),
+    ),
+    "hf_infcl.tools.embedding": (
         *(*TRAINER, *MODELS, *DISTRIBUTED),
-        *rooms("reference", "kernels", "loss", "windows", "training", "publishing"),
+        *inside("reference", "kernels", "loss", "windows", "training", "tools"),
     ),
-    "hf_infcl.embedding.options": WITHOUT_TORCH,
-    "hf_infcl.scoring": (*TRAINER, *MODELS, *DISTRIBUTED, *rooms("reference", "kernels", "training", "publishing")),
-    "hf_infcl.scoring.options": WITHOUT_TORCH,
-    "hf_infcl.training": rooms("reference", "publishing"),
-    "hf_infcl.training.trainer": rooms("kernels", "reference", "publishing"),
-    "hf_infcl.training.preparation": (*TRAINER[:2], *rooms("kernels", "loss", "data", "training.trainer")),
-    "hf_infcl.planning": (*TRAINER, *DISTRIBUTED, *rooms("kernels", "data", "evaluation", "publishing", "cli")),
-    "hf_infcl.checking": (
-        *(*MODELS, *TRAINER, *DISTRIBUTED),
-        *rooms("processes", "kernels", "loss", "evaluation", *TRAINING, "planning", "publishing", "cli"),
+    "hf_infcl.tools.embedding.options": WITHOUT_TORCH,
+    "hf_infcl.tools.scoring": (
+        *TRAINER,
+        *MODELS,
+        *DISTRIBUTED,
+        *inside("reference", "kernels", "training", "tools"),
     ),
-    "hf_infcl.cli.commands": WITHOUT_TORCH,
-    "hf_infcl.cli.command_options": WITHOUT_TORCH,
-    "hf_infcl.cli": rooms("reference", "kernels", "loss"),
-    "hf_infcl.__main__": rooms("reference", "kernels", "loss", "data", "evaluation", *TRAINING, "publishing"),
-    "hf_infcl.publishing": (
+    "hf_infcl.tools.scoring.options": WITHOUT_TORCH,
+    "hf_infcl.training": inside("reference", "tools"),
+    "hf_infcl.training.trainer": inside("kernels", "reference", "tools"),
+    "hf_infcl.training.preparation": (*TRAINER[:2], *inside("kernels", "loss", "data", "training.trainer")),
+    "hf_infcl.tools.planning": (
         *TRAINER,
         *DISTRIBUTED,
-        *rooms("kernels", "processes", "training.trainer"),
+        *inside("kernels", "data", "evaluation", "tools.publishing", "tools.cli"),
+    ),
+    "hf_infcl.tools.checking": (
+        *(*MODELS, *TRAINER, *DISTRIBUTED),
+        *inside(
+            "processes", "kernels", "loss", "evaluation", *TRAINING, "tools.planning", "tools.publishing", "tools.cli"
+        ),
+    ),
+    "hf_infcl.tools.cli.commands": WITHOUT_TORCH,
+    "hf_infcl.tools.cli.command_options": WITHOUT_TORCH,
+    "hf_infcl.tools.cli": inside("reference", "kernels", "loss"),
+    "hf_infcl.__main__": inside("reference", "kernels", "loss", "data", "evaluation", *TRAINING, "tools"),
+    "hf_infcl.tools.publishing": (
+        *TRAINER,
+        *DISTRIBUTED,
+        *inside("kernels", "processes", "training.trainer"),
         *(f"hf_infcl.evaluation.{p.stem}" for p in (PACKAGE / "evaluation").glob("[a-z]*.py") if p.stem != "metrics"),
         *(f"hf_infcl.data.{path.stem}" for path in (PACKAGE / "data").glob("[a-z]*.py") if path.stem != "urls"),
         *(f"hf_infcl.loss.{path.stem}" for path in (PACKAGE / "loss").glob("[a-z]*.py") if path.stem != "objectives"),
@@ -200,20 +218,26 @@ def reaches(name: str, target: str) -> bool:
 
 
 def rules(module: str) -> tuple[str, ...]:
-    """The rules of the module itself or of the innermost room around it. Those of the package are for `__init__.py`."""
+    """The rules of the module itself or of the innermost package around it; those of hf_infcl are for `__init__.py`."""
     while module not in MUST_NOT_KNOW:
         module = module.rpartition(".")[0]
-        assert module != "hf_infcl", "a new room needs its rules"
+        assert module != "hf_infcl", "a new package needs its rules"
     return MUST_NOT_KNOW[module]
 
 
 def owner(name: str, every: dict[str, Path]) -> str:
-    """The module that contains a name, "" outside the package. `hf_infcl.data.images.x` is not in the room `data`."""
+    """The module that contains a name, "" outside hf_infcl. `hf_infcl.data.images.x` is not in the package `data`."""
     while name not in every:
         name = name.rpartition(".")[0]
         if not name:
             return ""
-    return "" if name == "hf_infcl" else name
+    return "" if name in ("hf_infcl", "hf_infcl.tools") else name
+
+
+def package_of(module: str) -> str:
+    """The package of `hf_infcl` that holds a module, as CONTRIBUTING names it: ``loss`` or ``tools/cli``."""
+    parts = module.split(".")[1:]
+    return "/".join(parts[: 2 if parts[:1] == ["tools"] else 1])
 
 
 def test_rules_are_of_modules_that_exist():
@@ -226,16 +250,16 @@ def test_no_module_knows_what_it_must_not(module):
     for name in names_used(module, modules()[module]) - own:
         for forbidden in rules(module):
             if forbidden != "hf_infcl" and reaches(module, forbidden):
-                continue  # the module's own room
+                continue  # the module's own package
             assert not reaches(name, forbidden), f"{module} must not know {forbidden}, but uses {name}"
 
 
-def test_a_room_imports_only_those_above_it_in_the_table_of_contributing():
+def test_a_package_imports_only_those_above_it_in_the_table_of_contributing():
     contributing = Path(__file__).parents[1].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     table = contributing.partition("| where | what |")[0]
-    order = re.findall(r"^\| `(\w+)(?:\.py|/)` \|", table, re.MULTILINE)
-    every = {module: path for module, path in modules().items() if module not in ("hf_infcl", "hf_infcl.__main__")}
-    place = {module: order.index(module.split(".")[1]) for module in every}
+    order = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", table, re.MULTILINE)
+    every = {module: path for module, path in modules().items() if package_of(module) not in ("", "__main__", "tools")}
+    place = {module: order.index(package_of(module)) for module in every}
     assert len(order) == len(set(place.values()))
     for module, path in every.items():
         for name in names_used(module, path):
@@ -247,20 +271,20 @@ def test_no_import_comes_back_to_itself():
     every = modules()
     graph = {}
     for module, path in every.items():
-        if module != "hf_infcl":  # the package names all rooms, and imports them on first use
+        if module != "hf_infcl":  # the package names all of them, and imports them on first use
             graph[module] = {o for n in names_used(module, path) if (o := owner(n, every)) not in (module, "")}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_no_file_and_no_room_is_too_long():
-    """At most 450 lines in a file, except for the Hopper kernels, and 2,800 in a room."""
-    rooms_of: dict[str, int] = {}
+def test_no_file_and_no_package_is_too_long():
+    """At most 450 lines in a file, except for the Hopper kernels, and 2,800 in a package."""
+    lines_of: dict[str, int] = {}
     for module, path in modules().items():
         lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= 450 or module == "hf_infcl.kernels.hopper_kernels", f"{path} has {lines} lines"
-        room = path.parent.name
-        rooms_of[room] = rooms_of.get(room, 0) + lines
-    assert {room: lines for room, lines in rooms_of.items() if lines > 2800} == {}
+        package = path.parent.name
+        lines_of[package] = lines_of.get(package, 0) + lines
+    assert {package: lines for package, lines in lines_of.items() if lines > 2800} == {}
 
 
 def test_the_reading_of_imports(tmp_path):
@@ -287,7 +311,7 @@ def test_import_needs_only_torch_and_the_trainer_s_packages():
 import sys
 for name in ("triton", "datasets", "evaluate", "matplotlib", "sklearn"):
     sys.modules[name] = None  # importing it raises ImportError
-import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.publishing
+import torch, hf_infcl, hf_infcl.training.trainer, hf_infcl.tools.publishing
 for name in hf_infcl.__all__:
     getattr(hf_infcl, name)
 x = torch.eye(4)
@@ -320,7 +344,7 @@ def test_a_torchvision_that_does_not_fit_is_named_with_its_cure(tmp_path, line):
     assert "pip uninstall torchvision" in last
 
 
-def test_the_data_room_needs_no_torchvision_that_fits(tmp_path):
+def test_the_data_package_needs_no_torchvision_that_fits(tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from hf_infcl import ContrastiveCollator, ImageTextDataset"

@@ -17,8 +17,9 @@ from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from hf_infcl import InfCLTrainer, planning, reference
+from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.tools import planning
 from hf_infcl.windows.window import Window, WindowLoss
 
 DIMS, ROWS = [4, 8], 24

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset
 from hf_infcl import ImageTextDataset, ImageTextStream, InfCLTrainer, ZeroShotDataset
 from hf_infcl.data import ContrastiveCollator
 from hf_infcl.loading.notices import CaptionNotices
-from hf_infcl.publishing import training_facts
+from hf_infcl.tools.publishing import training_facts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LONG = " ".join(LETTERS[:LENGTH])  # with the token that ends it, one more than the limit

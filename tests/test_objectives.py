@@ -10,10 +10,11 @@ import torch
 from helpers.numerics import features, relative_error, run
 from helpers.trainers import trainer_for
 
-from hf_infcl import contrastive_loss, planning, reference
+from hf_infcl import contrastive_loss, reference
 from hf_infcl.loss import OBJECTIVES, one_positive, several_positives
 from hf_infcl.loss.batch import Terms
-from hf_infcl.publishing import Source, TrainingFacts, model_card
+from hf_infcl.tools import planning
+from hf_infcl.tools.publishing import Source, TrainingFacts, model_card
 
 
 def doubled(loss: Any) -> Any:

@@ -70,7 +70,7 @@ def test_the_metadata_say_what_an_index_shows(wheel):
     needed = {re.match("[a-z_]+", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert needed >= {"torch", "transformers", "accelerate", "datasets", "huggingface_hub", "pyyaml"}
     assert not needed & set(EXTRAS)
-    assert "infcl = hf_infcl.cli:main" in commands
+    assert "infcl = hf_infcl.tools.cli:main" in commands
 
 
 def imported() -> dict[str, str]:
@@ -110,9 +110,9 @@ needs_triton = ("hf_infcl.kernels.triton_", "hf_infcl.kernels.hopper_")
 for module in pkgutil.walk_packages(hf_infcl.__path__, "hf_infcl."):
     if not module.name.startswith(needs_triton) and not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from hf_infcl.cli.commands import train_parser
+from hf_infcl.tools.cli.commands import train_parser
 assert train_parser().read(["--recipe", "finetune_keep"])[0].replay_share == 0.5
-from hf_infcl.cli import main
+from hf_infcl.tools.cli import main
 main(words=["--version"])
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

@@ -14,9 +14,9 @@ from helpers.trainers import StopAt, parameters, trainer_for
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from hf_infcl import planning
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
+from hf_infcl.tools import planning
 
 NONE = ("align", "siglip2")  # towers without patches that can be left out
 KINDS = {kind: (build, kind) for kind, build in models.BUILD.items() if kind not in NONE}

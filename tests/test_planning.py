@@ -20,12 +20,13 @@ from helpers.numerics import features
 from helpers.shards import write_tars
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_infcl import InfCLTrainingArguments, cli, contrastive_loss, planning
-from hf_infcl.cli import commands
+from hf_infcl import InfCLTrainingArguments, contrastive_loss
 from hf_infcl.loss.ring import Ring
 from hf_infcl.optimizers.newton_schulz import orthogonalised
-from hf_infcl.planning import GIB, Choice, Counts, check_memory
-from hf_infcl.planning.fitting import choice_of
+from hf_infcl.tools import cli, planning
+from hf_infcl.tools.cli import commands
+from hf_infcl.tools.planning import GIB, Choice, Counts, check_memory
+from hf_infcl.tools.planning.fitting import choice_of
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 

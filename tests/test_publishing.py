@@ -22,8 +22,8 @@ from torch.utils.data import default_collate
 from transformers import TrainerCallback, TrainerState
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
-from hf_infcl.averaging import Averaged
-from hf_infcl.publishing import (
+from hf_infcl.checkpoints.average_search import Averaged
+from hf_infcl.tools.publishing import (
     PICTURES_FILE,
     CardCallback,
     Evaluation,

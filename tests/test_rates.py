@@ -13,8 +13,9 @@ from helpers.demo import infcl
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import default_collate
 
-from hf_infcl import InfCLTrainer, planning
+from hf_infcl import InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.tools import planning
 
 RATE, DECAY = 1e-3, 0.5
 

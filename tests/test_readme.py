@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from hf_infcl.cli.commands import PARSERS
 from hf_infcl.options.declared import OURS
+from hf_infcl.tools.cli.commands import PARSERS
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
     ROOT / "scripts/AFTER_TRAINING.md",
-    *(ROOT / "hf_infcl" / room / "README.md" for room in ("conversion", "data", "loss", "training")),
+    *(ROOT / "hf_infcl" / package / "README.md" for package in ("conversion", "data", "loss", "training")),
 ]
 PAGES = [
     *GUIDES,

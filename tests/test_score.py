@@ -27,11 +27,11 @@ from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.data.keyed import sample_key
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
-from hf_infcl.scoring.excluding import rows_kept
-from hf_infcl.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of, probability_wrong
-from hf_infcl.scoring.scoring import score_pairs
-from hf_infcl.scoring.sheet import draw_suspicious, small_jpeg
-from hf_infcl.scoring.writing import write_ledger_of_training
+from hf_infcl.tools.scoring.excluding import rows_kept
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of, probability_wrong
+from hf_infcl.tools.scoring.scoring import score_pairs
+from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
+from hf_infcl.tools.scoring.writing import write_ledger_of_training
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
 

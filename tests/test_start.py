@@ -12,9 +12,10 @@ from helpers import models
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import Tensor, nn
 
-from hf_infcl import InfCLTrainer, planning, reference
+from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.tools import planning
 
 BETA, STRENGTH, RATE = 3.0, 20.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.

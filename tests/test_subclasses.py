@@ -10,10 +10,10 @@ from helpers.trainers import arguments, parameters, trainer_for
 from transformers import Trainer, TrainerCallback
 
 from hf_infcl import InfCLTrainer
+from hf_infcl.checkpoints.pushes import Pushes
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.loading.training_data import TrainingData
 from hf_infcl.processes.phases import Phases
-from hf_infcl.saving.pushes import Pushes
 from hf_infcl.training.loop_events import LoopEvents
 from hf_infcl.training.progress import Progress
 from hf_infcl.training.resuming import Resumption

@@ -25,13 +25,13 @@ from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.conversion.models import load
-from hf_infcl.embedding import sources
-from hf_infcl.embedding.embedding import embed
-from hf_infcl.embedding.sources import ShardSource, TableSource
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.loading.stored_embeddings import described_shards
-from hf_infcl.publishing.settings import training_settings
+from hf_infcl.tools.embedding import sources
+from hf_infcl.tools.embedding.embedding import embed
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource
+from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.terms import TeacherDistance
 
 needs_fsdp = pytest.mark.skipif(

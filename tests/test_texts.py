@@ -18,10 +18,11 @@ from helpers.trainers import parameters, trainer_for
 from PIL import Image
 from torch.utils.data import default_collate
 
-from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers, planning
+from hf_infcl import ContrastiveCollator, ImageTextDataset, TwoTowers
 from hf_infcl.data import ImageTextStream
 from hf_infcl.data.augmentation import drop_words
 from hf_infcl.encoders.dual_encoder import IMAGE_FEATURES, NO_TEXTS, TEXT_INPUTS, DualEncoder
+from hf_infcl.tools import planning
 from hf_infcl.windows.texts import deal_texts
 from hf_infcl.windows.window import Window
 

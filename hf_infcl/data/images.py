@@ -58,7 +58,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         columns: the column of each option that names one.
         split: the split of the dataset, if it knows it.
         name: what messages about a bad row call the dataset.
-        benchmark: the files of a named benchmark (`hf_infcl.benchmarks`); None for other sets.
+        benchmark: the files of a named benchmark (`hf_infcl.tools.benchmarks`); None for other sets.
     """
 
     def __init__(self, dataset: datasets.Dataset, image_column: str, others: Mapping[str, str | None]) -> None:

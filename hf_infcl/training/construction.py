@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers.trainer_utils import has_length
 
+from ..checkpoints.formats import check_formats
 from ..checkpoints.lock import check_writable
 from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroShotDataset
 from ..data.transforms import set_image_size
@@ -20,7 +21,6 @@ from ..loading.loaders import check_data_seed, check_planned, set_sizes
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
-from ..saving.formats import check_formats
 from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from ..checkpoints.pushes import cause
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..loading.batch_plan import BatchPlan
@@ -21,7 +22,6 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course, EqualBatches
 from ..options.declaring import ExclusiveOptionsError
 from ..options.run_options import OptimizerOptions, restart_rates
-from ..saving.pushes import cause
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon

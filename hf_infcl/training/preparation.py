@@ -10,13 +10,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers.utils import logging
 
+from ..checkpoints.peft_saving import beside_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
 from ..encoders.patch_dropout import check_patches
 from ..encoders.sharding import check_wrapper, prepare_for_wrapper
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
-from ..saving.peft_saving import beside_adapters
 from ..windows.number_checks import check_supported
 from ..windows.start import Start
 from .muon import check_wrapper_of_muon

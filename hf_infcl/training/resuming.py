@@ -14,6 +14,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..checkpoints.files import choose
+from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
 from ..data import ImageTextStream
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
@@ -25,7 +26,6 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.facts import facts_by_name
 from ..options.run_options import options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
-from ..saving.pushes import checkpoint_of_hub_if_named
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
 from .early_stopping import why_complete

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 
+from ..checkpoints import model_files as files
+from ..checkpoints import pushes
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
@@ -30,8 +32,6 @@ from ..options.metric_sums import with_sum
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
-from ..saving import model_files as files
-from ..saving import pushes
 from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
@@ -445,6 +445,6 @@ class InfCLTrainer(Trainer):
         self._pushes.push_output_dir(lambda: self.hub_model_id, self.init_hf_repo, message, delete)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.publishing` updates."""
+        """Writes Trainer's draft, unless the folder already has a card that `hf_infcl.tools.publishing` updates."""
         if not pushes.has_own_card(str(self.args.output_dir)):
             super().create_model_card(*args, **kwargs)

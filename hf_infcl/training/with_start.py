@@ -11,18 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..averaging import (
-    Averaged,
-    Measured,
+from ..checkpoints.average_choice import Measured
+from ..checkpoints.average_search import Averaged, find_average, measured_at, with_halves
+from ..checkpoints.average_weights import (
     check_new_adapters,
-    find_average,
     interpolated,
-    measured_at,
     running_statistics,
+    scales_by_depth,
     with_factors_of_end,
-    with_halves,
 )
-from ..averaging.weights import scales_by_depth
 from ..encoders.sharding import reshard
 from ..processes.collectives import Processes
 from .trainer import InfCLTrainer
@@ -34,10 +31,10 @@ class AverageWithStart:
     Args:
         trainer: before its training, with the model as it was loaded.
         gains: the names of those sets of its ``eval_dataset`` that the training is for.
-        guards: two halves of each set on which the model should not get worse, see `hf_infcl.averaging.halves`, by its
+        guards: two halves of each set on which the model should not get worse, see `average_choice.halves`, by its
             name.
         alpha: of the average, from 0, the start, to 1, the end; None to choose it.
-        path: one of `hf_infcl.averaging.PATHS`.
+        path: one of `average_weights.PATHS`.
         tolerance: what a guard may lose if the average is chosen, as a fraction.
 
     Raises:
@@ -108,7 +105,7 @@ class StartKept:
 
     Args:
         trainer: of the training.
-        path: one of `hf_infcl.averaging.PATHS`.
+        path: one of `average_weights.PATHS`.
 
     Attributes:
         batch_norms: the number of batch norms with running statistics.

@@ -1,8 +1,8 @@
 """Compares the predictions of `infcl plan` with the measured rows of `step`, `loss` and `ring`: writes PLAN.md.
 
-The rates of `hf_infcl.planning` were fitted to the rows marked as fitted, and to no others; `plan --fit` fits those of
-the loss again. The rows marked as new were measured after the rates had been chosen. The other rows were known at that
-time, although no rate was fitted to them. Differences are those of the prediction from the measured value.
+The rates of `hf_infcl.tools.planning` were fitted to the rows marked as fitted, and to no others; `plan --fit` fits
+those of the loss again. The rows marked as new were measured after the rates had been chosen. The other rows were
+known at that time, although no rate was fitted to them. Differences are those of the prediction from the measured value.
 
 Of 20 losses that were predicted before they were measured (d9e0b94 and 2c3643e), 18 were within 9.5%, and the two of
 2 × 4,096 pairs 18 and 24% too short; such a loss takes 1.5 to 2.1 ms from one run to the next. The formula was then
@@ -50,9 +50,9 @@ from typing import Any, NamedTuple
 
 from transformers import CLIPConfig
 
-from hf_infcl import planning
 from hf_infcl.loss import OBJECTIVES
-from hf_infcl.planning import GIB, GPU, GPUS, Choice, Counts
+from hf_infcl.tools import planning
+from hf_infcl.tools.planning import GIB, GPU, GPUS, Choice, Counts
 
 from .common import RESULTS, STEP_SETTING, Row, newest, read
 from .inputs import sizes_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_infcl.averaging import interpolated, with_factors_of_end
+from hf_infcl.checkpoints.average_weights import interpolated, with_factors_of_end
 
 from .training import SETS, Row, Run, measure, new_model, train
 

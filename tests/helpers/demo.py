@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_infcl import cli
+from hf_infcl.tools import cli
 
 from .processes import without_os_exit
 

@@ -1,0 +1,199 @@
+"""What this package adds to the files that Trainer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from ..conversion.sentence_transformers import write_sentence_files
+from ..data import ContrastiveCollator
+from ..encoders.dual_encoder import DualEncoder
+from ..encoders.sharding import stock_shapes
+from ..options.arguments import InfCLTrainingArguments
+from .files import Checkpoint
+from .formats import save_other_formats
+from .lock import locked
+from .peft_saving import add_beside_adapters
+from .record import RunRecord
+from .saving import Checkpoints
+
+STATES_NAME = "infcl_extensions.pt"  # in a checkpoint: the states of the step's extensions
+
+
+def save_weights(
+    encoder: DualEncoder,
+    args: InfCLTrainingArguments,
+    output_dir: str | None,
+    state_dict: dict[str, Tensor] | None,
+    save: Callable[[str | None, dict[str, Tensor] | None], None],
+    processor: Any,
+    repository: str | None,
+    collator: Any,
+) -> None:
+    """Saves weights in the shapes of transformers, on each machine if asked for, and what Trainer does not save.
+
+    That is what trains beside adapters, the other formats of ``save_formats`` and, for a `ContrastiveCollator`, which
+    knows how captions are padded, the files by which sentence-transformers loads the folder.
+
+    Args:
+        encoder: the model.
+        args: the arguments of the training.
+        output_dir: the folder; None for that of ``args``.
+        state_dict: the weights; None for those of the model.
+        save: Trainer's own method.
+        processor: the processor that it saves as well, or None.
+        repository: the repository of the Hub that the model is pushed to, or None.
+        collator: the data collator of the training.
+    """
+    model = encoder.model
+    _restore_end_of_text(encoder)
+    if state_dict is not None:
+        state_dict = stock_shapes(encoder, state_dict)
+    if args.save_on_each_node:
+        # transformers' own method lets only process 0 write, but each machine needs a copy.
+        model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        save(output_dir, None if state_dict is None else dict(state_dict))  # transformers empties it
+    finally:
+        vars(model).pop("should_save_on_this_rank", None)
+    if args.should_save:
+        folder = str(args.output_dir if output_dir is None else output_dir)
+        add_beside_adapters(folder, model, model.state_dict() if state_dict is None else state_dict)
+        save_other_formats(folder, encoder, args, processor, state_dict, repository)
+        if isinstance(collator, ContrastiveCollator) and hasattr(model, "config"):
+            more = collator.text_options | {"matryoshka_dims": args.matryoshka_dims}
+            write_sentence_files(folder, model.config.model_type, collator.processor, **more)
+
+
+def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
+    """The context in which no other run trains in ``output_dir``; see `locked`."""
+    shared = args.save_strategy != SaveStrategy.NO and not args.save_only_model
+    return locked(str(args.output_dir), locks=args.should_save, shared=shared)
+
+
+def checkpoints_of(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:
+    """The checkpoints that a training writes; ``last`` is the one that it resumes from, if any."""
+    return Checkpoints(
+        completes=args.should_save,
+        flushes=args.local_process_index == 0,
+        ends_on_failure=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
+        limit=args.save_total_limit,
+        last=last,
+    )
+
+
+def save_checkpoint(
+    checkpoints: Checkpoints,
+    output_dir: str,
+    record: RunRecord,
+    states: Mapping[str, Any],
+    state: Any,
+    args: InfCLTrainingArguments,
+    save: Callable[[], None],
+    push: Callable[[str], None],
+    uploading: Callable[[], Sequence[Path]],
+) -> None:
+    """Writes Trainer's checkpoint completely or not at all, pushes it and removes old ones; collective.
+
+    See `Checkpoints.save`.
+
+    Args:
+        checkpoints: those of the training.
+        output_dir: their folder.
+        record: the run and its progress.
+        states: of the extensions of the step, equal on all processes.
+        state: Trainer's, which names the best checkpoint.
+        args: the arguments of the training.
+        save: Trainer's own method.
+        push: pushes a complete checkpoint.
+        uploading: returns the checkpoints that are being pushed, which stay until they have arrived.
+    """
+
+    def write(checkpoint: Checkpoint) -> None:
+        with best_checkpoint_kept(state, args, checkpoint):
+            save()
+        if states and args.should_save:
+            torch.save(dict(states), checkpoint.partial / STATES_NAME)
+
+    best_before = state.best_model_checkpoint
+    saved = checkpoints.save(output_dir, state.global_step, record, write)
+    if saved is None:
+        state.best_model_checkpoint = best_before
+        return
+    if args.push_to_hub:
+        push(str(saved.folder))
+    best = state.best_model_checkpoint
+    checkpoints.rotate(saved, [*uploading(), *([] if best is None else [Path(best)])])
+
+
+def _restore_end_of_text(encoder: DualEncoder) -> None:
+    """Gives the config the token at which the text tower takes its output.
+
+    At the begin of a training, Trainer replaces it by the tokenizer's, after the tower was built with that of the
+    config. A tower loaded from the saved config would take its output at another position than the trained one.
+    """
+    trained = getattr(getattr(encoder.base, "text_model", None), "eos_token_id", None)
+    if trained is not None and hasattr(encoder.base, "config"):
+        encoder.base.config.text_config.eos_token_id = trained
+
+
+def load_states(load: Callable[[dict[str, Any]], None], checkpoint: str | None) -> None:
+    """Lets the extensions of the step, which ``load`` them, go on from their states in a checkpoint that has some."""
+    path = Path(checkpoint or "", STATES_NAME)
+    load(torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {})
+
+
+@contextmanager
+def best_checkpoint_kept(state: Any, args: InfCLTrainingArguments, checkpoint: Checkpoint) -> Iterator[None]:
+    """A context in which Trainer writes a checkpoint without looking for the best one; then its folder is noted.
+
+    Trainer would wait for the other processes, and look for the best checkpoint in the partial folder.
+
+    Args:
+        state: Trainer's state.
+        args: the arguments of the training.
+        checkpoint: the checkpoint that is written.
+    """
+    best_step, state.best_global_step = state.best_global_step, None
+    try:
+        yield
+    finally:
+        state.best_global_step = best_step
+    if best_step and args.save_strategy != SaveStrategy.NO:
+        best = checkpoint.folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{best_step}")
+        if best == checkpoint.folder or best.is_dir():
+            state.best_model_checkpoint = str(best)
+        if args.should_save:
+            state.save_to_json(str(checkpoint.partial / TRAINER_STATE_NAME))
+
+
+def saves_shards(accelerator: Any) -> bool:
+    """Whether FSDP2 writes checkpoints in shards, without weights that ``from_pretrained`` could load."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and "SHARDED" in str(plugin.state_dict_type)
+
+
+def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArguments, save: Callable[..., None]) -> None:
+    """Saves the whole model if FSDP2 writes its checkpoints in shards; collective.
+
+    With the state dict type SHARDED_STATE_DICT, Trainer writes no weights that ``from_pretrained`` could load.
+
+    Args:
+        model: the model.
+        accelerator: of the training.
+        args: its arguments.
+        save: as for `save_weights`, of the ``state_dict`` alone.
+    """
+    if saves_shards(accelerator):
+        state = accelerator.get_state_dict(model)
+        if args.should_save:
+            save(state_dict=state)

@@ -1,0 +1,1 @@
+"""What `infcl` adds to the training: its commands, plans, checks, embeddings, scores, benchmarks and model cards."""

@@ -1,0 +1,175 @@
+"""What is wrong with a data set, or between two, and what to do about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...data.pairs import REPEATED
+from ..scoring.ledger import Ledger
+from .copies import copies
+from .faults import FAULTS
+from .set_facts import SetFacts
+
+SAME_CAPTION = 0.5  # the share of the pairs with one and the same caption that tells nothing about their images
+OVERLAP = 0.01  # the share of evaluated images that are trained on, above which their figures mean little
+WRONG = 0.9  # the probability from which on a pair of a ledger is told to be wrong
+SPOILING_WRONG = 0.05  # the share of such pairs that spoils a training
+COPIES = 0.1  # the share of images with copies in the set that spoils a training
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        kind: one of the `FAULTS`, ``same_caption``, ``repeated_captions``, ``one_embedding``, ``repeated_images``,
+            ``wrong_pairs``, ``ceiling`` or ``overlap``.
+        text: a few sentences with numbers and examples.
+        spoils: whether a training would fail, learn something else, or be measured wrongly.
+        rows: the names of all pairs that it concerns.
+        options: of `infcl train`, which remedy it.
+    """
+
+    kind: str
+    text: str
+    spoils: bool
+    rows: tuple[str, ...] = ()
+    options: str = ""
+
+
+def findings_of_set(
+    facts: SetFacts, *, pair_id_column: str | None = None, caption_column: str = "caption", skips_bad: bool = False
+) -> list[Finding]:
+    """What is wrong with one set.
+
+    Args:
+        facts: of the set.
+        pair_id_column: that of the training, or None.
+        caption_column: the name of the column of captions.
+        skips_bad: whether the training leaves bad pairs out (``on_bad_sample="skip"``).
+    """
+    found = [*_of_faults(facts, skips_bad), *_of_captions(facts, pair_id_column, caption_column), *_of_copies(facts)]
+    if facts.one_embedding:
+        found.append(Finding("one_embedding", facts.one_embedding, spoils=True))
+    return sorted(found, key=lambda finding: not finding.spoils)
+
+
+def _of_faults(facts: SetFacts, skips_bad: bool) -> Iterator[Finding]:
+    cures = {"broken": "--on_bad_sample skip", "captionless": "--on_bad_sample skip"}
+    cures = {**cures, "huge": f"--min_side {2 * facts.limits.side}"} if facts.is_trained else {}
+    for kind, fault in FAULTS.items():
+        if not (rows := facts.faults.get(kind, {})):
+            continue
+        limits = {"tiny": facts.limits.tiny, "huge": facts.limits.huge // 10**6, "tokens": facts.limits.tokens}
+        is_skipped = skips_bad and facts.is_trained and kind in ("broken", "captionless")
+        option = "" if is_skipped else cures.get(kind, "")
+        text = f"{_count(len(rows), facts.looks)} {fault.words.format(**limits)}: {_examples(rows)}. {fault.cure}"
+        text += facts.limits.more_positions if kind == "cut" else ""
+        text += " The training leaves them out." if is_skipped else f" Or pass {option}." if option else ""
+        spoils = len(rows) > (0.1 if is_skipped else fault.spoils) * facts.looks
+        yield Finding(kind, text, spoils, tuple(rows), option)
+
+
+def _of_captions(facts: SetFacts, pair_id_column: str | None, caption_column: str) -> Iterator[Finding]:
+    captioned = len(facts.caption_ids)
+    text, count = facts.most_common_caption()
+    if count > max(1.0, SAME_CAPTION * captioned):
+        what = f"{_count(count, facts.looks)} have the caption {_short(text)!r}. It tells nothing about their images."
+        yield Finding("same_caption", f"{what} Name the column of the captions.", spoils=True)
+    if not facts.is_trained or pair_id_column is not None:
+        return
+    times = Counter(number for own in facts.caption_ids.values() for number in own)
+    rows = tuple(name for name, own in facts.caption_ids.items() if any(times[number] > 1 for number in own))
+    if len(rows) > REPEATED * captioned:
+        yield Finding(
+            "repeated_captions",
+            f"{_count(len(rows), facts.looks)} have a caption that another one also has, such as {_short(text)!r} "
+            f"({count:,} times). In a batch they are each other's negatives. Pass --pair_id_column {caption_column}.",
+            spoils=True,
+            rows=rows,
+            options=f"--pair_id_column {caption_column}",
+        )
+
+
+def _of_copies(facts: SetFacts) -> Iterator[Finding]:
+    names = list(facts.prints)
+    pairs = [(names[first], names[second]) for first, second in copies(list(facts.prints.values()))]
+    rows = tuple(dict.fromkeys(name for pair in pairs for name in pair))
+    if len(rows) <= REPEATED * len(names):
+        return
+    effect = "They are each other's negatives unless their pair ids are equal (--pair_id_column)."
+    effect = effect if facts.is_trained else "Retrieval cannot tell them apart."
+    text = f"{_count(len(rows), facts.looks)} have an image that looks like another one: {_and_copy(pairs)}. {effect}"
+    yield Finding("repeated_images", text, len(rows) > COPIES * len(names), rows)
+
+
+def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list[Finding]:
+    """The captions of an evaluation set that belong to several images, between which no model can choose.
+
+    Args:
+        facts: of the set.
+        ceilings: the highest recalls that a model can reach, by their names.
+    """
+    if not ceilings or min(ceilings.values()) == 1:
+        return []
+    images = Counter(number for own in facts.seen.values() for number in {*own})
+    rows = tuple(name for name, own in facts.seen.items() if any(images[number] > 1 for number in own))
+    highest = " or ".join(f"{name} of {value:.4g}" for name, value in ceilings.items())
+    among = "" if facts.is_whole else " among those that were read"
+    text = (
+        f"{_count(len(rows), facts.looks)} have a caption that also belongs to another image, as the model reads it. "
+        f"No model can exceed {highest}{among}. Compare with these values, or evaluate on captions of one image each."
+    )
+    return [Finding("ceiling", text, min(ceilings.values()) < 1 - COPIES, rows)]
+
+
+def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
+    """Pairs that do not belong together, as the ledger in a file says."""
+    rows = tuple(str(key) for key in ledger.wrong(WRONG))
+    if not rows:
+        return []
+    examples = [(key, ledger.caption_of(int(key))) for key in rows[:3]]
+    shown = ", ".join(f"row {key}" + (f" ({_short(caption)})" if caption else "") for key, caption in examples)
+    option = f"--exclude {path}:{WRONG:g}"
+    text = (
+        f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {WRONG:g}: {shown}. "
+        f"Rare pairs look alike, so look at the sheet beside the ledger. Then pass {option}."
+    )
+    return [Finding("wrong_pairs", text, len(rows) > SPOILING_WRONG * len(ledger), rows, option)]
+
+
+def findings_of_overlap(trained: SetFacts, evaluated: SetFacts) -> list[Finding]:
+    """Images of an evaluation set that look like one of a set that is trained on."""
+    before, after = list(trained.prints), list(evaluated.prints)
+    every = copies([*trained.prints.values(), *evaluated.prints.values()])
+    crossing = every[(every[:, 0] < len(before)) & (every[:, 1] >= len(before))]
+    pairs = {after[second - len(before)]: before[first] for first, second in crossing}
+    if not pairs:
+        return []
+    more = "" if trained.is_whole else f" Only some of {trained.name} was read, so there may be more."
+    count = _count(len(pairs), len(after), "images")
+    text = (
+        f"{count} look like an image of {trained.name}: {_and_copy(pairs.items())}. Drop them from one of the two "
+        f"sets.{more}"
+    )
+    return [Finding("overlap", text, len(pairs) > OVERLAP * len(after), tuple(pairs))]
+
+
+def _count(count: int, of: int, what: str = "pairs") -> str:
+    return f"{count:,} of {of:,} {what} ({count / max(1, of):.2%})"
+
+
+def _examples(rows: dict[str, str]) -> str:
+    return ", ".join(f"row {_short(name)} ({_short(detail)})" for name, detail in list(rows.items())[:3])
+
+
+def _and_copy(pairs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join(f"row {_short(row)} like row {_short(other)}" for row, other in list(pairs)[:3])
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 80 else f"{text[:80]}..."

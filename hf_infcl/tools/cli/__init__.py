@@ -1,0 +1,133 @@
+"""The command `infcl`: `check`, `train`, `evaluate` and the other commands parse options and call the rest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import select
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ... import __version__
+from .commands import COMMANDS, PARSERS
+
+# Their versions decide what happens in a run, so a bug report needs them; not all have to be installed.
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "tokenizers", "numpy"),
+    *("pillow", "torchvision", "triton", "peft", "deepspeed"),
+)
+
+
+def main(command: str | None = None, words: Sequence[str] | None = None) -> None:
+    """Runs one command.
+
+    Args:
+        command: one of `COMMANDS`; by default, the first word.
+        words: the command line without the program's name; by default, that of this process.
+    """
+    try:
+        with _quiet_without_reader():
+            _run(command, list(sys.argv[1:] if words is None else words))
+    except KeyboardInterrupt:  # outside of a training, which would save a checkpoint first
+        if os.environ.get("RANK", "0") == "0":
+            print("\ninfcl: ended by Ctrl-C", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def _run(command: str | None, words: list[str]) -> None:
+    if command is None:
+        parser = argparse.ArgumentParser(
+            prog="infcl",
+            description="Exact contrastive training of image-text models at any batch size.",
+            epilog="commands:\n"
+            + "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
+            + "\n\n`infcl COMMAND --help` lists the options of a command.",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))
+        parser.add_argument("--version", action=_Versions, nargs=0, help="print the versions that a bug report needs")
+        if not words:
+            parser.print_help()
+            parser.exit(2)
+        command = parser.parse_args(words[:1]).command
+        words = words[1:]
+    if command not in COMMANDS:
+        raise ValueError(f"The command must be one of {', '.join(COMMANDS)}, got {command!r}.")
+    reader: Any = PARSERS[command]()
+    namespace, given = reader.read(words)
+    # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
+    from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
+
+    if command == "train":
+        from .train import train as run
+    elif command == "check":
+        from .check import check as run
+    elif command == "evaluate":
+        from .evaluate import evaluate as run
+    elif command == "compare":
+        from .compare import compare as run
+    elif command == "average":
+        from .average import average as run
+    elif command == "plan":
+        from .plan import plan as run
+    elif command == "embed":
+        from .embed import embed as run
+    elif command == "score":
+        from .score import score as run
+    elif command == "convert":
+        from .convert import convert as run
+    else:
+        from .card import card as run
+    run(reader, namespace, given)
+
+
+@contextmanager
+def _quiet_without_reader() -> Iterator[None]:
+    """Ends the program without a traceback if the reader of its output has ended, as in ``infcl ... | head``.
+
+    This is the recipe of https://docs.python.org/3/library/signal.html#note-on-sigpipe, for both outputs.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:
+            sys.stdout.flush()  # an error within Python's clean-up at exit would be printed
+            raise
+        sys.stdout.flush()
+    except BrokenPipeError:
+        outputs = [number for number in (1, 2) if not _has_reader(number)]
+        if not outputs:
+            raise  # it was another pipe, such as that of a worker
+        for number in outputs:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        sys.exit(1)
+
+
+def _has_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # for the end of its pipe alone
+    return not poll.poll(0)
+
+
+def versions() -> str:
+    """One line each for this package, Python, the system, every installed package of the list, and the GPUs."""
+    import torch
+
+    lines = [f"hf_infcl {__version__}", f"python {platform.python_version()}", f"system {platform.platform()}"]
+    for package in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+    lines.append(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'}")
+    lines += [f"GPU {index}: {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    return "\n".join(lines)
+
+
+class _Versions(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(versions())
+        parser.exit()

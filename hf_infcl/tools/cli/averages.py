@@ -1,0 +1,64 @@
+"""The options by which `infcl average` and `infcl train` average weights."""
+
+from __future__ import annotations
+
+from ...checkpoints.average_choice import check_tolerance
+from ...checkpoints.average_weights import check_alpha
+from ...options.arguments import InfCLTrainingArguments
+from ...options.declaring import ExclusiveOptionsError
+from ...options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
+
+
+def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:
+    """The α of --average_with_start, or None for the one to be chosen.
+
+    Raises:
+        ValueError: an average is asked for that could not be found at the end of the training.
+    """
+    if keep.average_with_start is None:
+        if keep.average_path != StartOptions.average_path:
+            raise ExclusiveOptionsError(
+                f"--average_path {keep.average_path} has no effect without --average_with_start. Pass both or none.",
+                *("average_path", "average_with_start"),
+            )
+        return None
+    alpha = alpha_of("average_with_start", keep.average_with_start, keep, evaluation)
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy == "no" or (strategy == "best" and not args.load_best_model_at_end):
+        raise ExclusiveOptionsError(
+            "--average_with_start saves an average in place of the weights at the end, which only a checkpoint then "
+            f"keeps, but --save_strategy {strategy} saves none of them. Choose epoch or steps.",
+            *("average_with_start", "save_strategy"),
+        )
+    return alpha
+
+
+def alpha_of(option: str, value: str, guards: GuardOptions, evaluation: EvaluationOptions) -> float | None:
+    """The α that an option names, or None for the one to be chosen.
+
+    Args:
+        option: its name, for messages.
+        value: its value: "auto" or a number.
+        guards: name the sets to keep and the tolerance.
+        evaluation: names the sets that the training is for.
+
+    Raises:
+        ValueError: the value is neither; a set is missing for the choice; the tolerance is no fraction.
+    """
+    check_tolerance(guards.guard_tolerance)
+    if value == "auto":
+        gains = evaluation.eval_dataset or evaluation.zero_shot_dataset or evaluation.eval_benchmark
+        if not (gains and (guards.guard_dataset or guards.guard_benchmark)):
+            raise ValueError(
+                f"--{option} auto weighs what was gained against what is kept. Pass --eval_dataset, "
+                "--zero_shot_dataset or --eval_benchmark for the one and --guard_benchmark or "
+                f"--guard_dataset for the other, or a number as --{option}."
+            )
+        return None
+    try:
+        check_alpha(float(value))
+    except ValueError:
+        raise ValueError(
+            f"--{option} must be 'auto' or a number from 0 (the start) to 1 (the end), got {value!r}."
+        ) from None
+    return float(value)

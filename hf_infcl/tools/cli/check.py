@@ -1,0 +1,198 @@
+"""`infcl check`: reads the data as a training would, and tells what would spoil it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset
+from transformers import PretrainedConfig
+
+from ...checkpoints.lock import check_writable
+from ...conversion.models import load_readers
+from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream
+from ...data.images import simplejpeg
+from ...encoders.image_size import check_sizes_of_config, config_for_images
+from ...encoders.pooling import Pooling
+from ...evaluation.metrics import CEILING
+from ...evaluation.retrieval import recall_ceilings
+from ...loading.loaders import of_training, set_sizes
+from ...options.arguments import InfCLTrainingArguments
+from ...options.evaluation_options import EvaluationOptions, GuardOptions
+from .. import planning
+from ..checking import (
+    REPLAYED,
+    TRAINED,
+    Finding,
+    Looker,
+    SetFacts,
+    facts_lines,
+    facts_of,
+    finding_lines,
+    findings_of_ceilings,
+    findings_of_ledger,
+    findings_of_overlap,
+    findings_of_set,
+    limits_of,
+    options_to_add,
+    write_report,
+)
+from ..planning import GPUS, choice_of, counts_of
+from ..scoring.ledger import Ledger
+from .command_options import ColumnOptions, DataOptions
+from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
+from .launched import mistakes_in_one_line
+from .parser import Parser
+
+SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
+TOLD_BY_TRAINER = ("cut", "repeated_captions")
+
+
+def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+    """Prints facts and findings of all sets, and writes the contact sheet and all findings into --output_dir."""
+    options, model_options, _, data, columns, evaluation, keep, args = parser.build(namespace, given, computes=False)
+    if args.world_size > 1:
+        parser.error("The check reads with the workers of one process. Start it without a launcher.")
+    samples = None if options.all else SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        parser.error("--check_samples must be at least 1, got 0.")
+    workers = args.dataloader_num_workers if "dataloader_num_workers" in given else cores()
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        config, processor = load_readers(model_options.model, model_options.open_clip_model)
+        config = config_for_images(config, args.image_size)
+        if (sizes := args.image_sizes()) is not None:
+            check_sizes_of_config(config.vision_config, sizes.sizes)
+        collator = ContrastiveCollator.for_model(processor, config, uint8=True)
+        set_sizes(collator, args)
+        of_training(collator, args)  # only its checks: what is cut on purpose is no finding
+        text = config.text_config
+        looker = Looker(collator, getattr(text, "vocab_size", None), Pooling.of_config(text))
+        sets = sets_to_check(data, columns, evaluation, keep, args)
+        ledger = None if options.ledger is None else Ledger.read(options.ledger)
+        if ledger is not None:
+            ledger.check_data(sets[TRAINED].content_fingerprint(), options.ledger)
+        check_writable(str(args.output_dir))  # before hours of reading
+    results: dict[str, tuple[SetFacts, list[Finding]]] = {}
+    for key, dataset in sets.items():
+        began = time.perf_counter()
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            limits = limits_of(config, collator)
+            facts = facts_of(key, dataset, looker, limits, samples, workers, show=not args.disable_tqdm)
+        findings = findings_of(dataset, facts, data)
+        if facts.is_trained and ledger is not None:
+            findings = findings_of_ledger(ledger, options.ledger) + findings
+        if not facts.is_trained:
+            trained = [one for one, _ in results.values() if one.is_trained]
+            findings = [found for one in trained for found in findings_of_overlap(one, facts)] + findings
+            if getattr(dataset, "kind", "pairs") == "pairs":
+                findings += findings_of_ceilings(facts, ceilings_of(facts))
+        results[key] = facts, findings
+        print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
+        print(*finding_lines(findings), sep="\n")
+    line, options_of_loading = loading_of(config, args, results[TRAINED][0])
+    print(line)
+    every = [finding for _, findings in results.values() for finding in findings]
+    length = length_of(sets[TRAINED], results[TRAINED][0], data)
+    to_add = options_to_add([*(finding.options for finding in every), *options_of_loading, *length])
+    write_report(Path(args.output_dir), results, to_add)
+    sys.exit(int(any(finding.spoils for finding in every)))
+
+
+def sets_to_check(
+    data: DataOptions,
+    columns: ColumnOptions,
+    evaluation: EvaluationOptions,
+    guards: GuardOptions,
+    args: InfCLTrainingArguments,
+) -> dict[str, Any]:
+    """The training set as `TRAINED`, old pairs as `REPLAYED` and a number, all other sets by their names."""
+    if data.streaming and data.samples_per_epoch is None and args.max_steps <= 0:
+        args.max_steps = 1  # a training needs its length, a check does not
+    trained: Any = training_set(data, columns, args)
+    old: Any = replay_set(data, columns, args)
+    olds: list[Any] = [] if old is None else old.datasets if isinstance(old, ConcatDataset) else [old]
+    return {
+        TRAINED: trained.plain(),
+        **{f"{REPLAYED}{number}": one.plain() for number, one in enumerate(olds, 1)},
+        **evaluation_datasets(columns, evaluation, data),
+        **guard_datasets(columns, guards, evaluation, data),
+    }
+
+
+def findings_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[Finding]:
+    """What is wrong with one set, in a training with these options."""
+    named = isinstance(dataset, (ImageTextDataset, ImageTextStream))
+    return findings_of_set(
+        facts,
+        pair_id_column=dataset.pair_id_column if named else None,
+        caption_column=dataset.caption_column if named else "",
+        skips_bad=data.on_bad_sample == "skip",
+    )
+
+
+def ceilings_of(facts: SetFacts) -> dict[str, float]:
+    """The highest recalls at 1 that a model can reach on the pairs of a table that were read."""
+    ids, rows = map(torch.tensor, facts.captions_by_row())
+    found = recall_ceilings(ids, rows, len(facts.seen), [1]) if facts.seen else {}
+    return {name.removesuffix(CEILING): value for name, value in found.items()}
+
+
+def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: SetFacts) -> tuple[str, list[str]]:
+    """A line about the workers that a GPU needs, and the options to add."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    gpu = GPUS["h200" if "h200" in name else "h100"]
+    try:
+        counts, choice = counts_of(config, args, patch_dropout=args.patch_dropout), choice_of(args)
+    except ValueError as error:
+        return f"The workers that a GPU needs were not predicted. {error}", []
+    rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
+    if not facts.rate:
+        return "The workers that a GPU needs were not predicted, because no image could be decoded.", []
+    needed, there = math.ceil(rate / facts.rate), cores()
+    line = (
+        f"Workers: an {gpu.name} trains about {rate:,.0f} images per second with these options, for which {needed:,} "
+        f"workers read like these (--dataloader_num_workers). This machine has {there} cores."
+    )
+    options = []
+    if needed > there:
+        if simplejpeg is None:
+            line += " `pip install simplejpeg` decodes JPEGs faster."
+        if facts.sizes and min(map(min, facts.sizes)) >= 4 * facts.limits.side:
+            options.append(f"--min_side {2 * facts.limits.side}")
+    if args.dataloader_num_workers < min(needed, there):
+        options.append(f"--dataloader_num_workers {min(needed, there)}")
+    return line, options
+
+
+def length_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[str]:
+    """The number of pairs of a stream that was read to its end, as an option."""
+    known = facts.is_whole and isinstance(dataset, ImageTextStream) and data.samples_per_epoch is None
+    return [f"--samples_per_epoch {facts.usable}"] if known else []
+
+
+def cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:
+    """Lines about some pairs of the training set, before the training; those that the trainer tells are left out."""
+    samples = SHORT_SAMPLES if data.check_samples is None else data.check_samples
+    if samples == 0:
+        return
+    plain = dataset.plain()
+    collator = trainer.data_collator
+    looker = Looker(collator, trainer.dual_encoder.vocabulary, trainer.dual_encoder.pooling)
+    limits = limits_of(trainer.dual_encoder.model.config, collator)
+    facts = facts_of(TRAINED, plain, looker, limits, samples, 0, show=False)
+    found = [finding for finding in findings_of(plain, facts, data) if finding.kind not in TOLD_BY_TRAINER]
+    yield f"{facts.looks:,} pairs of the training set were checked. `infcl check` reads more, with the same options."
+    if found:
+        yield from finding_lines(found)

@@ -1,0 +1,214 @@
+"""The commands, and the options that each of them reads, without an import of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...options.declared import facts_of_training, of_transformers
+from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
+from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
+from ..embedding.options import EmbedOptions
+from ..scoring.options import ScoreOptions
+from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
+from .parser import Parser, PlainParser
+
+COMMANDS = {
+    "check": "read the data as a training would, and tell what would spoil it",
+    "train": "train a dual encoder with the exact contrastive loss of the global batch",
+    "evaluate": "measure zero-shot classification, or loss and retrieval on image-text pairs",
+    "compare": "measure two models beside each other, with the intervals of their differences",
+    "average": "average the weights before and after a fine-tuning, so that less is forgotten",
+    "plan": "predict memory and time of a training and choose its options, without weights or a GPU",
+    "embed": "write the embeddings of images and texts, with their keys",
+    "score": "write how well each image and its caption belong together, to find wrong pairs",
+    "card": "write the model card of a trained model again",
+    "convert": "write a model of OpenCLIP in transformers' format, or the other way round",
+}
+
+# transformers has renamed it, and keeps the old name, which the help does not list then.
+CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
+_OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
+# The options of a training that its short help lists: this package's own, and twenty that most trainings set.
+OF_TRAINING = {name for name, facts in facts_of_training().items() if facts.first} - _OLD_NAMES
+# The options of a training that decide about an evaluation alone.
+OF_EVALUATION = {
+    *("objective", "strategy", "backend", "equal_ids", "max_text_tokens", "dims"),
+    *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
+}
+# The options of a training that decide about its check.
+OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
+# The options of a training that decide about embeddings.
+OF_EMBEDDING = {
+    *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),
+    "dataloader_num_workers",
+}
+# The options of a training that decide about its plan.
+OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
+
+
+def train_parser() -> Parser:
+    """The options of `infcl train`."""
+    return Parser(
+        "train",
+        "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
+        *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_TRAINING,
+        recipes=True,
+    )
+
+
+def check_parser() -> Parser:
+    """The options of `infcl check`, which takes those of a training as they are."""
+    return Parser(
+        "check",
+        "Read the data of a training and tell what would spoil it: faulty images and captions, copies, leaks, slow "
+        "loading. Its whole command may be given. The exit code is 0 if nothing spoils a training, 1 if something "
+        "does, and 2 if an option is wrong.",
+        *(CheckOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_CHECK,
+        recipes=True,
+    )
+
+
+def evaluate_parser() -> Parser:
+    """The options of `infcl evaluate`."""
+    return Parser(
+        "evaluate",
+        "Measure a dual encoder: zero-shot classification, or loss and retrieval on image-text pairs, or both.",
+        *(ModelOptions, ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+    )
+
+
+def compare_parser() -> Parser:
+    """The options of `infcl compare`."""
+    return Parser(
+        "compare",
+        "Measure two models on the same sets, as `infcl evaluate` does, with the 95% intervals of their differences "
+        "and the pictures on which they differ.",
+        *(ColumnOptions, EvaluationOptions),
+        shown=OF_EVALUATION,
+        places={"first": "A model: a Hub id or a folder.", "second": "The model that is compared with it."},
+    )
+
+
+def average_parser() -> Parser:
+    """The options of `infcl average`."""
+    return Parser(
+        "average",
+        "Average the weights before and after a fine-tuning, which returns most of what was forgotten for a part of "
+        "what was gained.",
+        *(AverageOptions, ColumnOptions, EvaluationOptions, GuardOptions),
+        shown=OF_EVALUATION,
+        places={
+            "start": "The model from which the fine-tuning began: a Hub id or a folder.",
+            "end": "The model after it, or its LoRA adapter.",
+        },
+    )
+
+
+def embed_parser() -> Parser:
+    """The options of `infcl embed`."""
+    return Parser(
+        "embed",
+        "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
+        "computes what the first one has not.",
+        *(EmbedOptions, ColumnOptions),
+        shown=OF_EMBEDDING,
+        places={
+            "model": "The model: a Hub id or a folder.",
+            "data": "A folder or a Hub id; with --streaming tar or parquet shards.",
+        },
+    )
+
+
+def score_parser() -> Parser:
+    """The options of `infcl score`."""
+    return Parser(
+        "score",
+        "Write how well each image of a training set and its caption belong together, as a model sees it, and draw the "
+        "pairs that do not seem to.",
+        *(ScoreOptions, ColumnOptions),
+        shown=OF_EMBEDDING,
+        places={
+            "model": "The model: a Hub id or a folder.",
+            "data": "The training set: a folder or a Hub id; with --streaming tar or parquet shards.",
+        },
+    )
+
+
+def plan_parser() -> Parser:
+    """The options of `infcl plan`, which takes those of a training as they are."""
+    return Parser(
+        "plan",
+        "Predict memory and time of a training with bf16 and AdamW under DDP, and choose its options. Only the model's "
+        "config is read. Options of the training that are given are kept, and its whole command may be given.",
+        *(PlanOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_PLAN,
+        optional={"dataset"},
+        recipes=True,
+    )
+
+
+def card_parser() -> PlainParser:
+    """The options of `infcl card`."""
+    parser = PlainParser(
+        prog="infcl card",
+        description="Write the model card of a trained model again, with the template of this version.",
+    )
+    parser.add_argument(
+        "folder", type=Path, help="The --output_dir of `infcl train`, or a copy of the repository that it pushed."
+    )
+    return parser
+
+
+def convert_parser() -> PlainParser:
+    """The options of `infcl convert`."""
+    parser = PlainParser(
+        prog="infcl convert",
+        description="Write a model of OpenCLIP in transformers' format, or the other way round, with its processor.",
+    )
+    parser.add_argument(
+        "source",
+        help="A folder with open_clip_config.json and weights, a Hub repository that holds these, or a .pt of "
+        "OpenCLIP's training; with --to open_clip, a folder or a Hub repository of transformers. Or adapters, which "
+        "are merged into their model.",
+    )
+    parser.add_argument("target", help="The folder to write, which may also be the source.")
+    parser.add_argument(
+        "--to", choices=["transformers", "open_clip"], default="transformers", help="The format to write."
+    )
+    parser.add_argument(
+        "--open_clip_model",
+        metavar="NAME",
+        help="For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config.",
+    )
+    parser.add_argument(
+        "--repository",
+        metavar="ID",
+        default=".",
+        help="With --to open_clip: the Hub repository to which the target will be pushed, where OpenCLIP will look for "
+        "a tokenizer that is not CLIP's.",
+    )
+    parser.add_argument(
+        "--max_text_tokens",
+        metavar="N",
+        type=int,
+        help="With --to open_clip: the tokens at which OpenCLIP cuts texts. Defaults to the limit of the tokenizer.",
+    )
+    return parser
+
+
+PARSERS: dict[str, Callable[[], Parser | PlainParser]] = {
+    "check": check_parser,
+    "train": train_parser,
+    "evaluate": evaluate_parser,
+    "compare": compare_parser,
+    "average": average_parser,
+    "embed": embed_parser,
+    "plan": plan_parser,
+    "score": score_parser,
+    "card": card_parser,
+    "convert": convert_parser,
+}

@@ -1,0 +1,152 @@
+"""The options of a training that the command chooses, and how it tells them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ...evaluation.metrics import METRICS, metrics_of_kind
+from ...loading.batch_plan import plan_of
+from ...loading.replay import Replayed
+from ...options.arguments import InfCLTrainingArguments
+from ...options.best_metric import check_metric, metrics_of, use_of_metric
+from ...options.combinations import check_command
+from ...options.evaluation_options import EvaluationOptions, StartOptions
+from ...training.optimization import check_optimizer_options
+from ..benchmarks import benchmark_key, expanded
+from ..planning.report import number
+from .averages import check_average
+from .command_options import DataOptions
+from .datasets import guard_names
+
+
+def intervals(namespace: argparse.Namespace, given: set[str]) -> dict[str, Any]:
+    """Chooses the intervals of logging, saving and evaluating that the user did not give.
+
+    Trainer's defaults of 500 steps suit many small steps, but a run with large batches may have only 50. Such a run
+    logs every step (or the first, the last and every hundredth of the run, if that is longer), and saves and evaluates
+    every epoch (or every tenth of the run, if ``max_steps`` ends it).
+    """
+    limited = namespace.max_steps > 0
+    tenth, hundredth = (math.ceil(namespace.max_steps / n) if limited else 1 / n for n in (10, 100))
+    chosen: dict[str, Any] = {}
+    if not given & {"logging_steps", "logging_strategy"}:
+        chosen["logging_steps"] = hundredth
+    steps = next((getattr(namespace, name) for name in ("save_steps", "eval_steps") if name in given), None)
+    if steps is None and limited:
+        steps = tenth
+    own = namespace.eval_dataset or namespace.zero_shot_dataset or namespace.guard_dataset
+    evaluated = own or namespace.eval_benchmark or namespace.guard_benchmark
+    for what, wanted in (("save", True), ("eval", evaluated)):
+        strategy = getattr(namespace, f"{what}_strategy")
+        if wanted and f"{what}_strategy" not in given:
+            strategy = chosen[f"{what}_strategy"] = "epoch" if steps is None else "steps"
+        if strategy == "steps" and f"{what}_steps" not in given:
+            chosen[f"{what}_steps"] = steps or tenth
+    if namespace.save_strategy != "no" and "save_total_limit" not in given:
+        chosen["save_total_limit"] = 3
+    if evaluated and "eval_on_start" not in given:
+        chosen["eval_on_start"] = True  # so that the card tells what the training has changed
+    if namespace.early_stopping_patience and namespace.save_strategy != "no" and "load_best_model_at_end" not in given:
+        chosen["load_best_model_at_end"] = True
+    if use_of_metric(namespace) and (own or not evaluated) and "metric_for_best_model" not in given:
+        name, kind = ("pairs", "pairs") if namespace.eval_dataset else ("zero_shot", "classes")
+        chosen["metric_for_best_model"] = f"{name}_{next(iter(metrics_of_kind(kind)))}"
+    if "logging_steps" in chosen and "logging_first_step" not in given:
+        chosen["logging_first_step"] = True  # and the last, see `hf_infcl.training.loop_events.is_logged`
+    return chosen
+
+
+def check_best_metric(namespace: argparse.Namespace, datasets: Mapping[str, Any] | None = None) -> None:
+    """Raises a ValueError if a checkpoint or the learning rate is to be chosen by a metric that is not measured.
+
+    Args:
+        namespace: all options.
+        datasets: the evaluation datasets by name, once they are open. A guard set of classes has other metrics than one
+            of pairs, and fewer than five classes have no top-5 accuracy.
+    """
+    if (use := use_of_metric(namespace)) is None:
+        return
+    kinds = {
+        **({"pairs": metrics_of_kind("pairs")} if namespace.eval_dataset else {}),
+        **dict.fromkeys(guard_names(namespace.guard_dataset), METRICS),
+        **({"zero_shot": metrics_of_kind("classes")} if namespace.zero_shot_dataset else {}),
+        **dict.fromkeys(benchmark_keys(namespace), METRICS),
+    }
+    possible = [f"{name}_{metric}" for name, metrics in kinds.items() for metric in metrics]
+    names = metrics_of(datasets) if datasets else possible
+    if not names:
+        raise ValueError(
+            f"{use} needs something to evaluate: pass --eval_dataset, --zero_shot_dataset, --guard_dataset, "
+            "--eval_benchmark or --guard_benchmark."
+        )
+    check_metric(namespace.metric_for_best_model, names, use)
+
+
+def check_training(
+    data: DataOptions,
+    evaluation: EvaluationOptions,
+    keep: StartOptions,
+    args: InfCLTrainingArguments,
+    *,
+    of_optimizer: bool,
+) -> None:
+    """Raises a ValueError for options of a training that contradict each other, or with ``of_optimizer`` its own."""
+    check_command(data, args)
+    check_average(keep, evaluation, args)
+    if of_optimizer and args.optimizer is None:
+        check_optimizer_options(args, Trainer.get_optimizer_cls_and_kwargs)
+
+
+def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
+    """The names with which the metrics of the benchmarks begin."""
+    named = {"": namespace.eval_benchmark, "guard_": namespace.guard_benchmark}
+    folder = namespace.benchmark_folder
+    return [f"{way}{benchmark_key(n)}" for way, names in named.items() for n in expanded(names or (), folder)]
+
+
+def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
+    """The number of steps of a training on so many pairs per epoch."""
+    if args.max_steps > 0:
+        return args.max_steps
+    if (plan := plan_of(args, pairs)) is not None:
+        return plan.steps
+    return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))
+
+
+def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
+    """The chosen options as words, with intervals in steps where they are shares of a run of so many steps."""
+    values = dict(chosen)
+    for name in ("logging_steps", "save_steps", "eval_steps"):
+        if name in values:
+            value = values[name]
+            values[name] = math.ceil(value * steps) if value < 1 else f"{value:g}"  # as Trainer computes them
+    return " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items())
+
+
+def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs: Any) -> None:
+    """Prints the options that `intervals` has chosen, and the factors of the global batch.
+
+    Args:
+        pairs: the training set.
+    """
+    if chosen:
+        epoch = len(pairs) if has_length(pairs) else 0
+        print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
+    if (plan := plan_of(args, len(pairs) if has_length(pairs) else None)) is not None:
+        stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
+        print("The global batch grows:", ", ".join(stages))
+        return
+    steps = args.gradient_accumulation_steps
+    print(
+        f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
+        f"{steps} accumulation step{'s' if steps > 1 else ''} × "
+        f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
+    )
+    if isinstance(pairs, Replayed):
+        print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")

@@ -1,0 +1,117 @@
+"""The facts about a run that only the options of `infcl train` know, for its model card."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers.utils import logging
+
+from ...conversion.pretrained import base_of_adapters
+from ...data import ImageTextDataset, ZeroShotDataset
+from ...encoders.adapters import has_adapters, words_of_adapters
+from ...loading.replay import Replayed
+from ...options.evaluation_options import EvaluationOptions, GuardOptions
+from ...options.model_options import ModelOptions
+from ...training.trainer import InfCLTrainer
+from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
+from .command_options import ColumnOptions, DataOptions
+
+logger = logging.get_logger(__name__)
+
+
+def describe_run(
+    trainer: InfCLTrainer,
+    model_class: str,
+    model: ModelOptions,
+    data: DataOptions,
+    columns: ColumnOptions,
+    evaluation: EvaluationOptions,
+    guards: GuardOptions,
+    conversion: Sequence[str] = (),
+) -> functools.partial[TrainingFacts]:
+    """`training_facts` with the facts that the options and the trainer know, and what `load` said of a conversion."""
+    trained: Any = trainer.train_dataset
+    pairs = trained.datasets[0] if isinstance(trained, Replayed) else trained
+    eval_datasets: Any = trainer.eval_dataset or {}
+    collator: Any = trainer.data_collator
+    trains, base = trained_part(trainer.dual_encoder.model, model.model)
+    return functools.partial(
+        training_facts,
+        trainer,
+        model_class=model_class,
+        start=(base or model.model).removeprefix("hf-hub:"),
+        sources=sources_of(data),
+        replay_sources=[_source(dataset, data.replay_split) for dataset in data.replay_dataset or []],
+        pairs=len(pairs) if isinstance(pairs, ImageTextDataset) else None,
+        pair_id_column=columns.pair_id_column,
+        captions_per_image=data.captions_per_image,
+        negative_caption_column=data.negative_caption_column,
+        evaluations=_evaluations(evaluation, guards, eval_datasets),
+        caption_limit=getattr(collator, "max_length", None),
+        settings={
+            **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
+            **trains,
+            "augmentation": data.augmentation,
+            **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
+            "image preprocessing": collator.image_backend,
+        },
+    )
+
+
+def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
+    """The row of the card on adapters, if only they train, and if they are those of the start, the model under them."""
+    if not has_adapters(model):
+        return {}, None
+    words, base = words_of_adapters(model), base_of_adapters(start)
+    return {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}, base
+
+
+def sources_of(options: DataOptions) -> list[Source]:
+    """The training data for the card, with the licences that the Hub states."""
+    weights = options.dataset_weights
+    shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
+    return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
+
+
+def _source(dataset: str, split: str, share: float | None = None) -> Source:
+    name, is_on_hub = source_name(dataset)
+    return Source(name, is_on_hub, split, _licence(name) if is_on_hub else None, share)
+
+
+def _licence(dataset: str) -> str | None:
+    """The licence in a dataset's card on the Hub; None if it states none or the Hub cannot be reached."""
+    try:
+        card = HfApi().dataset_info(dataset).card_data
+    except Exception as error:  # of the Hub's client or of its HTTP library
+        message = "The model card states no licence for %s, because the Hub did not return one: %s"
+        logger.warning(message, dataset, error)
+        return None
+    stated = getattr(card, "license", None)
+    return ", ".join(stated) if isinstance(stated, list) else stated
+
+
+def _evaluations(options: EvaluationOptions, guards: GuardOptions, datasets: Mapping[str, Any]) -> list[Evaluation]:
+    """The evaluation data for the card; the metrics come from the logs."""
+    sources = iter(guards.guard_dataset or [])
+    found = []
+    for key, dataset in datasets.items():
+        split: str | None
+        revision = None
+        if (files := dataset.benchmark) is not None:
+            is_guard, split, revision = key.startswith("guard"), "test", files.revision
+            name, on_hub = files.dataset, files.on_hub
+        elif is_guard := key.startswith("guard"):
+            (name, on_hub), split = source_name(next(sources)), guards.guard_split
+        elif key == "pairs":
+            (name, on_hub), split = source_name(str(options.eval_dataset)), options.eval_split
+        else:
+            (name, on_hub), split = source_name(str(options.zero_shot_dataset)), options.zero_shot_split
+        prompts: dict[str, Any] = {}
+        if isinstance(dataset, ZeroShotDataset):
+            prompts = {"templates": dataset.templates, "class_names": dataset.class_names}
+        split = dataset.split or split or "test"
+        found.append(Evaluation(name, on_hub, split, len(dataset), key, guard=is_guard, revision=revision, **prompts))
+    return found

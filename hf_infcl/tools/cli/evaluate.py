@@ -1,0 +1,41 @@
+"""`infcl evaluate`: zero-shot classification, or loss and retrieval on image-text pairs, or both."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ...conversion.models import load
+from ...training.set_by_set import evaluate_sets
+from ...training.trainer import InfCLTrainer
+from ..benchmarks import lines_of_scores, means_of_groups
+from ..publishing import PicturesCallback
+from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
+from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .parser import Parser
+
+
+def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+    """Measures a checkpoint, prints a table and writes eval_results.json into --output_dir."""
+    if not (namespace.eval_dataset or namespace.zero_shot_dataset or namespace.eval_benchmark):
+        parser.error("There is nothing to measure. Pass --eval_dataset, --zero_shot_dataset or --benchmark.")
+    model_options, columns, evaluation, args = parser.build(namespace)
+    tell_deepspeed_of_cpu(args)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        datasets = evaluation_datasets(columns, evaluation)
+        check_columns(columns, datasets)
+        model, processor, conversion = load(model_options.model, model_options.open_clip_model)
+        trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+    if trainer.is_world_process_zero():
+        print(*conversion, *describe_sets(datasets), sep="\n")
+    if evaluation.eval_pictures:
+        PicturesCallback(trainer, datasets["pairs"], evaluation.eval_pictures)
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        metrics = evaluate_sets(trainer, datasets)
+    metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics | what_was_measured(datasets), combined=False)
+    if trainer.is_world_process_zero():
+        print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
+        print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
+    leave(trainer)

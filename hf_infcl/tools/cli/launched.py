@@ -1,0 +1,95 @@
+"""Runs a command as one of several launched processes: an error is printed once, and all processes end together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...options.arguments import InfCLTrainingArguments
+from ...processes.collectives import OtherRankFailedError
+from ...training.trainer import InfCLTrainer
+from .messages import is_missing_package, missing_package, tell
+
+PACKAGE = Path(__file__).parents[2]
+
+
+@contextmanager
+def mistakes_in_one_line(command: str, *, of_libraries: bool) -> Iterator[None]:
+    """Turns a mistake of the user into one line and exit code 1, without a traceback.
+
+    A process that stops because another one failed prints nothing, because the other one has printed the reason. A
+    missing package that an option needs is a mistake of the user, whichever library reports it.
+
+    Args:
+        command: the name of the command, with which the line begins.
+        of_libraries: also treat a ValueError or OSError of any library as a mistake of the user, which is right while
+            data and models are being opened; otherwise only a ValueError raised by this package.
+    """
+    try:
+        yield
+    except OtherRankFailedError:
+        sys.exit(1)
+    except BrokenPipeError:
+        raise  # nobody reads the output any more, which is no mistake
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        message = _raised_here_in_a_worker(error)
+        if is_missing_package(error):
+            message = missing_package(error)
+        elif isinstance(error, (OSError, ValueError)) and (of_libraries or _raised_here(error)):
+            message = message or str(error)
+        if message is None:
+            raise
+        tell(command, message, below=not of_libraries)  # only a training or evaluation has a bar
+        sys.exit(1)
+
+
+def _raised_here(error: Exception) -> bool:
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return PACKAGE in Path(traceback.tb_frame.f_code.co_filename).parents
+
+
+def _raised_here_in_a_worker(error: Exception) -> str | None:
+    """The message of a ValueError that this package raised in a worker of a data loader; None for other errors.
+
+    torch raises the error again in the main process, with the traceback of the worker as its message.
+    """
+    traceback = str(error)
+    kind = re.match(r"Caught (\w+) in DataLoader worker process", traceback)
+    if kind is None or not isinstance(error, ValueError):
+        return None
+    files = re.findall(r'^  File "(.+)", line \d+', traceback, re.MULTILINE)
+    if not files or PACKAGE not in Path(files[-1]).parents:
+        return None
+    return re.split(rf"^(?:\w+\.)*{kind[1]}: ", traceback, flags=re.MULTILINE)[-1]
+
+
+def tell_deepspeed_of_cpu(args: InfCLTrainingArguments) -> None:
+    """Keeps DeepSpeed from warning of a missing GPU if the command is meant to run on a CPU.
+
+    Where DeepSpeed is installed, accelerate imports it, whether a training uses it or not.
+    """
+    if args.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def leave(trainer: InfCLTrainer, code: int = 0) -> None:
+    """Ends all processes together, with this exit code and without Python's clean-up at exit.
+
+    With gloo, in one of 47 runs, a process aborted ("terminate called without an active exception") after all its work
+    was done. The presumed but unproven cause is a thread that outlives the group and still runs during that clean-up.
+    """
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+    if trainer.args.world_size > 1:
+        atexit._run_exitfuncs()  # experiment trackers finish here
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

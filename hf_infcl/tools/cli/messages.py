@@ -1,0 +1,40 @@
+"""How a command tells a mistake: in one line, once."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ...shards.urls import without_secrets
+
+
+def tell(command: str, message: str, *, below: bool = False) -> None:
+    """Prints an error as one line, only on the first launched process that calls this.
+
+    That process prints before it ends. The launcher then ends the other processes, whether they had the error or not.
+
+    Args:
+        command: the command's name, which the line begins with.
+        message: the error.
+        below: begin a new line before, because a progress bar may stand in the present one.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from torch.distributed import TCPStore  # here, because importing torch takes seconds
+
+        # This is the launcher's store. The processes need not have joined a group yet.
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if store.add(f"infcl/{attempt}/{message}", 1) > 1:
+            return
+    line = f"{command}: error: {' '.join(without_secrets(message).split())}"
+    print(f"\n{line}" if below else line, file=sys.stderr, flush=True)
+
+
+def is_missing_package(error: Exception) -> bool:
+    """Whether a library needs a package that is not installed. Trainer's trackers raise a RuntimeError for that."""
+    asked = isinstance(error, (ImportError, RuntimeError)) and "install" in str(error)
+    return asked or isinstance(error, ModuleNotFoundError)
+
+
+def missing_package(error: Exception) -> str:
+    return f"An option needs a package that is not installed: {error}"

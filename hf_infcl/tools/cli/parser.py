@@ -1,0 +1,367 @@
+"""Reads the options of a command from the command line, or from a file and the options that follow it.
+
+Nothing here imports torch, so that ``--help`` and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
+
+from ...options.declared import of_transformers, training_options
+from ...options.files import options_in
+from .messages import is_missing_package, missing_package, tell
+
+# What other programs call an option whose name has no word in common with theirs.
+ELSEWHERE = {
+    "accum_freq": "gradient_accumulation_steps",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "epochs": "num_train_epochs",
+    "eps": "adam_epsilon",
+    "lr": "learning_rate",
+    "precision": "bf16",
+    "resume": "resume_from_checkpoint",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+    "workers": "dataloader_num_workers",
+}
+
+
+MOST_CHOICES = 12  # of an option that the short help lists
+
+FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
+
+# Options of the machine that computes, with values that any machine has.
+OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
+OF_COMPUTING |= {"ddp_backend": None}
+
+# The files of options that the package holds, by the names of --recipe.
+RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows one spelling of an option, and its default unless that is None or False."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, max_help_position=34, **settings)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        if action.nargs in ("?", 0):  # a switch, which also takes true or false
+            return action.option_strings[-1] if action.dest == "help" else action.option_strings[0]
+        kinds: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+        value = kinds.get(action.type, "NAME" if action.choices else "TEXT")
+        return f"{action.option_strings[0]} {value}{' ...' if action.nargs == '+' else ''}"
+
+
+class PlainParser(argparse.ArgumentParser):
+    """The parser of a command that reads no options of a training."""
+
+    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        """As `Parser.read`, without the names."""
+        return self.parse_args(words), set()
+
+
+class _PrintHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: str | None = None) -> None:
+        assert isinstance(parser, Parser)
+        if value != "all":
+            parser.shorten()
+        print(parser.format_help(), end="")  # print_help ignores a closed pipe
+        parser.exit()
+
+
+class Parser(HfArgumentParser):
+    """Reads dataclasses and the options of a training, lists the package's own first, and suggests names for typos.
+
+    Args:
+        command: the command's name, for messages.
+        description: the first line of the help.
+        *options: dataclasses; the options of the training follow them.
+        shown: the options of the training that ``--help`` lists; ``--help all`` lists every one.
+        optional: required options of the dataclasses that this command can do without.
+        places: what each word means that stands before the options, by its name.
+        recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        *options: Any,
+        shown: Collection[str],
+        optional: Collection[str] = (),
+        places: Mapping[str, str] | None = None,
+        recipes: bool = False,
+    ) -> None:
+        places = places or {}
+        self._declared: tuple[Any, ...] = (*options, training_options())
+        super().__init__(
+            self._declared,
+            prog=f"infcl {command}",
+            usage=" ".join(["%(prog)s [FILE.yaml or FILE.json]", *map(str.upper, places), "[--NAME VALUE ...]"]),
+            description=description,
+            formatter_class=Help,
+            allow_abbrev=False,
+            add_help=False,
+        )
+        super().add_argument(
+            *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
+        )
+        for name, meaning in places.items():
+            super().add_argument(name, metavar=name.upper(), help=meaning)
+        if recipes:
+            super().add_argument(
+                "--recipe",
+                choices=RECIPES,
+                help="Start from the options of a recipe of the package. Further options override them, and those that "
+                "they exclude. Each file in hf_infcl/recipes says what it is for.",
+            )
+        self._shown = shown
+        self._file = ""  # the name of the file of options, and the names of the options that only it sets
+        self._of_file: set[str] = set()
+        self._typed: dict[str, str] = {}  # those on the command line, and for one that gave way the one that decided
+        for action in self._actions:
+            action.required = action.required and action.dest not in optional
+            if action.choices and action.dest != "help":
+                action.help = f"{action.help} {_among(action)}"
+
+    @cached_property
+    def _of_training(self) -> tuple[Any, Any]:
+        return (
+            self.add_argument_group("Exact contrastive training (hf_infcl.InfCLTrainingArguments)"),
+            self.add_argument_group("The training (transformers.TrainingArguments)"),
+        )
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Adds an option of the training. These have no group of their own, so they go into one of two."""
+        ours, theirs = self._of_training
+        name = _name(names[0])
+        if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
+            settings["help"] = argparse.SUPPRESS
+        if settings.get("type") is string_to_bool and "nargs" not in settings:
+            settings |= {"nargs": "?", "const": True}  # HfArgumentParser makes no switch of `bool | None`
+        group = theirs if of_transformers() & {name, name.removeprefix("no_")} else ours
+        return group.add_argument(*names, **settings)
+
+    def shorten(self) -> None:
+        """Makes the help list the options that are shown, each with the first sentence of its description."""
+        hidden = {f.name for f in fields(self._declared[-1])} - set(self._shown)
+        for action in self._actions:
+            if action.dest in hidden:
+                action.help = argparse.SUPPRESS
+            elif action.help and action.dest != "help":
+                few = f" {_among(action)}" if action.choices and len(list(action.choices)) <= MOST_CHOICES else ""
+                action.help = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0] + few
+        self.epilog = (
+            f"`{self.prog} --help all` describes these options further, and {len(hidden)} others of "
+            "transformers.TrainingArguments. In a file, they are keys with the same names."
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with one line, which only one of several processes prints."""
+        tell(self.prog, message)
+        sys.exit(2)
+
+    def read(self, words: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        """Reads the command line, whose first word may be a YAML or JSON file of options, unless it names a recipe.
+
+        Returns:
+            All options, and the names of those that the user has set.
+        """
+        asked = list(words)
+        values: dict[str, Any] = {}
+        from_file: list[str] = []
+        try:
+            words = self._with_recipe(asked)
+            if words and words[0].endswith(FILES):
+                values, from_file = self._read_file(Path(words[0]))
+                self._file = Path(words[0]).name
+                words = from_file + words[1:]
+            self._typed = {name: name for name in self._names(asked)}
+            self._of_file = (self._names(from_file) | values.keys()) - self._typed.keys()
+        except (OSError, ValueError) as error:
+            self.error(str(error))
+        for action in self._actions:
+            if action.dest in values:
+                action.required = False
+        return self.parse_args(words, argparse.Namespace(**values)), {*self._typed, *self._of_file}
+
+    def _names(self, words: Sequence[str]) -> set[str]:
+        return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
+
+    def build(
+        self, namespace: argparse.Namespace, given: set[str] | None = None, *, computes: bool = True
+    ) -> tuple[Any, ...]:
+        """The dataclasses, then InfCLTrainingArguments; an option that one of them refuses ends the program.
+
+        Where options exclude each other, one of the file gives way to one of the command line, and that is told.
+
+        Args:
+            namespace: all options; those that give way are changed in place.
+            given: for a training: the names of the options that the user has set, without which `intervals` chooses;
+                those that give way are removed.
+            computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
+                so have no effect.
+        """
+        from ...options.combinations import DECIDED_BY  # importing torch takes seconds
+        from ...options.declaring import ExclusiveOptionsError
+
+        for option, values, other in DECIDED_BY:
+            applies = option in self._typed and (not values or getattr(namespace, option) in values)
+            if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
+                self._give_way((other, option), namespace, given)
+        try:
+            while True:
+                try:
+                    return self._built(namespace, given, computes)
+                except ExclusiveOptionsError as error:  # noqa: PERF203
+                    if not self._give_way(error.options, namespace, given):
+                        raise
+        except (OSError, TypeError, ValueError) as error:  # a TypeError of a mapping such as accelerator_config
+            self.error(str(error))
+        except (ImportError, RuntimeError) as error:
+            if not is_missing_package(error):
+                raise
+            self.error(missing_package(error))
+
+    def _built(self, namespace: argparse.Namespace, given: set[str] | None, computes: bool) -> tuple[Any, ...]:
+        from ...options.arguments import InfCLTrainingArguments
+        from .defaults import check_best_metric, check_training, intervals
+
+        values = vars(namespace) | ({} if given is None else intervals(namespace, given))
+        if given is not None:
+            check_best_metric(argparse.Namespace(**values))
+        values |= {} if computes else OF_COMPUTING
+        built = [
+            options(**{f.name: values[f.name] for f in fields(declared) if f.init})
+            for options, declared in zip((*self._declared[:-1], InfCLTrainingArguments), self._declared, strict=True)
+        ]
+        built[-1].torch_compile = built[-1].torch_compile or namespace.torch_compile  # for predictions of time
+        if given is not None:
+            data, _, evaluation, keep, args = built[-5:]
+            check_training(data, evaluation, keep, args, of_optimizer=computes and "optim" in self._typed)
+        return tuple(built)
+
+    def _give_way(self, options: Sequence[str], namespace: argparse.Namespace, given: set[str] | None) -> bool:
+        """Leaves the first of these options out that only the file sets, if the command line decides about another."""
+        deciding = dict.fromkeys(self._typed[name] for name in options if name in self._typed)
+        name = next((name for name in options if name in self._of_file), None)
+        if name is None or not deciding:
+            return False
+        if os.environ.get("RANK", "0") == "0":
+            print(f"--{' and --'.join(deciding)} replaces {name} {getattr(namespace, name)} of {self._file}.")
+        setattr(namespace, name, self.get_default(name))
+        self._of_file.discard(name)
+        self._typed[name] = next(iter(deciding))
+        if given is not None:
+            given.discard(name)
+        return True
+
+    @cached_property
+    def _kinds(self) -> dict[str, Any]:
+        """The annotated type of every option."""
+        kinds: dict[str, Any] = {}
+        for options in self._declared:
+            hints = typing.get_type_hints(options)
+            kinds |= {f.name: hints[f.name] for f in fields(options) if f.init}
+        return kinds
+
+    def _with_recipe(self, words: list[str]) -> list[str]:
+        """The words, with the file of the recipe that --recipe names in place of this option, before the others."""
+        if "--recipe" not in self._option_string_actions:
+            return words
+        reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        reader.add_argument("--recipe", nargs="?", const="")
+        found, others = reader.parse_known_args(words)
+        if found.recipe is None:
+            return words
+        if found.recipe not in RECIPES:
+            raise ValueError(
+                f"There is no recipe {found.recipe!r}. The recipes are {', '.join(RECIPES)}. A file of your own is the "
+                "first word of the command, without --recipe."
+            )
+        if others and others[0].endswith(FILES):
+            raise ValueError(
+                f"--recipe {found.recipe} and {others[0]} are both files of options, and a command takes one. Write "
+                "the options of the other on the command line."
+            )
+        return [str(RECIPES[found.recipe]), *others]
+
+    def _known(self, name: str) -> str:
+        if name in self._kinds:
+            return name
+        plain = name.removeprefix("no_")
+        if f"--{name}" in self._option_string_actions:  # the negative form of an option that is on by default
+            return plain
+        kind = self._kinds.get(plain)
+        if bool in (kind, *typing.get_args(kind)):
+            raise ValueError(f"There is no option --{name}. Write --{plain} false.")
+        similar = _similar(name, self._kinds.keys() - {"auto_find_batch_size"})  # which is refused
+        hint = f"Did you mean {' or '.join(f'--{k}' for k in similar)}?" if similar else "--help all lists all options."
+        raise ValueError(f"There is no option --{name}. {hint}")
+
+    def _read_file(self, path: Path) -> tuple[dict[str, Any], list[str]]:
+        """The options of a file: values that no command line can express, and command-line words for the others."""
+        values: dict[str, Any] = {}
+        words: list[str] = []
+        for key, (value, text) in options_in(path).items():
+            key = _name(key)
+            name = self._known(key)
+            if name != key or name not in self._kinds:
+                instead = f" Write {name}: false." if name in self._kinds else ""
+                raise ValueError(f"{path}: {key} only works on the command line.{instead}")
+            kind = self._kinds[name]
+            choices = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+            lists = [choice for choice in choices if typing.get_origin(choice) is list]
+            if value is None:
+                if NoneType not in choices:
+                    raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
+                values[name] = None
+            elif isinstance(value, dict):
+                if dict not in [typing.get_origin(choice) or choice for choice in choices]:
+                    raise ValueError(f"{path}: {name} must be a single value, not a mapping.")
+                values[name] = value
+            elif isinstance(value, list):
+                if not lists or any(item is None or isinstance(item, (dict, list)) for item in value):
+                    what = "a list of single values" if lists else "a single value, not a list"
+                    raise ValueError(f"{path}: {name} must be {what}.")
+                (item_kind,) = typing.get_args(lists[0])
+                values[name] = [item_kind(item) for item in text]
+            else:
+                words.append(f"--{name}={text if str in choices else value}")
+        return values, words
+
+
+def _among(action: argparse.Action) -> str:
+    return f"One of {', '.join(map(str, action.choices or ()))}."
+
+
+def _similar(name: str, known: Collection[str]) -> list[str]:
+    """The options that may be meant: known by this name elsewhere, or with all words of the name, or spelt alike."""
+    if ELSEWHERE.get(name) in known:
+        return [ELSEWHERE[name]]
+    fuller = sorted(k for k in known if set(name.split("_")) <= set(k.split("_")))
+    return fuller if 0 < len(fuller) < 5 else difflib.get_close_matches(name, known, n=1)
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").partition("=")[0].replace("-", "_")

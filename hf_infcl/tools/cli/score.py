@@ -1,0 +1,36 @@
+"""`infcl score`: writes how well image and caption of each pair of a training set belong together."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...conversion.models import load
+from ...training.trainer import InfCLTrainer
+from ..scoring.writing import ledger_lines, write_ledger
+from .command_options import DataOptions
+from .datasets import training_set
+from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .parser import Parser
+
+
+def score(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+    """Scores the pairs, and tells how many are wrong."""
+    options, columns, args = parser.build(namespace)
+    tell_deepspeed_of_cpu(args)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        if args.fsdp or args.deepspeed:
+            raise ValueError("Every process scores with the whole model. Omit the options of FSDP and DeepSpeed.")
+        names = ("split", "streaming", "on_bad_sample", "captions_per_image")
+        chosen = {name: getattr(options, name) for name in names}
+        length = 1 if options.streaming else None  # which a training needs
+        data = DataOptions([namespace.data], samples_per_epoch=length, **chosen)
+        dataset = training_set(data, columns, args)
+        model, processor, conversion = load(namespace.model)
+        trainer = InfCLTrainer(model, args, processing_class=processor)
+        if trainer.is_world_process_zero():
+            print(*conversion, sep="\n", end="\n" if conversion else "")
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        ledger = write_ledger(trainer, dataset, options.window)
+    if trainer.is_world_process_zero():
+        print(*ledger_lines(ledger, str(args.output_dir)), sep="\n")
+    leave(trainer)

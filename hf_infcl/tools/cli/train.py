@@ -1,0 +1,136 @@
+"""`infcl train`: trains a model and writes the checkpoint with its results, curves and model card."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ...checkpoints.full_disk import full_disk_explained
+from ...checkpoints.starting import merge_into_start, model_to_train
+from ...conversion import compare_formats
+from ...encoders.adapters import ADAPTER_FILES, has_adapters
+from ...processes.preemption import Preempted
+from ...training.trainer import InfCLTrainer
+from ...training.with_start import AverageWithStart
+from ..planning import check_memory
+from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
+from ..scoring.writing import ledger_lines, write_ledger_of_training
+from .averages import check_average
+from .check import short_check
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
+from .defaults import check_best_metric, intervals, tell_choices
+from .description import describe_run
+from .earlier import (
+    EarlierDeleted,
+    check_output_folder,
+    earlier_results,
+    has_results,
+    holds_earlier_run,
+    weights_of_other_kind,
+)
+from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
+from .optimizer_table import GroupsTold
+from .parser import Parser
+from .results import save_results, tell_places
+
+
+@record  # so the launcher's last lines are the error of the process that failed first
+def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
+    """Trains, evaluates, and writes checkpoint, results, curves and card into --output_dir."""
+    model_options, lora, data, columns, evaluation, keep, args = parser.build(namespace, given)
+    vars(namespace).update(chosen := intervals(namespace, given))
+    tell_deepspeed_of_cpu(args)
+    with mistakes_in_one_line(parser.prog, of_libraries=True):
+        alpha = check_average(keep, evaluation, args)
+        check_output_folder(args.output_dir, model_options, data, evaluation, keep)
+        earlier = earlier_results(Path(args.output_dir), args.resume_from_checkpoint)
+        if earlier and not data.overwrite_output_dir:
+            raise holds_earlier_run(args.output_dir, earlier)
+        train_dataset, old_pairs = training_set(data, columns, args), replay_set(data, columns, args)
+        gains = evaluation_datasets(columns, evaluation, data)
+        eval_datasets = gains | guard_datasets(columns, keep, evaluation, data)
+        check_best_metric(namespace, eval_datasets)
+        model, processor, conversion = model_to_train(model_options, lora, args)
+        adapted = has_adapters(model)
+        model_class = type(model.get_base_model() if adapted else model).__name__
+        if args.device.type == "cuda" and not adapted:
+            gpu_bytes = torch.cuda.get_device_properties(args.device).total_memory
+            if (warning := check_memory(model.config, args, gpu_bytes)) and args.process_index == 0:
+                print(warning)
+        trainer = InfCLTrainer(
+            model,
+            args,
+            train_dataset=train_dataset,
+            replay_dataset=old_pairs,
+            eval_dataset=eval_datasets or None,
+            processing_class=processor,
+        )
+        average = None
+        if keep.average_with_start is not None:
+            halves = [guard_datasets(columns, keep, evaluation, data, half) for half in (0, 1)]
+            average = AverageWithStart(
+                trainer,
+                gains,
+                {name: [half[name] for half in halves] for name in halves[0]},
+                alpha=alpha,
+                path=keep.average_path,
+                tolerance=keep.guard_tolerance,
+            )
+    if data.overwrite_output_dir:
+        trainer.add_callback(EarlierDeleted([*earlier, *weights_of_other_kind(Path(args.output_dir), adapted)]))
+    if evaluation.eval_pictures:
+        PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
+    describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
+    trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
+    trainer.add_callback(GroupsTold(trainer))
+    if trainer.is_world_process_zero():
+        print(*conversion, sep="\n", end="\n" if conversion else "")
+        tell_choices(args, chosen, trainer.train_dataset)
+        for line in (*describe_sets(eval_datasets), *overlaps(train_dataset, eval_datasets)):
+            print(line)
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            for line in short_check(trainer, train_dataset, data):
+                print(line)
+        if warning := doubtful_rate(args):
+            print(warning)
+    resume: Any = {"true": True, "True": True}.get(args.resume_from_checkpoint, args.resume_from_checkpoint)
+    with mistakes_in_one_line(parser.prog, of_libraries=False):
+        try:
+            trained = trainer.train(resume_from_checkpoint=resume)
+        except Preempted as ended:
+            leave(trainer, int(ended.code or 0))
+            raise
+    if trainer.steps_trained == 0 and has_results(trainer):
+        if trainer.is_world_process_zero():
+            print(f"The model, its card and its results in {args.output_dir} stay unchanged.")
+        leave(trainer)
+        return
+    merge = lora.lora_merge
+    with mistakes_in_one_line(parser.prog, of_libraries=False), full_disk_explained(Path(args.output_dir)):
+        averaged = save_results(trainer, trained.metrics, eval_datasets, average, model_options.model)
+        ledger = None
+        if args.leave_out is not None:
+            plain = replace(data, augmentation="none", text_dropout=0.0)
+            ledger = write_ledger_of_training(trainer, training_set(plain, columns, args))
+        if "open_clip" in args.save_formats and trainer.is_world_process_zero():
+            print(compared := compare_formats(str(args.output_dir)))
+            describe.keywords["settings"]["saved formats"] = f"transformers and OpenCLIP. {compared}"
+        facts = describe(adapter=adapted and not merge, average=averaged)
+        if merge and trainer.is_world_process_zero():
+            merge_into_start(model_options, args)
+        CardCallback(lambda: facts).write(args, trainer.state)  # save_model puts peft's card in its place
+    if args.push_to_hub:
+        with mistakes_in_one_line(parser.prog, of_libraries=True):
+            trainer.push_folder(delete=ADAPTER_FILES if merge else ())
+    if trainer.is_world_process_zero():
+        print(*lines_of_changes(facts), *(ledger_lines(ledger, str(args.output_dir)) if ledger else ()), sep="\n")
+        tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
+        if doubt := outcome(facts):
+            print(doubt)
+    leave(trainer)

@@ -1,0 +1,184 @@
+"""Embeds a collection on several processes; a run after an interruption computes what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.utils import logging
+
+from ...data import ContrastiveCollator
+from ...encoders.adapters import fingerprint_of
+from ...encoders.dual_encoder import DualEncoder
+from ...loading.feature_cache import fingerprint, for_each_missing
+from ...loading.stored_embeddings import index_of, join
+from ...options.run_options import as_json
+from ...processes.collectives import Processes, failures_announced
+from .output import Rows, begin, write
+from .sources import Collator, ItemSource
+
+logger = logging.get_logger(__name__)
+
+
+def embed(
+    source: ItemSource,
+    folder: str | Path,
+    encoder: DualEncoder,
+    collator: ContrastiveCollator,
+    *,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    autocast: Callable[[], Any],
+    dtype: str,
+    format: str = "parquet",
+    half: bool = False,
+    licence: str | None = None,
+    batch_size: int = 64,
+    **loading: Any,
+) -> dict[str, int]:
+    """Writes the embeddings of images and texts, with their keys. Collective: every process calls it.
+
+    The processes divide the parts of the source among themselves. Each part becomes one file of images, one of texts,
+    or both, such as ``images-00002-of-00010.parquet``. Files that are there already are not computed again.
+
+    Args:
+        source: what to embed.
+        folder: a folder that all processes can write. It also gets ``embeddings.json``, the record of the run.
+        encoder: the model, in evaluation mode.
+        collator: prepares images and captions.
+        prepare: moves a batch to the device and normalises its images.
+        autocast: the context of the forwards.
+        dtype: the precision of that context, for the record.
+        format: "parquet", "safetensors" or "npy", in which the parts become one file at the end.
+        half: whether npy has fp16 instead of fp32.
+        licence: of the model, for the record of npy.
+        batch_size: images, and texts, of one forward.
+        **loading: options of the DataLoader.
+
+    Returns:
+        The numbers of images and texts that this call has embedded and of the rows that it has left out, over all
+        processes, by "images", "texts" and "skipped".
+
+    Raises:
+        ValueError: the folder holds other embeddings, a row is bad, or an embedding is not finite. The other processes
+            raise an OtherRankFailedError.
+    """
+    processes, place = Processes(), Path(folder)
+    content = source.image_fingerprint() + (collator.text_fingerprint() if "texts" in source.kinds else "")
+    content += "" if encoder.dims is None else f" {encoder.dims} dimensions"
+    record = {
+        "fingerprint": fingerprint(content, encoder.model, collator, dtype),
+        "dtype": dtype,
+        "format": format,
+        "kinds": list(source.kinds),
+        "parts": source.parts,
+        **({**_told(source, encoder, collator, licence), "half": half} if format == "npy" else {}),
+    }
+    if half and format != "npy":
+        raise ValueError(f"half_precision is for the format npy, got {format}. Leave it out, or choose npy.")
+    with failures_announced():
+        if processes.rank == 0:
+            begin(place, record)
+    processes.agree([])
+    names = {
+        kind: [place / f"{kind}-{n:05}-of-{source.parts:05}.{format}" for n in range(source.parts)]
+        for kind in source.kinds
+    }
+    counts = dict.fromkeys(("images", "texts", "skipped"), 0)
+    missing = [
+        part
+        for part in range(processes.rank, source.parts, processes.world_size)
+        if not all(names[kind][part].exists() or index_of(place, kind)[-1].exists() for kind in source.kinds)
+    ]
+
+    def encode(batches: Iterator[Any]) -> dict[str, Rows]:
+        with torch.no_grad(), autocast():
+            return _encoded(batches, encoder, prepare, batch_size, counts)
+
+    parts = source.read(missing, batch_size, collate_fn=Collator(collator), **loading)
+
+    def compute(part: int) -> None:
+        for kind, rows in encode(next(parts)).items():
+            if kind in source.kinds:
+                values = rows.embeddings.astype(np.float16) if half else rows.embeddings
+                write(names[kind][part], replace(rows, embeddings=values))
+        logger.info(f"Part {part} of {source.parts} was embedded.")
+
+    for_each_missing(source.parts, lambda part: part not in missing, compute, lambda: processes.agree([]))
+    if format == "npy":
+        with failures_announced():
+            for kind in source.kinds if processes.rank == 0 else ():
+                join(place, kind, names[kind])
+    totals = processes.agree([counts[name] for name in counts])
+    return {name: int(sum(of_rank)) for name, of_rank in zip(counts, zip(*totals, strict=True), strict=True)}
+
+
+def _told(
+    source: ItemSource, encoder: DualEncoder, collator: ContrastiveCollator, licence: str | None
+) -> dict[str, Any]:
+    """What the record of files for a training says of model and data, besides the fingerprint of all that decides."""
+    config = getattr(encoder.base, "config", None)
+    return {
+        "model": getattr(config, "_name_or_path", "") or type(encoder.base).__name__,
+        "weights": fingerprint_of(encoder.model),
+        "licence": licence,
+        "revision": getattr(config, "_commit_hash", None),
+        "preprocessing": as_json(collator.options),
+        "data": source.described(),
+    }
+
+
+def _encoded(
+    batches: Iterator[Any],
+    encoder: DualEncoder,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]],
+    batch_size: int,
+    counts: dict[str, int],
+) -> dict[str, Rows]:
+    """The images and texts of a part, in the order of its rows; counts them."""
+    items: dict[str, list[tuple[int, str, str | None, str]]] = {"images": [], "texts": []}
+    vectors: dict[str, list[Tensor]] = {"images": [], "texts": []}
+    for kept, bad, images, texts in batches:
+        for reason in bad:
+            logger.warning(f"Left out: {reason}")
+        counts["skipped"] += len(bad)
+        if images is not None:
+            vectors["images"].append(_of_length_1(encoder.encode_images(prepare(images))))
+            items["images"] += [(item["row"], item["key"], None, item["place"]) for item in kept]
+        if texts is not None:
+            vectors["texts"] += [
+                _of_length_1(encoder.encode_texts(prepare(part))) for part in _split(texts, batch_size)
+            ]
+            items["texts"] += [(item["row"], item["key"], c, item["place"]) for item in kept for c in item["caption"]]
+    found = {}
+    for kind, described in items.items():
+        values = torch.cat(vectors[kind]).cpu().numpy() if described else np.empty((0, 1), np.float32)
+        if (wrong := ~np.isfinite(values).all(1)).any():
+            raise ValueError(
+                f"The embedding of {described[int(wrong.argmax())][1]!r} ({kind}) is not finite. Compute in another "
+                "precision, or look at the weights of the model."
+            )
+        counts[kind] += len(described)
+        # Workers return the samples of a shard in turn.
+        order = sorted(range(len(described)), key=lambda number: described[number][0])
+        keys = [described[number][1] for number in order]
+        captions = [described[number][2] or "" for number in order] if kind == "texts" else None
+        places = [described[number][3] for number in order]
+        found[kind] = Rows(keys, captions, values[order] if order else values, places)
+    return found
+
+
+def _of_length_1(embeddings: Tensor) -> Tensor:
+    """In fp32: a division in bf16 leaves lengths of up to 0.3% more or less."""
+    return F.normalize(embeddings.float(), dim=-1)
+
+
+def _split(texts: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Tokens of at most ``size`` texts at a time: an image may have many captions."""
+    for first in range(0, len(texts["input_ids"]), size):
+        yield {name: values[first : first + size] for name, values in texts.items()}

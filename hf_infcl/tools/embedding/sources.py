@@ -1,0 +1,277 @@
+"""The images and captions to embed, in parts that are read and written one at a time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from ...data import ContrastiveCollator, ImageTextStream
+from ...data.columns import find_caption_column, find_image_column
+from ...data.images import BadSampleError, ImageDataset, error_of, with_errors
+from ...data.pairs import usable_captions
+from ...data.streams import place_of
+from ...loading.stored_embeddings import described_shards, described_table
+from ...shards.names import IMAGE_EXTENSIONS
+from ...shards.readers import features_of
+
+if TYPE_CHECKING:
+    import datasets
+
+Item = dict[str, Any]  # its row, its key, perhaps its image and its captions; or its row and what makes it bad
+ROWS_OF_PART = 8192  # of a table
+
+
+class ItemSource(Protocol):
+    """What is embedded.
+
+    Attributes:
+        kinds: which of "images" and "texts" it has.
+        parts: the number of its parts.
+    """
+
+    kinds: tuple[str, ...]
+    parts: int
+
+    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
+        """For each of the parts, its batches; see `Collator`. `loading` are options of the DataLoader."""
+        ...
+
+    def image_fingerprint(self) -> str:
+        """A fingerprint of everything that is embedded."""
+        ...
+
+    def described(self) -> dict[str, Any]:
+        """What tells the data from others, by which a training recognises it."""
+        ...
+
+
+def found_columns(
+    features: Mapping[str, Any], image_column: str, caption_column: str, named: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The columns of images and captions: the wanted ones, or else the usual ones, or None; see `TableSource`."""
+    for option, column in (("image_column", image_column), ("caption_column", caption_column)):
+        if option in named and column not in features:
+            raise ValueError(_absent(option, column, [*features]))
+    images, captions = find_image_column(features, image_column), find_caption_column(features, caption_column)
+    if images not in features and captions not in features:
+        raise ValueError(
+            f"The data has neither images nor captions that could be found: its columns are {[*features]}. Name them "
+            "with --image_column and --caption_column."
+        )
+    return images if images in features else None, captions if captions in features else None
+
+
+def _absent(option: str, column: str, names: Sequence[str]) -> str:
+    return f"The data has no column {column!r}, which --{option} names. Its columns are {names}."
+
+
+def shard_columns(
+    shards: Sequence[str], image_column: str, caption_column: str, named: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """As `found_columns`, of the table that shards are, in the names that `ImageTextStream` has for them."""
+    features = features_of(shards, image_column)
+    if shards[0].endswith(".parquet"):
+        return found_columns(features, image_column, caption_column, named)
+    several = "image" not in features and sum(name in IMAGE_EXTENSIONS for name in features) > 1
+    if "image" in (image_column, *features) or several:  # several are told by the reader, to which "image" is any
+        named = [option for option in named if option != "image_column"]
+    if caption_column == "caption" and caption_column not in features and "txt" in features:
+        features = {**features, "caption": features["txt"]}
+    images, captions = found_columns(features, image_column, caption_column, named)
+    return image_column if images or several else None, captions
+
+
+class TableSource:
+    """A table: images, captions or both.
+
+    Args:
+        table: the rows.
+        image_column, caption_column: the wanted columns, or else those of `find_image_column` and
+            `find_caption_column`, if there are any.
+        key_column: see `EmbedOptions`.
+        folder: the folder of the table, to which paths of images become relative if they are keys.
+        skips: whether a bad row is left out.
+        named: the options of columns that must exist, because the user has given them.
+
+    Raises:
+        ValueError: the table lacks a column that was named, or has neither images nor captions.
+    """
+
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        image_column: str,
+        caption_column: str,
+        key_column: str | None,
+        folder: str,
+        *,
+        skips: bool = False,
+        named: Sequence[str] = (),
+    ) -> None:
+        if len(table) == 0:
+            raise ValueError("The data has no rows.")
+        if key_column is not None and key_column not in table.column_names and "key_column" in named:
+            raise ValueError(_absent("key_column", key_column, table.column_names))
+        images, captions = found_columns(table.features, image_column, caption_column, named)
+        found = {"image_column": images, "caption_column": captions, "key_column": key_column}
+        self._rows = _TableRows(table, **found, folder=folder, skips=skips)
+        self.kinds = tuple(
+            kind for kind, option in (("images", "image_column"), ("texts", "caption_column")) if found[option]
+        )
+        self.parts = -(-len(table) // ROWS_OF_PART)
+
+    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
+        ends = [(part * ROWS_OF_PART, min(len(self._rows), (part + 1) * ROWS_OF_PART)) for part in parts]
+        cuts = [
+            [list(range(i, min(i + batch_size, end))) for i in range(begin, end, batch_size)] for begin, end in ends
+        ]
+        # One loader for all parts, whose workers prepare the next part while one is written.
+        batches = iter(DataLoader(self._rows, batch_sampler=[*itertools.chain(*cuts)], **loading))
+        for part in cuts:
+            yield itertools.islice(batches, len(part))
+
+    def image_fingerprint(self) -> str:
+        return self._rows.image_fingerprint()
+
+    def described(self) -> dict[str, Any]:
+        return self._rows.described()
+
+
+class _TableRows(Dataset[Item]):
+    def __init__(
+        self,
+        table: datasets.Dataset,
+        image_column: str | None,
+        caption_column: str | None,
+        key_column: str | None,
+        *,
+        folder: str,
+        skips: bool,
+    ) -> None:
+        others = {"caption_column": caption_column, "key_column": key_column}
+        self._images = ImageDataset(table, image_column, others) if image_column else None
+        columns = dict.fromkeys(column for column in others.values() if column)
+        self._texts = table.with_format(None).select_columns(with_errors(table, columns))
+        self._caption_column, self._key_column = caption_column, key_column
+        self._folder, self._skips = os.path.abspath(folder), skips
+
+    def __len__(self) -> int:
+        return len(self._images or self._texts)
+
+    def image_fingerprint(self) -> str:
+        return self._texts._fingerprint if self._images is None else self._images.image_fingerprint()
+
+    def described(self) -> dict[str, Any]:
+        captions = self._captions if self._caption_column else None
+        return described_table(len(self), None if self._images is None else self._images.encoded, captions)
+
+    def _captions(self, row: int) -> list[str]:
+        return usable_captions(self._texts[row][self._caption_column])
+
+    def __getitem__(self, row: int) -> Item:
+        value = self._texts[row] if self._texts.column_names else {}
+        if error := error_of(value):
+            problem = BadSampleError(
+                f"Row {row} of the data is bad: {error}. Repair or drop it, or pass --on_bad_sample skip.", error
+            )
+            if not self._skips:
+                raise problem
+            return {"row": row, "bad": str(problem)}
+        key = str(value[self._key_column]) if self._key_column else str(row)
+        item: Item = {"row": row, "key": key, "place": str(row)}
+        if self._caption_column:
+            item["caption"] = usable_captions(value[self._caption_column])
+        if self._images is None:
+            return item
+        try:
+            item["image"], path = self._images.image_and_path(row)
+        except BadSampleError as error:
+            if not self._skips:
+                raise
+            return {"row": row, "bad": str(error)}
+        if path is not None and self._key_column is None:
+            inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
+            item["key"] = os.path.relpath(path, self._folder) if inside else path
+        return item
+
+
+class ShardSource:
+    """Image-text pairs in tar or parquet shards, each of which is a part.
+
+    Args:
+        stream: names the shards and their columns. All captions of an image are embedded, and it may have none.
+    """
+
+    def __init__(self, stream: ImageTextStream) -> None:
+        self._stream = stream
+        columns = {"images": stream.image_column, "texts": stream.caption_column}
+        self.kinds = tuple(kind for kind, column in columns.items() if column is not None)
+        self.parts = len(stream.shards)
+
+    def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
+        for part in parts:
+            yield iter(DataLoader(_Samples(self._stream, part), batch_size=batch_size, **loading))
+
+    def image_fingerprint(self) -> str:
+        return f"{self._stream.content_fingerprint()} {self._stream.options}"
+
+    def described(self) -> dict[str, Any]:
+        return described_shards(shard.url for shard in self._stream.shards)
+
+
+class _Samples(IterableDataset[Item]):
+    """The samples of a shard. Each of the workers reads the shard and decodes its share."""
+
+    def __init__(self, stream: ImageTextStream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    def __iter__(self) -> Iterator[Item]:
+        info, shard = get_worker_info(), self._stream.shards[self._number]
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        samples = enumerate(shard.reader.samples(shard.url))
+        for row, (_, key, sample) in itertools.islice(samples, first, None, step):
+            try:
+                image, captions = self._stream.image_and_captions(self._number, key, sample)
+            except BadSampleError as error:
+                if self._stream.on_bad_sample == "raise":
+                    raise
+                yield {"row": row, "bad": str(error)}
+                continue
+            place = place_of(shard.url, key)
+            item: Item = {"row": row, "key": place, "place": place}
+            if image is not None:
+                item["image"] = image
+            if self._stream.caption_column is not None:
+                item["caption"] = captions
+            yield item
+
+
+class Collator:
+    """Turns items into batches.
+
+    A batch is a tuple: the good items without their images, what makes the bad ones bad, and the model's inputs for the
+    images and for the texts, each None if there are none.
+
+    Args:
+        collator: prepares images and captions for the model.
+    """
+
+    def __init__(self, collator: ContrastiveCollator) -> None:
+        self._collator = collator
+
+    def __call__(self, items: Sequence[Item]) -> tuple[list[Item], list[str], Any, Any]:
+        bad = [item["bad"] for item in items if "bad" in item]
+        good = [item for item in items if "bad" not in item]
+        images = [{"image": item["image"]} for item in good if "image" in item]
+        texts = [caption for item in good for caption in item.get("caption", ())]
+        kept = [{name: value for name, value in item.items() if name != "image"} for item in good]
+        return (
+            kept,
+            bad,
+            self._collator(images) if images else None,
+            self._collator.tokenize(texts) if texts else None,
+        )

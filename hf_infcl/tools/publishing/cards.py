@@ -1,0 +1,405 @@
+"""The model card of a training run: `TrainingFacts` in the wording of `model_cards/template.md`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
+
+from ...checkpoints.average_search import Averaged, not_trained
+from ...evaluation.metrics import CEILING, HIGH, LOW, METRICS, is_bound
+from ...loss.objectives import OBJECTIVES
+from .changes import changes, explained
+from .facts import SPEED, Evaluation, Source, TrainingFacts
+from .markdown import code, escaped, joined, literal, one_line, table
+from .outcome import outcome
+
+# The picture of the example that a model's page on the Hub offers to run.
+_PICTURE = "https://huggingface.co/datasets/mishig/sample_images/resolve/main/cat-dog-music.png"
+_SHOWN = 10  # classes of the example, and prompts that the results name
+
+
+def model_card(
+    facts: TrainingFacts, *, curves: str | None = None, front: str | None = None, pictures: str | None = None
+) -> ModelCard:
+    """The card of a trained model: its data, its method, its results and what is unknown.
+
+    Args:
+        facts: what the card states.
+        curves: the file name of the curves beside the card, if they were drawn.
+        front: the file name of the picture of averages with the start, if it was drawn.
+        pictures: the file name of evaluation images with their best captions, if they were drawn.
+
+    Returns:
+        A card with model-index metadata; ``card.save(path)`` writes it.
+    """
+    evaluations = facts.evaluations
+    datasets = [source.dataset for source in (*facts.sources, *facts.replay_sources) if source.on_hub]
+    data = ModelCardData(
+        model_name=facts.name,
+        library_name="peft" if facts.adapter else "transformers",
+        pipeline_tag="zero-shot-image-classification",
+        tags=[
+            *("contrastive-learning", "image-text", "hf_infcl", f"loss:{facts.objective}"),
+            *([f"dataset_size:{facts.pairs}"] if facts.pairs is not None else []),
+        ],
+        base_model=facts.start if facts.start_on_hub else None,
+        base_model_relation=("adapter" if facts.adapter else "finetune") if facts.start_on_hub else None,
+        datasets=datasets or None,
+        eval_results=_model_index(evaluations) or None,
+        widget=_widget(facts.evaluations),
+    )
+    return ModelCard.from_template(
+        data,
+        template_str=resources.files(__package__).joinpath("template.md").read_text(encoding="utf-8"),
+        name=escaped(facts.name),
+        model_class=code(facts.model_class),
+        adapter=facts.adapter,
+        outcome=outcome(facts),
+        trained=not (facts.average is not None and not_trained(facts.average)),
+        sources=joined([code(source.dataset) for source in facts.sources]),
+        training=table(("", ""), _training_rows(facts)),
+        changes=_changes(facts),
+        front=front,
+        results=_results(facts),
+        usage=_usage(facts),
+        curves=curves,
+        pictures=pictures,
+    )
+
+
+def _widget(evaluations: Sequence[Evaluation]) -> list[dict[str, str]] | None:
+    """The example of the page, with classes of the run; None leaves the Hub's own example."""
+    for evaluation in evaluations:
+        if evaluation.templates:
+            title = f"Classes of {one_line(evaluation.dataset)}"
+            # The Hub's page takes a comma for the end of a class.
+            labels = ", ".join(one_line(name.replace(",", " ")) for name in evaluation.class_names[:_SHOWN])
+            return [{"src": _PICTURE, "candidate_labels": labels, "example_title": title}]
+    return None
+
+
+def write_eval_results(facts: TrainingFacts, folder: str | Path) -> list[Path]:
+    """Writes the results on the Hub's datasets in the Hub's format for leaderboards, ``.eval_results/*.yaml``.
+
+    Returns:
+        The written files, one for each dataset of the Hub that was evaluated.
+    """
+    written = []
+    for evaluation in facts.evaluations:
+        if not evaluation.on_hub:
+            continue
+        entries = [
+            EvalResultEntry(
+                evaluation.dataset,
+                metric,
+                round(value, 4),
+                dataset_revision=evaluation.commit,
+                notes=f"split {evaluation.split}",
+            )
+            for metric, value in _defined(evaluation)
+        ]
+        path = Path(folder, ".eval_results", evaluation.dataset.replace("/", "_") + ".yaml")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def _training_rows(facts: TrainingFacts) -> Iterable[tuple[str, str]]:
+    processes = "1 process" if facts.processes == 1 else f"{facts.processes} processes"
+    same = facts.steps * facts.global_batch_size  # pairs, if all steps had this batch
+    seen = same if facts.samples is None else facts.samples
+    epochs, earlier = "", "" if seen == same else "; earlier steps had other sizes"
+    new = facts.global_batch_size - facts.replayed
+    if facts.pairs is not None and (batches := facts.pairs // new):
+        full = f" of {batches:,} full batch{'es' if batches > 1 else ''}" if seen == same else ""
+        trained = batches * new if full else facts.pairs
+        epochs = f", {seen * new / facts.global_batch_size / trained:.1f} epochs{full}"
+    of_total = "" if facts.pairs is None else f"{facts.pairs:,} images with captions: "
+    yield "start", code(facts.start)
+    yield "data", of_total + joined([_describe_source(source) for source in facts.sources])
+    if facts.replayed:
+        yield "replay", _replay(facts)
+    if facts.skipped:
+        yield "bad samples", f"{facts.skipped:,} replaced by another row or left out"
+    yield "objective", OBJECTIVES[facts.objective].words
+    if facts.frozen:
+        yield "frozen", f"{facts.frozen} tower"
+    batch = (
+        f"**{facts.global_batch_size:,} pairs** = {facts.per_device_batch_size} per device × "
+        f"{facts.accumulation_steps} accumulation step{'s' if facts.accumulation_steps > 1 else ''} × {processes}"
+    )
+    yield "global batch", batch + earlier
+    if facts.processes > 1:
+        yield "strategy", f"{code(facts.strategy)} shares the batch among the processes"
+    yield from _positives_and_negatives(facts)
+    if facts.caption_limit is not None:
+        yield "captions", _captions(facts.caption_limit, facts.cut_captions)
+    if facts.average is not None:
+        path = "" if facts.average.path == "line" else ", less for early layers than for late ones"
+        yield "weights", f"start + {facts.average.alpha:g} · (end of the training − start){path}"
+    planned = "" if facts.planned_steps is None else f" of {facts.planned_steps:,} planned"
+    yield "length", f"{facts.steps:,}{planned} optimizer steps, {seen:,} pairs seen{epochs}"
+    if facts.stages:
+        yield "stages", _stages(facts, seen)
+    yield from facts.settings.items()
+    yield "time", f"{_duration(facts.seconds)} with {processes} on {facts.device}"
+    if facts.peak_memory is not None:
+        yield "peak memory", f"{facts.peak_memory / 2**30:.1f} GiB on one GPU"
+    yield "versions", ", ".join(f"{package} {version}" for package, version in facts.versions.items())
+
+
+def _stages(facts: TrainingFacts, seen: int) -> str:
+    """The steps and pairs of each part of a run that was resumed with changes, and what those were."""
+    begins = [(0, 0, ""), *((one.step, one.samples_seen, joined(list(map(code, one.changes)))) for one in facts.stages)]
+    ends = [*begins[1:], (facts.steps, seen, "")]
+    parts = [
+        f"steps {first + 1:,} to {last:,} with {after - before:,} pairs{changes and f', where {changes}'}"
+        for (first, before, changes), (last, after, _) in zip(begins, ends, strict=True)
+    ]
+    return f"{'; '.join(parts)}. The other rows describe the last stage"
+
+
+def _replay(facts: TrainingFacts) -> str:
+    sources = [_describe_source(source) for source in facts.replay_sources]
+    of_sources = f" of {joined(sources)}" if sources else ""
+    apart = facts.replay_as == "own"
+    role = "contrasted among themselves" if apart else "negatives of the new pairs, and these of them"
+    share = facts.replayed / facts.global_batch_size
+    return f"{facts.replayed:,} old pairs in each global batch ({share:.1%}){of_sources}; {role}"
+
+
+def _captions(limit: int, cut: Mapping[str, float]) -> str:
+    shares = [f"{share:.1%} of those of the {escaped(name.replace('*', '…'))}" for name, share in cut.items()]
+    longer = f"; longer, and so cut, are {joined(shares)}" if shares else ""
+    return f"the model reads the first {limit} tokens of each{longer}"
+
+
+def _positives_and_negatives(facts: TrainingFacts) -> Iterator[tuple[str, str]]:
+    with_equal = f"those with equal {code(facts.pair_id_column)}" if facts.pair_id_column else ""
+    if facts.equal_ids == "positive":
+        own = "the caption of the image"
+        if facts.captions_per_image > 1:
+            own = f"up to {facts.captions_per_image} captions of the image, drawn anew each epoch"
+        yield "positives", f"{own}, and {with_equal}" if with_equal else own
+        negatives = "all other captions of the batch"
+    else:
+        negatives = "all other pairs of the batch"
+        negatives += f" except {with_equal}" if with_equal else ", including those with equal captions"
+    if facts.negative_caption_column:
+        negatives += f"; for all images also one of {code(facts.negative_caption_column)} of each image that has any"
+    yield "negatives", negatives
+
+
+def _describe_source(source: Source) -> str:
+    facts = [f"split {escaped(source.split)}"]
+    if source.weight is not None:
+        facts.append(f"{source.weight:.1%} of the draws")
+    facts.append(f"licence {escaped(source.license)}" if source.license else "no licence stated")
+    return f"{code(source.dataset)} ({', '.join(facts)})"
+
+
+def _defined(evaluation: Evaluation) -> list[tuple[str, float]]:
+    """The metrics that have a value (top-5 accuracy has none for four classes), without ceilings and intervals."""
+    return [
+        (metric, value)
+        for metric, value in evaluation.metrics.items()
+        if metric not in SPEED and not is_bound(metric) and value is not None and not math.isnan(value)
+    ]
+
+
+def _metric_name(metric: str) -> str:
+    return METRICS[metric].words if metric in METRICS else metric.replace("_", " ")
+
+
+def _model_index(evaluations: Iterable[Evaluation]) -> list[EvalResult]:
+    results = []
+    for evaluation in evaluations:
+        if evaluation.templates:
+            task = "zero-shot-image-classification", "Zero-shot image classification"
+        elif "text_acc" in evaluation.metrics:
+            task = "image-caption-selection", "Image-caption selection"
+        else:
+            task = "image-text-retrieval", "Image-text retrieval"
+        results += [
+            EvalResult(
+                task_type=task[0],
+                task_name=task[1],
+                dataset_type=evaluation.dataset,
+                dataset_name=evaluation.dataset,
+                dataset_split=evaluation.split,
+                dataset_revision=evaluation.commit,
+                metric_type=METRICS[metric].hub_type if metric in METRICS else metric,
+                metric_name=_metric_name(metric),
+                metric_value=round(value, 4),
+            )
+            for metric, value in _defined(evaluation)
+        ]
+    return results
+
+
+def _changes(facts: TrainingFacts) -> str:
+    """What was gained and what it cost, and all averages with the start; empty if neither was measured."""
+    parts = []
+    if found := changes(facts):
+        rows = [
+            (
+                _where(change.evaluation) + change.kind,
+                "guard" if change.evaluation.guard else "trained for",
+                *(f"{value:.4f}" for value in (change.before, change.after)),
+                change.words(),
+            )
+            for change in found
+        ]
+        parts += [table(("set", "", "before the training", "this model", "change"), rows), explained(found)]
+    if (average := facts.average) is not None:
+        parts.append(" ".join(_how_averaged(average)))
+    if average is not None and average.measured:
+        names = {evaluation.key: _where(evaluation) for evaluation in facts.evaluations}
+        head = ["α", "trained for", *(f"kept: {names.get(key, escaped(key))}" for key in average.measured[0].rest)]
+        values = [(one.alpha, one.gained, *one.rest.values()) for one in average.measured]
+        rows = [(f"{alpha:g}", *("" if v is None else f"{v:.4f}" for v in others)) for alpha, *others in values]
+        parts.append(table(head, rows))
+    return "\n\n".join(parts)
+
+
+def _how_averaged(average: Averaged) -> Iterator[str]:
+    """Sentences about the average whose weights the model has, above the table of all that were measured."""
+    yield f"The weights are an average of those before (α = 0) and after (1) the training, at α = {average.alpha:g}."
+    if average.tolerance is not None:
+        least = "; of gains within the 95% interval of the greatest, it has the lowest loss"
+        by_loss = least if average.measured and average.measured[0].loss is not None else ""
+        yield (
+            "Of the averages below it is the one with the greatest gain at which no guard loses more than "
+            f"{average.tolerance:g}{by_loss}. A random half of the rows of each guard decided that, and the figures "
+            "are of the other half. The gain was measured on the rows that decided."
+        )
+    elif average.measured and average.measured[0].rest:
+        yield "The figures of guards are of a random half of their rows."
+    if average.batch_norms:
+        yield (
+            f"The running statistics of {average.batch_norms} batch norms were averaged as well; they are not those "
+            "that the averaged weights would have on data."
+        )
+
+
+def _where(evaluation: Evaluation) -> str:
+    return f"{code(evaluation.dataset)}, {escaped(evaluation.split)}"
+
+
+def _results(facts: TrainingFacts) -> str:
+    if not facts.evaluations:
+        return "None: the model was not evaluated."
+    rows, notes, repeating = [], [], []
+    for evaluation in facts.evaluations:
+        where = _where(evaluation)
+        for metric, value in _defined(evaluation):
+            ceiling = evaluation.metrics.get(metric + CEILING)
+            bounds = [evaluation.metrics[metric + end] for end in (LOW, HIGH) if metric + end in evaluation.metrics]
+            beside = ["95% interval " + " to ".join(f"{bound:.4f}" for bound in bounds)] if bounds else []
+            beside += [f"at most {ceiling:.4f}"] if ceiling is not None and ceiling < 1 else []
+            if metric in evaluation.before:
+                beside.append(f"before the training: {evaluation.before[metric]:.4f}")
+            shown = f"{value:.4f} ({'; '.join(beside)})" if beside else f"{value:.4f}"
+            name = _metric_name(metric) if metric in METRICS else escaped(_metric_name(metric))
+            rows.append((where, f"{evaluation.size:,}", name, shown))
+        if evaluation.revision is not None:
+            notes.append(f"{where} was read at {code(evaluation.revision)}.")
+        if evaluation.guard:
+            notes.append(f"{where} is a guard set: it shows what the training made worse.")
+        if any(metric.endswith(CEILING) for metric in evaluation.metrics):
+            repeating.append(where)
+        if evaluation.templates:
+            notes.append(f"{where} was classified into {len(evaluation.class_names)} classes{_prompts(evaluation)}")
+    if repeating:
+        notes.append(
+            f"Some captions of {'; '.join(repeating)} belong to several images, but only an image's own captions count "
+            "as correct. Where the table says “at most”, no model can reach a higher recall."
+        )
+    notes += _when(facts)
+    return "\n\n".join([table(("set", "images", "metric", "value"), rows), *notes])
+
+
+def _prompts(evaluation: Evaluation) -> str:
+    """The prompts of a zero-shot classification, as the end of a sentence."""
+    first, *others = map(code, evaluation.templates)
+    example = code(evaluation.templates[0].replace("{}", "".join(evaluation.class_names[:1])))
+    if not others:
+        return f" with the prompt {first}, such as {example}."
+    named = joined([first, *others[: _SHOWN - 1]])
+    more = f" and {len(others) - _SHOWN + 1} more" if len(others) >= _SHOWN else ""
+    return (
+        f". The vector of a class is the mean of the embeddings of {len(others) + 1} prompts, such as {example}: "
+        f"{named}{more}. The pipeline below takes only the first prompt, so its accuracy may differ."
+    )
+
+
+def _when(facts: TrainingFacts) -> Iterator[str]:
+    """Of which weights the results are, if the sets were measured several times."""
+    steps = {evaluation.step for evaluation in facts.evaluations} - {None}
+    if not facts.measured_during_training or len(steps) != 1:
+        return
+    (step,) = steps
+    if facts.average is not None:
+        of = "the average, not of a step"
+    elif facts.best:
+        of = f"the best of these evaluations, at step {step:,}, and so are the weights"
+    elif step == facts.steps:
+        of = "the last step, not of the best"
+    else:
+        of = f"step {step:,}, but the weights are those of step {facts.steps:,}"
+    yield f"The same sets were measured during training; the figures are those of {of}."
+
+
+def _zero_shot(evaluations: Iterable[Evaluation]) -> tuple[list[str], str]:
+    """Labels and a prompt for an example: those of a zero-shot evaluation, if there was one."""
+    for evaluation in evaluations:
+        if evaluation.templates:
+            return list(evaluation.class_names[:3]), evaluation.templates[0]
+    return ["dog", "cat"], "a photo of a {}."
+
+
+def _usage(facts: TrainingFacts) -> str:
+    labels, template = _zero_shot(facts.evaluations)
+    location = literal(facts.location)
+    at = f"{location}, revision={literal(facts.revision)}" if facts.revision else location
+    ask = f'classifier("image.png", candidate_labels={literal(labels)}, hypothesis_template={literal(template)})'
+    if facts.adapter:
+        base = literal(facts.start if facts.start_on_hub else f"path/to/{facts.start}")
+        return "\n".join(
+            (
+                "from peft import PeftModel",
+                f"from transformers import AutoProcessor, {facts.model_class}, pipeline",
+                "",
+                f"model = PeftModel.from_pretrained({facts.model_class}.from_pretrained({base}), {at})",
+                f"processor = AutoProcessor.from_pretrained({at})",
+                "",
+                'classifier = pipeline("zero-shot-image-classification", model=model.merge_and_unload(),',
+                "                      tokenizer=processor.tokenizer, image_processor=processor.image_processor)",
+                ask,
+            )
+        )
+    return "\n".join(
+        (
+            f"from transformers import AutoProcessor, {facts.model_class}, pipeline",
+            "",
+            f"model = {facts.model_class}.from_pretrained({at})",
+            f"processor = AutoProcessor.from_pretrained({at})",
+            "",
+            f'classifier = pipeline("zero-shot-image-classification", model={at})',
+            ask,
+        )
+    )
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes} min {rest} s"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,98 @@
+"""What a training has gained and what it has cost, in one score for each set that was measured before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...checkpoints.average_choice import score_if_measured
+from ...evaluation import Difference
+from ...evaluation.metrics import CHANGE, HIGH, LOW, SCORES
+from .facts import Evaluation, TrainingFacts
+
+_SCORE_OF = {  # by the kind of set
+    "pairs": "the recall@1 of pairs (the mean of both directions)",
+    "classes": "the top-1 accuracy of classes",
+    "labels": "the mean average precision of images with several classes",
+    "choices": "the share of right captions preferred to wrong ones",
+}
+_INTERVAL = (
+    "In brackets is the 95% interval of the change (paired bootstrap over images). If it includes 0, the change may be "
+    "noise."
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The score of one set before and after a training, as fractions.
+
+    Attributes:
+        evaluation: the set.
+        before, after: its scores.
+        half: whether they are of that half of the rows by which no average was chosen.
+        interval: the 95% interval of the difference, by a bootstrap over the images; None if it was not measured.
+        kind: " (captions)" or " (classes)" if the same images were measured in both ways; otherwise empty.
+    """
+
+    evaluation: Evaluation
+    before: float
+    after: float
+    half: bool = False
+    interval: tuple[float, float] | None = None
+    kind: str = ""
+
+    def words(self, factor: float = 1, digits: int = 4) -> str:
+        """The difference times ``factor``, its interval if there is one, and whether it is noise."""
+        if self.interval is None:
+            return f"{factor * (self.after - self.before):+.{digits}f}"
+        return Difference(self.before, self.after, *self.interval).words(factor, digits)
+
+
+def changes(facts: TrainingFacts) -> list[Change]:
+    """The sets that were measured before and after a training: first those that it was for, then the guards.
+
+    Of a guard that has chosen the average with the start, the scores are those of the other half of its rows.
+    """
+    found = sorted(_changes(facts), key=lambda change: change.evaluation.guard)
+    places = [(change.evaluation.dataset, change.evaluation.split) for change in found]
+    kinds = [" (classes)" if change.evaluation.class_names else " (captions)" for change in found]
+    return [
+        replace(change, kind=kind if places.count(place) > 1 else "")
+        for change, place, kind in zip(found, places, kinds, strict=True)
+    ]
+
+
+def explained(found: Sequence[Change]) -> str:
+    """What the scores of these sets are, and their intervals, in sentences."""
+    measured = [change.evaluation.metrics for change in found]
+    kinds = {kind for kind, names in SCORES.items() if any(all(name in each for name in names) for each in measured)}
+    sentence = f"The score is {', '.join(words for kind, words in _SCORE_OF.items() if kind in kinds)}."
+    return f"{sentence} {_INTERVAL}" if any(change.interval for change in found) else sentence
+
+
+def _changes(facts: TrainingFacts) -> Iterator[Change]:
+    average = facts.average
+    for evaluation in facts.evaluations:
+        if average is not None and average.tolerance is not None and evaluation.guard:
+            before, after = (average.at(alpha).rest[evaluation.key] for alpha in (0, average.alpha))
+            yield Change(evaluation, before, after, half=True)
+            continue
+        scores = [score_if_measured(metrics) for metrics in (evaluation.before, evaluation.metrics)]
+        if scores[0] is not None and scores[1] is not None:
+            bounds = [evaluation.metrics.get(CHANGE + end) for end in (LOW, HIGH)]
+            interval = None if bounds[0] is None or bounds[1] is None else (bounds[0], bounds[1])
+            yield Change(evaluation, scores[0], scores[1], interval=interval)
+
+
+def lines_of_changes(facts: TrainingFacts) -> Iterator[str]:
+    """A table of `changes` in lines of text, in per cent; nothing if no set was measured before the training."""
+    if not (found := changes(facts)):
+        return
+    names = [f"{change.evaluation.dataset}, {change.evaluation.split}{change.kind}" for change in found]
+    width = max(map(len, names))
+    yield f"{'':<{width}}   before    after   change"
+    for name, change in zip(names, found, strict=True):
+        numbers = f"{100 * change.before:7.2f}%  {100 * change.after:6.2f}%   {change.words(100, 2)}"
+        half = " (the half of its rows that did not choose the average)" if change.half else ""
+        yield f"{name:<{width}}  {numbers}{'  guard' if change.evaluation.guard else ''}{half}"
+    yield explained(found)

@@ -1,0 +1,102 @@
+"""Draws the curves of a run: its losses, accuracies and recalls over the optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...evaluation.metrics import CEILING, FRACTION, HIGH, LOW, METRICS, Metric, metric_named
+
+# Okabe and Ito's colours, which the colour-blind can tell apart: blue, vermilion, green, purple, orange, sky blue.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+
+Line = dict[int, float]  # values by optimizer step
+
+
+def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> None:
+    """Draws the training loss and, in separate panels, the losses and the scores of the evaluations.
+
+    With ``leave_out``, a panel shows the share of the pairs that was left out.
+
+    A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
+    evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
+    drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step. The 95% intervals of
+    scores are shaded.
+
+    Args:
+        log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
+        path: the picture, PNG or another format of matplotlib.
+
+    Raises:
+        ValueError: the history holds no training loss.
+    """
+    # pyplot is avoided because it keeps global state and chooses a display, which a library should not do.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    training: dict[str, Line] = {}
+    left_out: dict[str, Line] = {}
+    measured: dict[str | None, dict[str, Line]] = {metric.axis: {} for metric in METRICS.values()}
+    ceilings: dict[str, float] = {}  # by the label of the score
+    intervals: dict[str, dict[int, tuple[float, float]]] = {}
+    for entry in log_history:
+        for key, value in entry.items():
+            if value is None:
+                continue
+            if key == "loss":
+                pairs = entry.get("global_batch_size")
+                name = f"one batch of {pairs:,} pairs" if pairs else "one batch"
+                training.setdefault(name, {}).setdefault(entry["step"], value)
+            elif key == "left_out":
+                left_out.setdefault("pairs left out of the training", {}).setdefault(entry["step"], value)
+            elif key.startswith("eval_") and (metric := metric_named(key)) is not None:
+                measured[metric.axis].setdefault(_label(key, metric), {}).setdefault(entry["step"], value)
+                if key + LOW in entry:
+                    between = entry[key + LOW], entry[key + HIGH]
+                    intervals.setdefault(_label(key, metric), {}).setdefault(entry["step"], between)
+                if entry.get(key + CEILING, 1) < 1:
+                    ceilings[_label(key, metric)] = entry[key + CEILING]
+    if not training:
+        raise ValueError("The log history holds no training loss. Lower logging_steps to at most the number of steps.")
+
+    panels = [("training loss (nats)", training), *([("share of the pairs", left_out)] if left_out else [])]
+    panels += [(axis, lines) for axis, lines in measured.items() if axis is not None and lines]
+    names = sum(len(lines) for _, lines in panels)  # each takes a line of its own above its panel
+    figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axis, (label, lines) in zip(axes, panels, strict=True):
+        for index, (name, points) in enumerate(lines.items()):
+            colour = COLOURS[index % len(COLOURS)]
+            if name in ceilings:
+                axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
+            if between_at := intervals.get(name):
+                axis.fill_between(
+                    [*between_at], *zip(*between_at.values(), strict=True), color=colour, alpha=0.15, lw=0
+                )
+            at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
+            axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
+        axis.set_ylabel(label)
+        finite = [value for points in lines.values() for value in points.values() if math.isfinite(value)]
+        top = 1.02 if label == FRACTION else 1.05 * max(finite, default=0)
+        axis.set_ylim(bottom=0, top=top or None)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
+    axes[-1].set_xlabel("optimizer step")
+    figure.savefig(path)
+
+
+def _label(key: str, metric: Metric) -> str:
+    """The set, if it has a name, and what was measured: "pairs: image retrieval recall@1"."""
+    (name,) = (name for name, known in METRICS.items() if known is metric)
+    place = key.removeprefix("eval_").removesuffix(name).replace("_", " ").strip()
+    name = f"{place}: {metric.words}" if place else metric.words
+    return without_formulas(name)
+
+
+def without_formulas(name: str) -> str:
+    """The name as matplotlib is to draw it, which takes what is between two dollars for a formula."""
+    return name.replace("$", r"\$")

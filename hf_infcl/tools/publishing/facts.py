@@ -1,0 +1,409 @@
+"""The facts about a training run, stored as JSON beside the model so that its card can be rewritten at any time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import TrainerState
+
+from ... import __version__
+from ...checkpoints.average_choice import Measured
+from ...checkpoints.average_search import Averaged
+from ...checkpoints.record import Stage
+from ...loading.replay import Replayed
+from ...options.arguments import InfCLTrainingArguments
+from ...options.batch_schedule import divided_batch
+from ...shards.urls import Url, without_secrets
+from ...training.progress import seconds_of
+from .settings import highest_rates, training_settings
+
+FACTS_FILE = "training_record.json"
+_END = "train_runtime"  # Trainer logs it when a training has ended, before it loads the best weights
+_FILES = re.compile(r"[{*?\[]|\.(tar|parquet)$")  # shards, which belong to the folder that holds them
+SPEED = ("runtime", "samples_per_second", "steps_per_second")  # Trainer adds these to the metrics of an evaluation
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was trained on.
+
+    Args:
+        dataset: Hub id, or the last part of a local path. `source_name` finds both.
+        on_hub: whether ``dataset`` is a Hub id, which the card links.
+        split: the split.
+        license: the licence that the Hub states; None if it states none.
+        weight: the share of the samples in a mixture of several sources; None for a single source.
+
+    Raises:
+        ValueError: ``dataset`` is a URL, or should be a Hub id and cannot be one.
+    """
+
+    dataset: str
+    on_hub: bool
+    split: str = "train"
+    license: str | None = None
+    weight: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self.dataset, self.on_hub)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The measurements on one dataset.
+
+    Args:
+        dataset: Hub id, or the last part of a local path.
+        on_hub: whether ``dataset`` is a Hub id.
+        split: the split.
+        size: the number of images.
+        key: the name of the dataset in ``InfCLTrainer.eval_dataset``; its metrics are logged as ``eval_{key}_...``.
+        metrics: those of `InfCLTrainer.evaluate` without their prefixes: zero-shot accuracies, or loss and recalls.
+        templates: the prompts of a zero-shot classification; empty for image-text pairs.
+        class_names: the names of its classes; empty for image-text pairs.
+        guard: whether the set serves to show what the training makes worse.
+        before: its metrics before the training; empty if they were not measured.
+        step: the step whose weights were measured; None if it is not known.
+        revision: of a named benchmark, the commit on the Hub, or "sha256:" and a hash of a local copy.
+
+    Raises:
+        ValueError: as for a `Source`.
+    """
+
+    dataset: str
+    on_hub: bool
+    split: str
+    size: int
+    key: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    templates: Sequence[str] = ()
+    class_names: Sequence[str] = ()
+    guard: bool = False
+    before: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self.dataset, self.on_hub)
+
+    @property
+    def commit(self) -> str | None:
+        """The revision if it is a commit on the Hub."""
+        return None if self.revision is None or ":" in self.revision else self.revision
+
+
+@dataclass(frozen=True)
+class TrainingFacts:
+    """Every fact that a model card states about a training run; values that do not apply are None or empty.
+
+    Args:
+        name: the model's name.
+        location: the argument of ``from_pretrained`` in the card's example.
+        revision: the branch of the Hub repository that holds the model; None for the main branch.
+        model_class: the class of transformers that loads the model, "CLIPModel".
+        start: the checkpoint that the training started from: Hub id, or the last part of a local path.
+        start_on_hub: whether ``start`` is a Hub id.
+        adapter: whether the repository holds an adapter (LoRA) instead of the whole model.
+        sources: the datasets.
+        samples: the pairs seen by all steps, whose global batches may have had other sizes; None if all had this one.
+        pairs: the number of images with captions in all sources together; None for a stream of unknown length.
+        objective: "softmax" or "sigmoid".
+        strategy: how the processes shared a batch.
+        per_device_batch_size, accumulation_steps, processes: the factors of the global batch.
+        pair_id_column: pairs with equal values in this column were not each other's negatives.
+        equal_ids: "exclude", or "positive" if pairs with equal values, and all captions of an image, were positives.
+        captions_per_image: the maximum number of captions drawn per image and epoch.
+        negative_caption_column: the column of the captions that were negatives of all images.
+        caption_limit: the tokens of a caption that the model reads, if they are known; the rest is cut off.
+        cut_captions: the shares of the captions that are longer, by the name of the dataset.
+        replayed: the old pairs in each global batch, which are not among ``pairs``.
+        replay_sources: their datasets.
+        replay_as: "negatives", or "own" if old and new pairs were contrasted apart.
+        frozen: the tower that did not train, "image" or "text".
+        steps: the optimizer steps.
+        settings: further rows of the training table, by name: optimizer, learning rate, precision and the like.
+        seconds: the duration of the training, including the time before an interruption.
+        device: the name of the processor, "NVIDIA H200" or "CPU".
+        peak_memory: the largest memory of one GPU in bytes, None on CPUs.
+        skipped: how many times a bad sample was replaced or left out.
+        versions: the versions of the packages, by name.
+        evaluations: every dataset that was measured.
+        measured_during_training: whether the same sets were evaluated during the training.
+        best: whether the weights are those of the best evaluation instead of the last step's. Trainer loads them at the
+            end of a training with ``load_best_model_at_end``, not before.
+        average: the average of the weights before and after the training that the model holds; None if it holds those
+            after it.
+        rates: the highest learning rates of AdamW ("adamw") and of Muon ("muon"), after scaling with the batch; see
+            `settings.highest_rates`.
+        planned_steps: the steps to which shares in ``settings`` apply, if the training has not reached or needed all.
+        stages: the parts of the run after the first, each of which began with a resume with changes. The other facts
+            are those of the last part.
+    """
+
+    name: str
+    location: str
+    model_class: str
+    start: str
+    start_on_hub: bool
+    sources: Sequence[Source]
+    objective: str
+    strategy: str
+    per_device_batch_size: int
+    accumulation_steps: int
+    processes: int
+    steps: int
+    seconds: float
+    device: str
+    versions: Mapping[str, str]
+    revision: str | None = None
+    samples: int | None = None
+    pairs: int | None = None
+    adapter: bool = False
+    pair_id_column: str | None = None
+    equal_ids: str = "exclude"
+    captions_per_image: int = 1
+    negative_caption_column: str | None = None
+    caption_limit: int | None = None
+    cut_captions: Mapping[str, float] = field(default_factory=dict)
+    replayed: int = 0
+    replay_sources: Sequence[Source] = field(default_factory=list)
+    replay_as: str = "negatives"
+    frozen: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    peak_memory: int | None = None
+    skipped: int = 0
+    evaluations: Sequence[Evaluation] = ()
+    measured_during_training: bool = False
+    best: bool = False
+    average: Averaged | None = None
+    planned_steps: int | None = None
+    stages: Sequence[Stage] = field(default_factory=list)
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def global_batch_size(self) -> int:
+        """The pairs of one contrastive batch."""
+        return self.per_device_batch_size * self.accumulation_steps * self.processes
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the facts into the folder, as `FACTS_FILE`."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TrainingFacts:
+        """Reads the facts of a folder.
+
+        Raises:
+            ValueError: the folder has no such file, or it cannot be read.
+        """
+        path = Path(folder, FACTS_FILE)
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["sources"] = [Source(**source) for source in values["sources"]]
+            values["replay_sources"] = [Source(**source) for source in values.get("replay_sources", ())]
+            values["stages"] = [Stage(**stage) for stage in values.get("stages", ())]
+            values["evaluations"] = [Evaluation(**evaluation) for evaluation in values["evaluations"]]
+            if (average := values.get("average")) is not None:
+                average["measured"] = [Measured(**one) for one in average["measured"]]
+                values["average"] = Averaged(**average)
+            return cls(**values)
+        except FileNotFoundError as error:
+            above = Path(folder).absolute().parent
+            hint = f" {above}, the folder above, has one." if (above / FACTS_FILE).is_file() else ""
+            raise ValueError(
+                f"{folder} has no {FACTS_FILE}, the facts from which a card is written. `infcl train` writes it to "
+                f"--output_dir.{hint}"
+            ) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no facts of a training: {type(error).__name__}: {error}.") from error
+
+
+def training_facts(
+    trainer: Any,
+    *,
+    model_class: str,
+    start: str,
+    sources: Sequence[Source],
+    pair_id_column: str | None,
+    replay_sources: Sequence[Source] = (),
+    pairs: int | None = None,
+    captions_per_image: int = 1,
+    negative_caption_column: str | None = None,
+    caption_limit: int | None = None,
+    adapter: bool = False,
+    evaluations: Sequence[Evaluation] = (),
+    settings: Mapping[str, str] | None = None,
+    average: Averaged | None = None,
+) -> TrainingFacts:
+    """The facts of a run so far. `TrainingFacts` explains the other arguments.
+
+    The duration is that of the training so far. The peak memory, the number of bad samples and the metrics are the last
+    values in the log, which a resumed run continues.
+
+    Args:
+        trainer: the `InfCLTrainer`. The last part of its ``hub_model_id``, or else of ``output_dir``, is the model's
+            name.
+        start: Hub id or folder of the checkpoint that the training started from.
+        pair_id_column: None if the batches had no ``pair_ids``. The card then says that pairs with equal captions were
+            each other's negatives, so this argument has no default.
+        evaluations: the evaluated datasets, without their metrics. A guard set that is also another evaluation set with
+            the same results is listed once.
+        settings: further rows of the training table, by name; they replace rows of `training_settings`.
+    """
+    args, state = trainer.args, trainer.state
+    repository = trainer.hub_model_id or args.hub_model_id or ""
+    name = Path(repository or args.output_dir or ".").resolve().name
+    on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
+    start_name, start_on_hub = source_name(start)
+    best = holds_best(args, state)
+    plan = trainer.batch_plan  # of a growing batch, which a run may end before its last size
+    batch = args.global_batch_size if plan is None else plan.size(max(0, state.global_step - 1))
+    micro_batch, accumulation = divided_batch(batch, args.per_device_train_batch_size, args.world_size)
+    return TrainingFacts(
+        name=name,
+        location=repository if on_hub else f"path/to/{name}",
+        revision=args.hub_revision if on_hub else None,
+        model_class=model_class,
+        start=start_name,
+        start_on_hub=start_on_hub,
+        adapter=adapter,
+        sources=sources,
+        pairs=pairs,
+        objective=trainer.setup.objective,
+        strategy=args.strategy,
+        per_device_batch_size=micro_batch,
+        accumulation_steps=accumulation,
+        processes=args.world_size,
+        pair_id_column=pair_id_column,
+        equal_ids=trainer.setup.equal_ids,
+        captions_per_image=captions_per_image,
+        negative_caption_column=negative_caption_column,
+        caption_limit=caption_limit,
+        cut_captions={name: cut.share for name, cut in trainer.caption_notices.cut.items()},
+        replayed=trainer.train_dataset.old if isinstance(trainer.train_dataset, Replayed) else 0,
+        replay_sources=replay_sources,
+        replay_as=args.replay_as or "negatives",
+        frozen=args.freeze,
+        steps=state.global_step,
+        planned_steps=state.max_steps if state.global_step < state.max_steps else None,
+        samples=trainer.samples_seen,
+        stages=trainer.resumption.stages,
+        rates=highest_rates(trainer),
+        settings={**training_settings(trainer), **(settings or {})},
+        seconds=seconds_of(state),
+        device=torch.cuda.get_device_name() if args.device.type == "cuda" else args.device.type.upper(),
+        peak_memory=_last(state, "peak_memory", None),
+        skipped=_last(state, "skipped_samples", 0),
+        versions={
+            "hf_infcl": __version__,
+            **{package: metadata.version(package) for package in ("transformers", "accelerate", "torch")},
+        },
+        evaluations=_without_guards_again(_measured(evaluations, state, best)),
+        measured_during_training=args.eval_strategy != "no",
+        best=best,
+        average=average,
+    )
+
+
+def holds_best(args: InfCLTrainingArguments, state: TrainerState) -> bool:
+    """Whether the model holds the weights of the best evaluation, which Trainer loads when a training has ended."""
+    ended = any(_END in entry for entry in state.log_history)
+    return args.load_best_model_at_end and state.best_model_checkpoint is not None and ended
+
+
+def source_name(source: str) -> tuple[str, bool]:
+    """The name under which a card mentions a dataset, shards or a checkpoint, and whether it is a Hub id.
+
+    Of a local path or a URL, only the last folder is used, so that cards tell nothing about the machine, its user or
+    his passwords. Without a folder, it is the name of the files, or else the host.
+    """
+    if on_hub := re.match(r"hf://datasets/([\w.-]+/[\w.-]+)(?=[/@]|$)", source):
+        return on_hub[1], True
+    if "://" in source:
+        place = without_secrets(source).rpartition("://")[2].rpartition("@")[2].partition("?")[0]
+        host, *folders = [part for part in place.split("/") if part] or ["files"]
+        file = folders.pop() if folders and _FILES.search(folders[-1]) else host
+        return (folders or [file])[-1], False
+    path = Path(source)
+    if _FILES.search(path.name) and not path.is_dir():
+        return path.resolve().parent.name, False
+    if path.exists() or path.is_absolute():
+        return path.resolve().name, False
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return path.resolve().name, False
+    return source, True
+
+
+def _check_name(dataset: str, on_hub: bool) -> None:
+    """Raises a ValueError for a name that must not be published, or that the Hub would refuse."""
+    if "://" in dataset:
+        raise ValueError(
+            f"{Url(dataset)!r} is a URL, of which a card should only tell the name {source_name(dataset)[0]!r}."
+        )
+    if on_hub:
+        try:
+            validate_repo_id(dataset)
+        except HFValidationError as error:
+            raise ValueError(f"{dataset!r} is not the id of a dataset on the Hub. Use on_hub=False.") from error
+
+
+def _last(state: TrainerState, key: str, default: Any) -> Any:
+    return next((entry[key] for entry in reversed(state.log_history) if key in entry), default)
+
+
+def _measured(evaluations: Iterable[Evaluation], state: TrainerState, best: bool) -> Iterator[Evaluation]:
+    """The evaluations that were made, with their metrics before the training and those of the present weights.
+
+    If an evaluation has not yet measured the present weights, its metrics are those of the last one, with its step.
+    """
+    history = state.log_history
+    before = [entry for entry in history if entry.get("step") == 0]
+    after = [entry for entry in history if entry.get("step") != 0]
+    if best:
+        end = next(number for number, entry in enumerate(after) if _END in entry)
+        after = [entry for entry in after[:end] if entry.get("step") == state.best_global_step] + after[end:]
+    evaluations = list(evaluations)
+    for evaluation in evaluations:
+        prefix = f"eval_{evaluation.key}_"
+        # Some names of sets begin with that of another: voc2007 and voc2007_multilabel.
+        others = tuple(p for e in evaluations if (p := f"eval_{e.key}_").startswith(prefix) and p != prefix)
+        _, first = next(_metrics(before, prefix, others), (0, {}))
+        for step, last in itertools.islice(_metrics(after, prefix, others), 1):
+            measured = state.best_global_step if best else step
+            yield replace(evaluation, metrics=last, before=first, step=measured)
+
+
+def _without_guards_again(measured: Iterable[Evaluation]) -> list[Evaluation]:
+    """The evaluations, except those whose set is also a guard set with the same results."""
+
+    def alike(evaluation: Evaluation) -> tuple[Any, ...]:
+        # The times of Trainer's evaluations differ, as do the last digits of a GPU.
+        results = {name: round(value, 4) for name, value in evaluation.metrics.items() if name not in SPEED}
+        return evaluation.dataset, evaluation.split, evaluation.size, results
+
+    found = list(measured)
+    guards = [alike(evaluation) for evaluation in found if evaluation.guard]
+    return [evaluation for evaluation in found if evaluation.guard or alike(evaluation) not in guards]
+
+
+def _metrics(
+    history: Sequence[Mapping[str, Any]], prefix: str, others: tuple[str, ...]
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics with the prefix, and with none of the others) of the entries that have some, the newest first."""
+    for entry in reversed(history):
+        names = [name for name in entry if name.startswith(prefix) and not name.startswith(others)]
+        if names:
+            yield entry["step"], {name.removeprefix(prefix): entry[name] for name in names}

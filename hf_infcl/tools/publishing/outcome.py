@@ -1,0 +1,84 @@
+"""What makes it doubtful that a training has taught its model anything: the first sentence of the card."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ...checkpoints.average_search import not_trained
+from ...evaluation.metrics import CHANGE, LOW
+from ...optimizers import NAMES
+from ...options.arguments import InfCLTrainingArguments
+from ..planning.report import TOO_FEW_STEPS, number
+from .facts import Evaluation, TrainingFacts
+
+# A step of Adam moves a weight by about the learning rate, and one of Muon a matrix by a fifth of its rate (root mean
+# square); weights of towers are about 0.02. So a thousand steps below the first number change them by a twentieth, and
+# one step at the second replaces them. Fine-tuning by AdamW takes 1e-6 to 1e-4, adapters and random weights 1e-4 to
+# 1e-2. Muon was best at 2e-3 to 4e-3 (scripts/real_pairs), and takes four times AdamW's rate by default.
+RATES = {"adamw": (1e-6, 1e-1), "muon": (4e-6, 1e-1)}
+# Standard deviation of the losses of single pairs, in nats, and the standard errors by which a mean is clearly lower.
+_DEVIATION, _CLEARLY = 2.0, 2.0
+
+
+def outcome(facts: TrainingFacts) -> str:
+    """A sentence, if the model was not trained or it is doubtful that it has learned; otherwise nothing.
+
+    Few steps and unusual rates are told only if no measurement shows that they were enough.
+    """
+    if facts.average is not None and (sentence := not_trained(facts.average)):
+        return sentence
+    learned = [shown for evaluation in facts.evaluations if (shown := _has_learned(evaluation, facts)) is not None]
+    if any(learned):
+        return ""
+    reasons = list(_reasons(facts))
+    if learned:
+        reasons.append("no score of what it was trained for rose beyond its 95% interval")
+    return f"It is doubtful that this model has learned anything: {'; '.join(reasons)}." if reasons else ""
+
+
+def doubtful_rate(args: InfCLTrainingArguments) -> str:
+    """A sentence, before a training, if its learning rate is one of which `outcome` will doubt that it teaches."""
+    rate = args.learning_rate * args.learning_rate_factor
+    if rate == 0:
+        return "The learning rate is 0, so that no weight changes. Fine-tuning takes about 1e-5 (--learning_rate 1e-5)."
+    if "adam" not in str(getattr(args.optim, "value", args.optim)) or not (doubt := _doubt_of_rate("adamw", rate)):
+        return ""
+    advice = "Fine-tuning takes about 1e-5, training from random weights 1e-3 (--learning_rate)."
+    return f"{doubt[0].upper()}{doubt[1:]}. {advice}"
+
+
+def _doubt_of_rate(algorithm: str, rate: float) -> str:
+    """Part of a sentence about a learning rate, after scaling, by which weights hardly change or are replaced."""
+    low, high = RATES[algorithm]
+    of = f"the learning rate of {NAMES[algorithm]} is {rate:g}"
+    if rate < low:
+        return f"{of}, below {low:g}, so that weights hardly change"
+    return f"{of}, at least {high:g}, so that each step replaces the weights" if rate >= high else ""
+
+
+def _reasons(facts: TrainingFacts) -> Iterator[str]:
+    if facts.steps < TOO_FEW_STEPS:
+        yield f"the training made {number(facts.steps, 'step')} instead of a few hundred"
+    yield from filter(None, (_doubt_of_rate(algorithm, rate) for algorithm, rate in facts.rates.items()))
+
+
+def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:
+    """Whether a set that the model was trained for shows that it has learned; None if it cannot show it."""
+    before, after = evaluation.before, evaluation.metrics
+    bounds = {name: after[name + LOW] for name in before if name + LOW in after}
+    if evaluation.guard or not bounds:
+        return None
+    risen = [before[name] < low for name, low in bounds.items()] + [after.get(CHANGE + LOW, 0.0) > 0]
+    return any(risen) or _has_lower_loss(evaluation, facts)
+
+
+def _has_lower_loss(evaluation: Evaluation, facts: TrainingFacts) -> bool:
+    """Whether the loss is clearly lower than before, and than that of a model that tells no pair from another.
+
+    Where captions repeat, the loss may show what no recall can.
+    """
+    before, after = evaluation.before.get("loss"), evaluation.metrics.get("loss")
+    if before is None or after is None or facts.objective != "softmax":
+        return False
+    return after < min(before, math.log(evaluation.size)) - _CLEARLY * _DEVIATION / math.sqrt(evaluation.size)

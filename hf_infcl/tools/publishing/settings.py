@@ -1,0 +1,129 @@
+"""The rows of a card on optimizer, learning rate, seed and precision, read from the trainer and what it trains with.
+
+The arguments alone do not decide: an optimizer may have been passed to the trainer or come from DeepSpeed's config, and
+`accelerate launch` may have chosen the precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ...optimizers import words_of_groups
+from ...options.combinations import WITHOUT_WARM_UP
+from ...options.facts import values_of_card
+from ...options.selection_options import NOISY
+from .markdown import code, joined
+
+
+def training_settings(trainer: Any) -> dict[str, str]:
+    """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
+    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
+    if trainer.args.ema_decay is not None:
+        rows["saved weights"] = (
+            f"exponential moving average of those that were trained, decay {trainer.args.ema_decay:g}"
+        )
+    if trainer.args.leave_out is not None:
+        rows["pairs left out"] = _left_out(trainer)
+    if "open_clip" in trainer.args.save_formats:
+        rows["saved formats"] = "transformers and OpenCLIP"
+    for part in trainer.setup.extensions:
+        rows |= part.card
+    if trainer.args.contrastive_weight != 1:
+        rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
+    if trainer.optimizer is None:
+        return rows
+    groups = words_of_groups(trainer.optimizer.param_groups)
+    return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
+
+
+def _left_out(trainer: Any) -> str:
+    """Which pairs took no part in the training, and their share of all that were read, as far as it was logged."""
+    share = trainer.args.leave_out
+    which = (
+        "those that did not seem to belong together" if share == NOISY else f"the worst {float(share):.3g} of each step"
+    )
+    logged = [entry["left_out"] for entry in trainer.state.log_history if "left_out" in entry]
+    return f"{which}, {sum(logged) / len(logged):.1%} of all" if logged else which
+
+
+def highest_rates(trainer: Any) -> dict[str, float]:
+    """The highest learning rates at the peak of the schedule, but for the temperature's, of "adamw" and "muon".
+
+    They are those of optimizers whose steps have about the size of the rate: Muon, and those of Adam's kind, which have
+    β. Prodigy and D-Adaptation have β as well, but estimate the rate (d). A schedule that follows a metric overwrites
+    the rates that it began with, so they are not known.
+    """
+    rates: dict[str, float] = {}
+    for group in () if trainer.optimizer is None else trainer.optimizer.param_groups:
+        algorithm = group.get("algorithm", "adamw" if "betas" in group and "d" not in group else None)
+        if algorithm is not None and group["params"] and "initial_lr" in group and group.get("name") != "temperature":
+            rates[algorithm] = max(rates.get(algorithm, 0.0), float(group["initial_lr"]))
+    return rates
+
+
+def precision(trainer: Any) -> str:
+    """In which precision the trainer's forwards compute."""
+    mixed = trainer.accelerator.mixed_precision
+    if mixed == "fp16" and trainer.args.device.type == "cpu":
+        mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
+    if mixed != "no":
+        return f"{mixed} autocast"
+    kinds = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.is_floating_point()}
+    return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
+
+
+def _optimizer(trainer: Any) -> Iterator[str]:
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
+        optimizer = optimizer.optimizer
+    muon = "Muon and " if trainer.args.optimizer == "muon" else ""
+    yield muon + _value(trainer.args.optim) if trainer.optimization.creates_optimizer else type(optimizer).__name__
+    groups = optimizer.param_groups
+    if betas := _first(groups, "betas"):
+        yield f"β = ({', '.join(map(str, betas))})"
+    if momentum := _first(groups, "momentum"):
+        yield f"momentum {momentum}"
+    if decays := [group["weight_decay"] for group in groups if "weight_decay" in group]:
+        yield f"weight decay {max(decays)}"
+
+
+def _first(groups: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return next((group[name] for group in groups if name in group), None)
+
+
+def _learning_rates(trainer: Any) -> dict[str, str]:
+    args = trainer.args
+    if trainer.optimization.creates_optimizer:
+        rate = f"{args.learning_rate * args.learning_rate_factor:g}"
+    else:
+        groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
+        rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
+    rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
+    for name, row, value in values_of_card(args):
+        if isinstance(value, list):
+            words = list(map(str, value))
+            rows[row] = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
+        else:
+            rows[row] = f"{value:g}"
+    scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
+    if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
+        rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"
+    return rows
+
+
+def _schedule(trainer: Any) -> Iterator[str]:
+    if not trainer.optimization.creates_scheduler:
+        scheduler = trainer.lr_scheduler
+        while hasattr(scheduler, "scheduler"):
+            scheduler = scheduler.scheduler
+        yield type(scheduler).__name__
+        return
+    yield (schedule := _value(trainer.args.lr_scheduler_type))
+    if schedule not in WITHOUT_WARM_UP:
+        yield f"{trainer.args.get_warmup_steps(trainer.state.max_steps)} steps of warm-up"
+
+
+def _value(option: Any) -> str:
+    """The text of an option that may be an enum."""
+    return str(getattr(option, "value", option))

@@ -1,0 +1,78 @@
+"""Writes the ledger of a training set, of a model as it is or of a training that has left pairs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...data import ImageTextStream
+from ...windows.selection import WithoutNoisyPairs
+from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of
+from .scoring import score_pairs
+from .sheet import SHOWN, draw_suspicious
+
+CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
+
+
+def write_ledger(trainer: Any, dataset: Any, window: int, averages: tuple[Tensor, Tensor] | None = None) -> Ledger:
+    """Reads and scores a training set, and writes `LEDGER_FILE` and `SHEET_FILE` into ``output_dir``; collective.
+
+    Args:
+        trainer: an `InfCLTrainer` with the model.
+        dataset: the training set, without augmentation.
+        window, averages: as for `score_pairs`.
+    """
+    args = trainer.args
+    encoder = trainer.dual_encoder
+    encoder.model.eval()
+    ledger, pictures = score_pairs(
+        dataset,
+        encoder,
+        trainer.data_collator,
+        prepare=trainer._prepare_inputs,
+        autocast=trainer.accelerator.autocast,
+        window=window,
+        batch_size=args.per_device_eval_batch_size,
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory,
+        averages=averages,
+    )
+    if trainer.is_world_process_zero():
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        ledger.write(folder / LEDGER_FILE)
+        draw_suspicious(ledger, pictures).save(folder / SHEET_FILE)
+    return ledger
+
+
+def write_ledger_of_training(trainer: Any, dataset: Any, window: int = 4096) -> Ledger | None:
+    """The same with the averages of a training that had ``leave_out``; None if it had not; collective.
+
+    A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
+    has keys, scores and probabilities only.
+    """
+    selections = [one for one in trainer.window_step.extensions if isinstance(one, WithoutNoisyPairs)]
+    if not selections:
+        return None
+    keys, scores = averages = selections[0].averages.slow()
+    if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        return write_ledger(trainer, dataset, window, averages)
+    ledger = ledger_of(dataset.content_fingerprint(), keys.numpy(), scores.numpy())
+    if trainer.is_world_process_zero():
+        ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
+    return ledger
+
+
+def ledger_lines(ledger: Ledger, folder: str | Path) -> Iterator[str]:
+    """What a ledger that was written into a folder says, for a person."""
+    wrong, expected = len(ledger.wrong(CERTAIN)), float(ledger.p_wrong.sum())
+    yield (
+        f"About {expected:,.0f} of {len(ledger):,} pairs do not seem to belong together, {wrong:,} of them with a "
+        f"probability of at least {CERTAIN:g}. `--exclude {Path(folder, LEDGER_FILE)}:{CERTAIN:g}` trains without "
+        "these."
+    )
+    if ledger.caption and any(ledger.caption):
+        yield f"The {min(SHOWN, len(ledger))} most suspicious are in {Path(folder, SHEET_FILE)}: look at them first."
