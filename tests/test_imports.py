@@ -176,7 +176,7 @@ MUST_NOT_KNOW = {
     "hf_infcl.tools.cli.commands": WITHOUT_TORCH,
     "hf_infcl.tools.cli.command_options": WITHOUT_TORCH,
     "hf_infcl.tools.cli": inside("reference", "kernels", "loss"),
-    "hf_infcl.__main__": inside("reference", "kernels", "loss", "data", "evaluation", *TRAINING, "tools"),
+    "hf_infcl.__main__": inside("reference", "kernels", "loss", "data", "evaluation", *TRAINING),
     "hf_infcl.tools.publishing": (
         *TRAINER,
         *DISTRIBUTED,
@@ -327,7 +327,7 @@ print("fine")
     "line",
     [
         "from hf_infcl import InfCLTrainer",
-        "from hf_infcl import cli; cli.main('train', ['--model', 'm', '--dataset', 'd'])",
+        "from hf_infcl.tools import cli; cli.main('train', ['--model', 'm', '--dataset', 'd'])",
     ],
 )
 def test_a_torchvision_that_does_not_fit_is_named_with_its_cure(tmp_path, line):

@@ -2,7 +2,8 @@
 
 The rates of `hf_infcl.tools.planning` were fitted to the rows marked as fitted, and to no others; `plan --fit` fits
 those of the loss again. The rows marked as new were measured after the rates had been chosen. The other rows were
-known at that time, although no rate was fitted to them. Differences are those of the prediction from the measured value.
+known at that time, although no rate was fitted to them. Differences are those of the prediction from the measured
+value.
 
 Of 20 losses that were predicted before they were measured (d9e0b94 and 2c3643e), 18 were within 9.5%, and the two of
 2 × 4,096 pairs 18 and 24% too short; such a loss takes 1.5 to 2.1 ms from one run to the next. The formula was then
