@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -261,16 +260,11 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
     return found
 
 
-def work(
-    jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: float, toy: bool, gpu: int, saves: bool
-) -> None:
+def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: float, toy: bool, saves: bool) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        torch.cuda.set_device(gpu)
-        device = torch.device("cuda", gpu)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = to_device(torch.load(tensors, weights_only=True), device)
     data["sources"] = data.get("sources") or ["any"] * len(data["counts"])
     while time.time() < end:
@@ -284,15 +278,7 @@ def work(
                 return
             time.sleep(1)
             continue
-        try:
-            row = {**run_job(jobs[number], data, folder, toy=toy), **environment(device)}
-        except torch.AcceleratorError:
-            traceback.print_exc()
-            raise
-        except Exception:  # the other runs go on
-            print(f"failed: {jobs[number]}", flush=True)
-            traceback.print_exc()
-            continue
+        row = {**run_job(jobs[number], data, folder, toy=toy), **environment(device)}
         print(row, flush=True)
         with (folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -320,13 +306,12 @@ def main() -> None:
     taken, lock = context.Array("i", len(jobs), lock=False), context.Lock()
     words = (jobs, taken, lock, tensors, args.output_dir, end, args.toy)
     last = len(args.processes) - 1
-    processes = [
-        context.Process(target=work, args=(*words, gpu, gpu == last))
-        for gpu, count in enumerate(args.processes)
-        for _ in range(count)
-    ]
-    for process in processes:
-        process.start()
+    processes = []
+    for gpu, count in enumerate(args.processes):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # of the processes that are started now
+        for _ in range(count):
+            processes.append(context.Process(target=work, args=(*words, gpu == last)))
+            processes[-1].start()
     for process in processes:
         process.join()
     rows = [json.loads(line) for line in (args.output_dir / "rows.jsonl").read_text().splitlines()]
