@@ -8,9 +8,9 @@ at 5e-4. ``wrong`` is the share of the training pairs that have the captions of 
 With ``oracle`` these are removed before the training; with ``cleaned`` those are that the ledger of a training with
 ``leave_out`` and the same captions calls wrong with at least this probability. ``teacher`` says how a teacher teaches:
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. ``taught_by`` is the
-teacher, which knows the right captions: a model of this size after this many times the samples. ``base`` is a
-fine-tuning on clip art of a model that was trained on emoji; another style and new concepts are those of clip art
-then. The columns are those of experiments.py: recall in another style (vendor), on new concepts and on the validation
+teacher, which knows the right captions: a model of this size after this many times the samples. What is ``trained_on``
+emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
+The columns are those of experiments.py: recall in another style (vendor), on new concepts and on the validation
 set, in per cent, both directions averaged; ``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of
 the ledger separate right from wrong pairs at the end, and ``border`` is what the rule has chosen.
 """
@@ -49,8 +49,8 @@ SAMPLES, BATCH = 589_824, 1024
 TUNING_SAMPLES, TUNING_BATCH = 65_536, 512
 RATES = {"muon": 4e-3, "adamw": 5e-4}
 PLAIN: dict[str, Any] = {
-    **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0, "base": False},
-    **{"teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
+    **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0},
+    **{"trained_on": "all", "teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
 }
 NOISY = {"leave_out": "noisy"}
 
@@ -61,13 +61,14 @@ def stored_by(teacher: str, **more: Any) -> dict[str, Any]:
 
 def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
     """The runs of the chosen parts. Those that save a model, on which others wait, begin first."""
-    adamw, tiny, same = {"optimizer": "adamw"}, {"size": "tiny"}, "small 4"
+    adamw, tiny, tuned = {"optimizer": "adamw"}, {"size": "tiny"}, {"trained_on": "clip art"}
+    same = "small 4"
     parts: dict[str, list[dict[str, Any]]] = {
         "teachers": [
             {"seed": 100, "times": 4, "rate": 2e-3, "save": same},
             {"seed": 100, "size": "large", "times": 4, "rate": 2e-3, "save": "large 4"},
         ],
-        "base": [{"seed": 0, "save": "emoji", "sources": fine_tuning.EMOJI}],
+        "base": [{"seed": 0, "save": "emoji", "trained_on": "emoji"}],
         "wrong": [
             *({"wrong": w, "seed": s, "options": NOISY} for s in (0, 1, 2) for w in (0.2, 0.5, 0.1, 0.0)),
             *({"wrong": w, "seed": s} for s in (1, 2, 0) for w in (0.2, 0.5, 0.1, 0.0)),
@@ -98,11 +99,11 @@ def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **stored_by("large 4"), **tiny} for s in (0, 1)),
         ],
         "tuned": [
-            *({"wrong": w, "seed": s, "base": True} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
-            *({"wrong": w, "seed": s, "base": True, "options": NOISY} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
-            *({"wrong": w, "seed": s, "base": True, "oracle": True} for s in (0, 1) for w in (0.2, 0.5)),
-            *({"seed": s, "base": True, **stored_by(same)} for s in (0, 1)),
-            *({"seed": s, "base": True, "options": {"keep_features": 1.0}} for s in (0, 1)),
+            *({"wrong": w, "seed": s, **tuned} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "options": NOISY} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "oracle": True} for s in (0, 1) for w in (0.2, 0.5)),
+            *({"seed": s, **tuned, **stored_by(same)} for s in (0, 1)),
+            *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
     jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
@@ -113,7 +114,11 @@ def needed_by(job: Mapping[str, Any]) -> list[str]:
     """The files of other runs without which a run cannot begin."""
     averages, teacher = f"averages {job['wrong']}.pt", job["taught_by"]
     kind = "model" if job["teacher"] == "online" else "stored"
-    needed = {averages: job["cleaned"], f"{kind} {teacher}.pt": teacher, "model emoji.pt": job["base"]}
+    needed = {
+        averages: job["cleaned"],
+        f"{kind} {teacher}.pt": teacher,
+        "model emoji.pt": job["trained_on"] == "clip art",
+    }
     return [name for name, needs in needed.items() if needs]
 
 
@@ -175,7 +180,7 @@ class Observed(training.InfCLTrainer):
 
 
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
-    tuning, device = job["base"], data["images"].device
+    tuning, device = job["trained_on"] == "clip art", data["images"].device
     batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (BATCH, SAMPLES * job["times"])
     run = training.Run(
         experiment="wrong_and_taught",
@@ -193,7 +198,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     changed = {**data, "tokens": data["tokens"][captions], "counts": data["counts"][captions]}
     is_wrong = captions != torch.arange(len(captions), device=device)
     guests: dict[str, Any] = {}
-    sources = fine_tuning.CLIP_ART if tuning else job.get("sources")
+    sources = {"all": None, "emoji": fine_tuning.EMOJI, "clip art": fine_tuning.CLIP_ART}[job["trained_on"]]
     removed = is_wrong if job["oracle"] else torch.zeros_like(is_wrong)
     if job["cleaned"]:
         averages = torch.load(folder / f"averages {job['wrong']}.pt", weights_only=True)
