@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.loading.stored_embeddings import described_shards
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource, TrainedTable
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.terms import TeacherDistance
 
@@ -271,6 +273,68 @@ def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options
         "embeddings.json",
         *(f"{kind}{name}.npy" for kind in ("images", "texts") for name in (".hashes", "", ".rows")),
     ]
+
+
+def shards_of(folder: Path, count: int = 24) -> str:
+    """Two shards of pictures of 20 × 24 pixels."""
+    for shard in range(2):
+        members = []
+        for number in range(shard, count, 2):
+            file = io.BytesIO()
+            picture(number, (20, 24)).save(file, "png")
+            texts = json.dumps({"caption": [LETTERS[number % 26] + " b"]}).encode()
+            members += [(f"{number:03d}.png", file.getvalue()), (f"{number:03d}.json", texts)]
+        write_tar(folder / f"shards/{shard}.tar", members)
+    return str(folder / "shards/*.tar")
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
+    """Online, the teacher sees the student's crops. Two passes are trained."""
+
+    def data(**options: Any) -> Any:
+        options = {"augmentation": "flip_crop", "seed": 3, **options}
+        if kind == "table":
+            return ImageTextDataset(rows(), **options)
+        return ImageTextStream(shards_of(tmp_path), **options, shuffle_buffer=4, lanes=2)
+
+    source = {"table": TrainedTable, "stream": ShardSource}[kind]
+    views = store(source(data(), 2), tmp_path / "views")
+    plain = store(source(data(augmentation="none")), tmp_path / "plain")
+    online = trained(tmp_path / "a", data(), teacher=(large_teacher(), large_processor()))
+    stored = trained(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1)
+    other = trained(tmp_path / "c", data(), teacher_embeddings=[plain])
+    error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(other)).norm()
+    assert error < 1e-3
+    with pytest.raises(ValueError, match="holds other embeddings"):
+        store(source(data(seed=4), 2), tmp_path / "views")
+    for wrong in {"seed": 4}, {"augmentation": "crop"}, {"min_side": 8}:
+        with pytest.raises(ValueError, match="The stored views of images must be those of the training"):
+            taught(tmp_path, data(**wrong), teacher_embeddings=[views])
+    with pytest.raises(ValueError, match="the same for all teachers of a set"):
+        taught(tmp_path, data(), teacher_embeddings=[views, plain])
+    with pytest.raises(ValueError, match="image_size_schedule other crops are drawn"):
+        taught(tmp_path, data(), teacher_embeddings=[views], image_size_schedule=["8:0.5", "16"])
+
+
+def test_views_come_again_after_their_number():
+    data = ImageTextDataset(rows(), augmentation="crop")
+
+    def crops() -> list[tuple[Any, np.ndarray]]:
+        found = []
+        for epoch in range(5):
+            data.set_epoch(epoch)
+            item = data[5]
+            found.append((item["place"], item["image"]))
+        return found
+
+    data.name_places(1)
+    assert len({place[2] for place, _ in crops()}) == 5
+    data.name_places(1, 2)
+    (_, first), (_, second), (place, third), *_ = crops()
+    assert place == (1, "5", "0 0 5 augmentation")
+    np.testing.assert_array_equal(first, third)
+    assert first.shape != second.shape or (first != second).any()
 
 
 def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads(tmp_path):

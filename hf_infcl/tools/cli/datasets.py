@@ -14,12 +14,12 @@ from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pai
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
 from ...data.labelled import lines_of, names_by_label
-from ...data.overlap import shared_images
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ..benchmarks import benchmark_sets
+from ..checking.overlap import shared_images
 from ..publishing import source_name
 from ..scoring.excluding import rows_kept
 from .command_options import ColumnOptions, DataOptions
