@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
 import logging
 import math
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..shards.lanes import Shard
 from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, reader_of
+from ..shards.readers import Columns, KeptSamples, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from ..shards.values import cause_of
@@ -142,6 +143,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
         self._number: int | None = None
         self._views: int | None = None
+        self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -176,7 +178,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def content_fingerprint(self) -> str:
         """The number of shards, and a fingerprint of the sizes of local ones and the revisions of those on the Hub."""
-        return self._content
+        return f"{self._content}{self.left_out}"
 
     @functools.cached_property
     def _content(self) -> str:
@@ -234,6 +236,13 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         """The same samples unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
         changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
+        return changed
+
+    def without(self, keys: np.ndarray) -> ImageTextStream:
+        """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
+        changed = copy.copy(self)
+        changed.shards = [one._replace(reader=KeptSamples(one.reader, one.name, keys)) for one in self.shards]
+        changed.left_out = f"{self.left_out} without {len(keys)} samples {hashlib.sha256(keys.data).hexdigest()[:16]}"
         return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
