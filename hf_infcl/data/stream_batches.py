@@ -21,10 +21,11 @@ from typing import Any, Protocol
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.names import sample_key
 from ..shards.opening import digest
 from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
-from .keyed import KeyedItem, sample_key
+from .keyed import KeyedItem
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Samples(Protocol):
     shards: list[Shard]
     groups: list[list[int]]  # the numbers of the shards that are dealt together
     weights: list[float]  # of the groups
+    left_out: str  # says which samples are; empty for none
 
     def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None) -> dict[str, Any]:
         """The item of a raw sample, after this many passes, with its image for this side."""
@@ -151,7 +153,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         share = {"batch_size": self._share.batch_size} if alone else asdict(self._share)
         self._identity = {"version": VERSION, **share, **asdict(self._order)}
         self._identity["sources"] = [
-            [weight, len(group), digest([stream.shards[number].name for number in group])]
+            [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
         self._sides: tuple[StepSides | None, int] = None, 0  # and the step that the windows are counted from

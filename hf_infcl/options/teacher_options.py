@@ -24,8 +24,8 @@ class TeacherOptions:
     )
     teacher_embeddings: list[str] | None = option(
         help=(
-            "Folders with embeddings of teachers, of `infcl embed --format npy`. They are read beside the pairs, for "
-            "the images as they are, and cost a training nothing but the reading."
+            "Folders with embeddings of teachers, of `infcl embed --dataset`. They are read beside the pairs, for "
+            "the images as they are or for as many augmented views, and cost a training nothing but the reading."
         ),
         decides=False,
         one_machine=True,

@@ -107,7 +107,7 @@ class DataOptions:
         metadata={
             "help": "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the "
             "least probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the "
-            "set that those before it leave."
+            "set that those before it leave. Of a stream, only what is left out takes memory: 8 bytes for each pair."
         },
     )
     check_samples: int | None = field(

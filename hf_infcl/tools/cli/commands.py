@@ -43,6 +43,8 @@ OF_EMBEDDING = {
     *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),
     "dataloader_num_workers",
 }
+# The options of data that its short help lists.
+OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
 # The options of a training that decide about its plan.
 OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
 
@@ -113,13 +115,17 @@ def embed_parser() -> Parser:
     return Parser(
         "embed",
         "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
-        "computes what the first one has not.",
-        *(EmbedOptions, ColumnOptions),
-        shown=OF_EMBEDDING,
+        "computes what the first one has not. For --teacher_embeddings, give the whole command of a training, or its "
+        "file, instead of DATA: its --dataset and --replay_dataset are embedded as the training reads them.",
+        *(EmbedOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_EMBEDDING | OF_EMBEDDED,
+        optional={"model", "dataset"},
+        accepts=(TrainedModelOptions, LoraOptions, DataOptions, EvaluationOptions, StartOptions),
         places={
-            "model": "The model: a Hub id or a folder.",
-            "data": "A folder or a Hub id; with --streaming tar or parquet shards.",
+            "encoder": "The model that embeds: a Hub id or a folder.",
+            "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
         },
+        recipes=True,
     )
 
 

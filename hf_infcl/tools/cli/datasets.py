@@ -14,14 +14,14 @@ from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pai
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
 from ...data.labelled import lines_of, names_by_label
-from ...data.overlap import shared_images
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ..benchmarks import benchmark_sets
+from ..checking.overlap import shared_images
 from ..publishing import source_name
-from ..scoring.excluding import rows_kept
+from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
 
 
@@ -31,11 +31,9 @@ def training_set(
     """The pairs to train on: a table, or a stream of shards."""
     options = {**_options_of_items(data, args), **columns.of_pairs}
     if data.streaming:
-        if data.exclude:
-            raise ValueError("--exclude is for tables. --leave_out noisy finds the wrong pairs of a stream.")
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
-        return ImageTextStream(
+        stream = ImageTextStream(
             data.dataset,
             weights=data.dataset_weights,
             split=data.split,
@@ -45,6 +43,9 @@ def training_set(
             samples_per_epoch=data.samples_per_epoch,
             **options,
         )
+        for asked in data.exclude or ():
+            stream = stream_kept(stream, asked)
+        return stream
     with _named("dataset", data.dataset[0]) as name:
         rows = load_pairs(data.dataset[0], split=data.split, name=data.dataset_name, image_column=columns.image_column)
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):

@@ -98,7 +98,8 @@ class Parser(HfArgumentParser):
         *options: dataclasses; the options of the training follow them.
         shown: the options of the training that ``--help`` lists; ``--help all`` lists every one.
         optional: required options of the dataclasses that this command can do without.
-        places: what each word means that stands before the options, by its name.
+        accepts: those of the dataclasses of which ``--help`` also lists only the options that are shown.
+        places: what each word means that stands before the options, by its name; one in brackets may be left out.
         recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
@@ -109,6 +110,7 @@ class Parser(HfArgumentParser):
         *options: Any,
         shown: Collection[str],
         optional: Collection[str] = (),
+        accepts: Collection[Any] = (),
         places: Mapping[str, str] | None = None,
         recipes: bool = False,
     ) -> None:
@@ -127,7 +129,8 @@ class Parser(HfArgumentParser):
             *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
         )
         for name, meaning in places.items():
-            super().add_argument(name, metavar=name.upper(), help=meaning)
+            number = "?" if name.startswith("[") else None
+            super().add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
         if recipes:
             super().add_argument(
                 "--recipe",
@@ -135,7 +138,7 @@ class Parser(HfArgumentParser):
                 help="Start from the options of a recipe of the package. Further options override them, and those that "
                 "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
-        self._shown = shown
+        self._shown, self._accepts = shown, (*accepts, self._declared[-1])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self._typed: dict[str, str] = {}  # those on the command line, and for one that gave way the one that decided
@@ -164,7 +167,7 @@ class Parser(HfArgumentParser):
 
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
-        hidden = {f.name for f in fields(self._declared[-1])} - set(self._shown)
+        hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown)
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
@@ -172,8 +175,9 @@ class Parser(HfArgumentParser):
                 few = f" {_among(action)}" if action.choices and len(list(action.choices)) <= MOST_CHOICES else ""
                 action.help = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0] + few
         self.epilog = (
-            f"`{self.prog} --help all` describes these options further, and {len(hidden)} others of "
-            "transformers.TrainingArguments. In a file, they are keys with the same names."
+            f"`{self.prog} --help all` describes these options further, and {len(hidden)} others"
+            f"{'' if len(self._accepts) > 1 else ' of transformers.TrainingArguments'}. In a file, they are keys with "
+            "the same names."
         )
 
     def error(self, message: str) -> NoReturn:
@@ -204,6 +208,16 @@ class Parser(HfArgumentParser):
             if action.dest in values:
                 action.required = False
         return self.parse_args(words, argparse.Namespace(**values)), {*self._typed, *self._of_file}
+
+    def typed(self, name: str) -> bool:
+        """Whether the command line, and not only the file, has an option."""
+        return name in self._typed
+
+    def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
+        """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
+        for name in (f.name for f in fields(self._declared[-1])):
+            if name not in kept or (name in self._of_file and name not in of_file):
+                setattr(namespace, name, self.get_default(name))
 
     def _names(self, words: Sequence[str]) -> set[str]:
         return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 
-from .images import ImageDataset
+from ...data.images import ImageDataset
 
 _SAMPLED = 1_000  # images of the evaluation set that are looked for
 _TRAINED = 200_000  # training images among which they are looked for
