@@ -105,6 +105,7 @@ class RateOptions:
         decides=True,
         plans=True,
         within=SHARE,
+        card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
         help=(

@@ -69,6 +69,7 @@ class TeacherOptions:
         first=False,
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        card="weight of the contrastive loss",
     )
     matryoshka_dims: list[int] | None = option(
         help=(
