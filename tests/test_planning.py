@@ -26,6 +26,7 @@ from hf_infcl.tools import cli, planning
 from hf_infcl.tools.cli import commands
 from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, choice_of
 from hf_infcl.tools.planning.costs import cost_of
+from hf_infcl.tools.planning.report import report
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 GPU = planning.GPUS["h200"]
@@ -273,6 +274,22 @@ def test_the_plan_knows_teachers_and_prefixes(small_model, capsys):
     assert choice_of(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
     missing = refused(capsys, small_model, *words, "--teacher", small_model / "none")
     assert "none" in missing
+
+
+def test_a_measured_micro_batch_stands_beside_its_prediction(small_model, monkeypatch):
+    """It is measured on a CPU here; a test on a GPU compares the numbers."""
+    words = ["--model", str(small_model), "--global_batch", "64", "--measure", "--freeze", "text"]
+    namespace, given = commands.plan_parser().read(words)
+
+    def on_cpu(config: Any, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
+        assert options["freeze"] == "text"
+        return planning.measure(config, rows, torch.device("cpu"), **options)
+
+    monkeypatch.setattr(planning.planner, "measure", on_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
+    lines = report(planning.Planner(namespace, given, models.clip().config), 1.0, has_adapters=False)
+    (line,) = [line for line in lines if line.startswith("Measured on a CPU")]
+    assert re.search(r"a micro-batch of 64 takes [\d.]+ m?s forward and backward .* and 0\.00 GiB", line)
 
 
 PLUGGED = """

@@ -4,15 +4,15 @@ Memory is counted. Times are operations over a share of the GPU's peak, or launc
 of a launch, in `hf_infcl.tools.planning.costs`, are medians of the rows below, so that these are no test of them. They
 have to come within 25% for most rows. Differences are those of the prediction from the measured value.
 
-The host limits small steps, and its speed differs from machine to machine: an eager launch took from 21 to 50 μs. On a
-fast host (ddfe952) such steps take half as long as predicted. What is closer is told by `infcl plan --measure`, which
-runs a micro-batch on the GPU at hand.
+The host limits small steps, and its speed differs from machine to machine: an eager launch took from 21 to 58 μs. On a
+fast host (ddfe952) such steps take half as long as predicted. `infcl plan --measure` runs a micro-batch on the GPU at
+hand, and so is closer.
 
-Not predicted are the launches of a loss of few pairs on several GPUs, and the exchange between them: the losses that
-are told too short take up to 15 ms, in steps of seconds. Rows with the compilation are single steps in which the model
-was compiled. Until c444e05 the first pass kept the graph of one micro-batch while the others were encoded, so the
-predicted memory of older rows includes a forward without a graph, 1.28 GiB for 256 pairs. Brackets contain the first
-and last decile.
+Not predicted are the launches of a small loss on several GPUs and the exchange between them. Such a loss takes up to 10
+ms longer, in steps that take from a tenth of a second to minutes. Rows with the compilation are single steps in which
+the model was compiled. Until c444e05 the first pass kept the graph of one micro-batch while the others were encoded, so
+the predicted memory of older rows includes a forward without a graph, 1.28 GiB for 256 pairs. Brackets contain the
+first and last decile.
 """
 
 from __future__ import annotations

@@ -121,8 +121,7 @@ def _measured(planner: Planner) -> str:
 def _length(planner: Planner, epochs: float) -> Iterator[str]:
     """The stages, the length of the training, and whether it has enough steps: a rule of thumb."""
     pairs, max_steps, stages = planner.options.dataset_size, planner.options.max_steps, planner.stages
-    # Samples of the whole training, and for each of them its steps.
-    new = 1 - planner.old / planner.choice.global_batch
+    new = 1 - planner.old / planner.choice.global_batch  # share of a batch; old pairs come in addition to the set
     steps_per_pair = sum(stage.share / (stage.choice.global_batch * new) for stage in stages)
     if len(stages) > 1:
         yield "The training has stages; the memory above is that of the last one."
@@ -135,13 +134,13 @@ def _length(planner: Planner, epochs: float) -> Iterator[str]:
     mean = planner.mean_seconds()
     if len(stages) > 1:
         yield f"  The mean of all steps is {duration(mean)}."
-    if pairs is not None and pairs * steps_per_pair < 1:
+    per_epoch = 0 if pairs is None else math.floor(pairs * steps_per_pair + 1e-6)
+    if pairs is not None and per_epoch == 0:
         yield (
             f"The training set of {pairs:,} pairs is smaller than one global batch, which training refuses. Lower "
             "--global_batch."
         )
         return
-    per_epoch = 0 if pairs is None else int(pairs * steps_per_pair)
     steps = max_steps if max_steps > 0 else math.ceil(per_epoch * epochs)  # as Trainer counts them
     if pairs is not None:
         yield f"An epoch of {pairs:,} pairs takes {number(per_epoch, 'step')} and {duration(per_epoch * mean)}."
