@@ -262,7 +262,7 @@ def test_a_teacher_costs_its_weights_and_a_forward_without_activations(counted, 
     assert times[0]["second pass"] == times[2]["second pass"]
 
 
-def test_the_plan_knows_teachers_and_prefixes(small_model, capsys):
+def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
     words = ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4]
     more = ["--teacher", small_model, "--teacher_side", "image", "--matryoshka_dims", 4, 8]
     said = planned(capsys, small_model, *words, *more)
@@ -272,8 +272,10 @@ def test_the_plan_knows_teachers_and_prefixes(small_model, capsys):
     assert "leaves out" not in said
     args = InfCLTrainingArguments(use_cpu=True, teacher=[str(small_model)], matryoshka_dims=[4], optimizer="muon")
     assert choice_of(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
-    missing = refused(capsys, small_model, *words, "--teacher", small_model / "none")
-    assert "none" in missing
+    assert "none" in refused(capsys, small_model, *words, "--teacher", small_model / "none")
+    transformers.Siglip2Config().save_pretrained(tmp_path)
+    said = refused(capsys, small_model, *words, "--teacher", tmp_path)
+    assert f"The teacher {tmp_path} cannot be planned. Models of type siglip2 have no image size" in said
 
 
 def test_a_measured_micro_batch_stands_beside_its_prediction(small_model, monkeypatch):

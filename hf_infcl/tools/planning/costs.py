@@ -123,17 +123,9 @@ def loss_flops(dim: int, choice: Choice, objective: str) -> float:
     return 2.0 * OBJECTIVES[objective].products * dim * choice.rows * choice.global_batch
 
 
-def _ema_decay(counts: Counts, choice: Choice, decay: float) -> Cost:
-    return Cost() if "ema_device" in choice.options else Cost(optimizer=4.0 * counts.trained)
-
-
 def _keep_features(counts: Counts, choice: Choice, weight: float) -> Cost:
     start = (counts.image.again + counts.text.again) * choice.accumulation  # without what is frozen
     return Cost(weights=4.0 * counts.trained, features=pair_bytes(counts.dim, choice), first_pass=start)
-
-
-def _keep_weights(counts: Counts, choice: Choice, strength: float) -> Cost:
-    return Cost() if "keep_features" in choice.options else Cost(weights=4.0 * counts.trained)  # both need one copy
 
 
 def _matryoshka_dims(counts: Counts, choice: Choice, dims: Sequence[int]) -> Cost:
@@ -151,7 +143,10 @@ def _optimizer(counts: Counts, choice: Choice, name: str) -> Cost:
 
 @functools.cache
 def _counts_of_teacher(name: str) -> Counts:
-    return count(load_config(name))
+    try:
+        return count(load_config(name))
+    except ValueError as error:
+        raise ValueError(f"The teacher {name} cannot be planned. {error}") from error
 
 
 def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
@@ -163,10 +158,6 @@ def _teacher(counts: Counts, choice: Choice, names: Sequence[str]) -> Cost:
         features += len(towers) / 2 * pair_bytes(teacher.dim, choice)
         forward = sum((tower.forward for tower in towers), forward)
     return Cost(weights=weights, features=features, first_pass=forward * choice.accumulation)
-
-
-def _teacher_embeddings(counts: Counts, choice: Choice, folders: Sequence[str]) -> Cost:
-    return Cost(features=len(folders) * pair_bytes(counts.dim, choice))
 
 
 def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
@@ -182,14 +173,16 @@ def _texts_at_once(counts: Counts, choice: Choice, at_once: int) -> Cost:
     )
 
 
+# By the name of the option: what it costs, from the counts of the model, the choice and the value of the option.
 COSTS: dict[str, Callable[[Counts, Choice, Any], Cost]] = {
-    "ema_decay": _ema_decay,
+    "ema_decay": lambda m, c, _: Cost(optimizer=0.0 if "ema_device" in c.options else 4.0 * m.trained),
     "keep_features": _keep_features,
-    "keep_weights": _keep_weights,
+    # A start that is kept for its features has the weights, too.
+    "keep_weights": lambda m, c, _: Cost(weights=0.0 if "keep_features" in c.options else 4.0 * m.trained),
     "matryoshka_dims": _matryoshka_dims,
     "optimizer": _optimizer,
     "teacher": _teacher,
-    "teacher_embeddings": _teacher_embeddings,
+    "teacher_embeddings": lambda m, c, folders: Cost(features=len(folders) * pair_bytes(m.dim, c)),
     "texts_at_once": _texts_at_once,
 }
 # What is not predicted: options, with those of their values that matter, or none for all.
