@@ -1054,7 +1054,7 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
 
 
 def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
-    monkeypatch.setattr(plan, "report", mock.Mock(side_effect=BrokenPipeError("of a worker")))
+    monkeypatch.setattr(plan, "load_config", mock.Mock(side_effect=BrokenPipeError("of a worker")))
     with pytest.raises(BrokenPipeError, match="of a worker"):
         infcl("plan", "--model", "some", "--global_batch", 64)
 

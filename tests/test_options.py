@@ -59,7 +59,7 @@ def test_values_are_checked_by_what_is_declared(values, message):
 
 def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
     assert list(values_of_card(Small())) == []
-    assert list(values_of_card(Small(dose=0.5))) == [("dose", "dose of the teacher", 0.5)]
+    assert list(values_of_card(Small(dose=0.5, layers=3))) == [("dose", "dose of the teacher", 0.5)]
 
 
 def test_helps_plans_and_resumes_read_what_is_declared(tmp_path):

@@ -61,7 +61,8 @@ class Facts:
             them takes long; empty for any.
         within: the numbers that it may be, besides None where that is the default.
         needs: another option without which it has no effect, as ``name`` or ``name=value``.
-        card: its row in a model card, where it is set; empty for none.
+        card: its row in a model card, where it has another value than its default; after a colon the words of the row,
+            with {} for the value. Empty for none.
     """
 
     decides: bool

@@ -76,6 +76,7 @@ class RateOptions:
             "optim for the rest. For training from random weights. By default optim updates all parameters."
         ),
         decides=True,
+        plans=True,
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
@@ -105,6 +106,7 @@ class RateOptions:
         decides=True,
         plans=True,
         within=SHARE,
+        card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
         help=(
@@ -112,6 +114,7 @@ class RateOptions:
             "weights per step, to the same bits. Defaults to the memory of the weights."
         ),
         decides=False,
+        plans=True,
         needs="ema_decay",
         choices=("cpu",),
     )

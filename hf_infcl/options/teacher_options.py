@@ -21,6 +21,7 @@ class TeacherOptions:
             "frozen, has its own processor, tokenizer and image size, and runs once per step."
         ),
         decides=True,
+        plans=True,
     )
     teacher_embeddings: list[str] | None = option(
         help=(
@@ -47,6 +48,7 @@ class TeacherOptions:
         help="Which embeddings the teachers teach: both, image or text.",
         first=False,
         decides=True,
+        plans=True,
         choices=("both", "image", "text"),
     )
     teacher_missing: str = option(
@@ -69,6 +71,7 @@ class TeacherOptions:
         first=False,
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        card="weight of the contrastive loss",
     )
     matryoshka_dims: list[int] | None = option(
         help=(

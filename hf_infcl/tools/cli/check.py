@@ -149,7 +149,9 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        counts, choice = counts_of(config, args, patch_dropout=args.patch_dropout), choice_of(args)
+        choice = choice_of(args)
+        of_model = {"checkpointing": choice.checkpointing, "patch_dropout": args.patch_dropout}
+        counts = counts_of(config, args, **of_model)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())

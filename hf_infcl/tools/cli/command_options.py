@@ -194,7 +194,4 @@ class PlanOptions:
         default=None, metadata={"help": "Pairs of the training set, for the time of an epoch."}
     )
     epochs: float = field(default=1.0, metadata={"help": "Epochs of the training."})
-    plot: Path | None = field(
-        default=None, metadata={"help": "Draw memory and time against the global batch into this file."}
-    )
     measure: bool = field(default=False, metadata={"help": "Also time two micro-batches on this machine's GPU."})
