@@ -12,13 +12,13 @@ class ModelOptions:
 
     model: str = field(
         metadata={
-            "help": "The model: a Hub id or a folder, of transformers or of OpenCLIP, or a .pt of OpenCLIP's training. "
+            "help": "The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. "
             "Adapters come with their model, and a training continues them. Required."
         }
     )
     open_clip_model: str | None = field(
         default=None,
-        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config."},
+        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON."},
     )
 
 
