@@ -42,7 +42,7 @@ OF_ONE_SET = {
 
 # What some of them mean in a contrastive training, in place of their own help.
 HELP = {
-    "output_dir": "Folder of the checkpoints, the results, the card and the trained model.",
+    "output_dir": "Folder for everything that the command writes.",
     "per_device_train_batch_size": "Pairs of a micro-batch, which decide how much memory a process takes. One forward "
     "and backward sees so many; the loss sees the pairs of all micro-batches and processes.",
     "gradient_accumulation_steps": "Micro-batches of ONE contrastive batch on each process. The loss compares all "
@@ -57,7 +57,7 @@ HELP = {
     "bf16": "Compute in bfloat16; the weights stay fp32.",
     "torch_compile": "Compile the model: the first step takes longer, the others less.",
     "dataloader_num_workers": "Processes that decode the data of each GPU; with 0 the training does it.",
-    "use_cpu": "Train on the CPU although there is a GPU.",
+    "use_cpu": "Compute on the CPU although there is a GPU.",
     "eval_strategy": "When to evaluate: no, steps or epoch, the default if there is a set to evaluate on. "
     "With --max_steps it is steps.",
     "eval_steps": "Steps between two evaluations, by default a tenth of --max_steps. A number below 1 is their share "

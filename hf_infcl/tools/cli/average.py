@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
 from ...checkpoints.average_choice import Measured
+from ...checkpoints.average_options import alpha_of
 from ...checkpoints.average_search import described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
 from ...conversion.models import load
@@ -22,7 +23,6 @@ from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions
 from ...training.trainer import InfCLTrainer
 from ..publishing import write_averages
-from .averages import alpha_of
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser

@@ -15,9 +15,11 @@ from ...encoders.adapters import has_adapters, words_of_adapters
 from ...loading.replay import Replayed
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
+from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
 from .command_options import ColumnOptions, DataOptions
+from .datasets import weights_of
 
 logger = logging.get_logger(__name__)
 
@@ -71,14 +73,16 @@ def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
 
 def sources_of(options: DataOptions) -> list[Source]:
     """The training data for the card, with the licences that the Hub states."""
-    weights = options.dataset_weights
+    weights = weights_of(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
     return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
 
 
 def _source(dataset: str, split: str, share: float | None = None) -> Source:
     name, is_on_hub = source_name(dataset)
-    return Source(name, is_on_hub, split, _licence(name) if is_on_hub else None, share)
+    return Source(
+        name, is_on_hub, facts_of(dataset, split=split)["split"], _licence(name) if is_on_hub else None, share
+    )
 
 
 def _licence(dataset: str) -> str | None:

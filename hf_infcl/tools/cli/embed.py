@@ -8,6 +8,7 @@ from typing import Any
 
 from ...conversion.models import load, stated_licence
 from ...data import ImageTextStream, load_pairs
+from ...options.sets import facts_of
 from ...shards.opening import find_shards
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
@@ -57,15 +58,17 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
 
 
 def source_of(data: str, options: EmbedOptions, columns: ColumnOptions, given: set[str]) -> ItemSource:
-    """The images and captions that the options name."""
+    """The images and captions that the options and the facts of the data name."""
+    own = facts_of(data, split=options.split, **columns.of_pairs)
+    split, images, captions = own["split"], own["image_column"], own["caption_column"]
+    named = sorted(given | getattr(data, "facts", {}).keys())
     if options.streaming:
         if options.key_column:
             raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
-        shards = find_shards(data, split=options.split)
-        images, captions = shard_columns(shards, columns.image_column, columns.caption_column, sorted(given))
+        shards = find_shards(data, split=split)
+        images, captions = shard_columns(shards, images, captions, named)
         chosen: dict[str, Any] = {"image_column": images, "caption_column": captions}
-        return ShardSource(ImageTextStream(data, split=options.split, on_bad_sample=options.on_bad_sample, **chosen))
-    table = load_pairs(data, split=options.split, image_column=columns.image_column)
-    names = columns.image_column, columns.caption_column, options.key_column
+        return ShardSource(ImageTextStream(data, split=split, on_bad_sample=options.on_bad_sample, **chosen))
+    table = load_pairs(data, split=split, name=own.get("name"), image_column=images)
     skips = options.on_bad_sample == "skip"
-    return TableSource(table, *names, data, skips=skips, named=sorted(given))
+    return TableSource(table, images, captions, options.key_column, data, skips=skips, named=named)

@@ -23,6 +23,7 @@ from transformers.hf_argparser import string_to_bool
 
 from ...options.declared import of_transformers, training_options
 from ...options.files import options_in
+from ...options.sets import FACTS_OF_SETS, read_sets
 from ...options.short_help import HELP, OF_ONE_SET
 from .messages import is_missing_package, missing_package, tell
 
@@ -185,7 +186,8 @@ class Parser(HfArgumentParser):
                 action.help = f"{told} {_among(action)}" if few else told
         self.epilog = (
             f"`{self.prog} --help all` describes these options further, and {len(hidden & known.keys())} others. In a "
-            "file, they are keys with the same names."
+            "file, they are keys with the same names. A set may state how it is read, behind its name: "
+            "'my/tables?split=validation&caption_column=title'."
         )
 
     def error(self, message: str) -> NoReturn:
@@ -215,7 +217,12 @@ class Parser(HfArgumentParser):
         for action in self._actions:
             if action.dest in values:
                 action.required = False
-        return self.parse_args(words, argparse.Namespace(**values)), {*self._typed, *self._of_file}
+        namespace = self.parse_args(words, argparse.Namespace(**values))
+        try:
+            read_sets(namespace)
+        except ValueError as error:
+            self.error(str(error))
+        return namespace, {*self._typed, *self._of_file}
 
     def _names(self, words: Sequence[str]) -> set[str]:
         return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
@@ -348,6 +355,8 @@ class Parser(HfArgumentParser):
                 if NoneType not in choices:
                     raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
                 values[name] = None
+            elif name in FACTS_OF_SETS and isinstance(value, (dict, list)):
+                values[name] = text if lists and isinstance(text, list) else [text] if lists else text
             elif isinstance(value, dict):
                 if dict not in [typing.get_origin(choice) or choice for choice in choices]:
                     raise ValueError(f"{path}: {name} must be a single value, not a mapping.")

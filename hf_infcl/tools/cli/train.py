@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ...checkpoints.average_options import check_average
 from ...checkpoints.full_disk import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
@@ -18,12 +19,12 @@ from ...encoders.adapters import ADAPTER_FILES, has_adapters
 from ...processes.preemption import Preempted
 from ...training.trainer import InfCLTrainer
 from ...training.with_start import AverageWithStart
+from ..checking.overlap import overlaps
 from ..planning import check_memory
 from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
 from ..scoring.writing import ledger_lines, write_ledger_of_training
-from .averages import check_average
 from .check import short_check
-from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import (
