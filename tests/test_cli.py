@@ -123,7 +123,9 @@ def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsy
     names |= {f"eval_zero_shot_{name}" for name in metrics_of_kind("classes")}
     assert names <= measured.keys(), "what --metric_for_best_model offers is measured"
     printed = capsys.readouterr().out
-    assert "eval_zero_shot_acc1" in printed
+    (accuracy,) = re.findall(r"^zero_shot +acc1 +(\S+)% ", printed, re.MULTILINE)
+    assert accuracy == f"{100 * measured['eval_zero_shot_acc1']:.2f}"
+    assert "{'eval_" not in printed, "no dict"
     assert str(tmp_path) in printed
 
 
@@ -165,6 +167,10 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     printed = capsys.readouterr().out
     assert "--logging_steps 1 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
+    assert printed.count("global_batch_size 8") == 1, "what stays the same is told once"
+    assert len(re.findall(r"^step \d of 6: loss ", printed, re.MULTILINE)) == 6
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("pairs ")][1:] == ["loss"] * 4
+    assert "{'" not in printed, "no dict"
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
     last = printed.splitlines()[-1]
     assert last.startswith("It is doubtful that this model has learned anything: the training made 6 steps instead ")

@@ -21,7 +21,7 @@ from ...training.trainer import InfCLTrainer
 from ...training.with_start import AverageWithStart
 from ..checking.overlap import overlaps
 from ..planning import check_memory
-from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
+from ..publishing import CardCallback, PicturesCallback, Told, doubtful_rate, lines_of_changes, outcome
 from ..scoring.writing import ledger_lines, write_ledger_of_training
 from .check import short_check
 from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
@@ -36,7 +36,6 @@ from .earlier import (
     weights_of_other_kind,
 )
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .optimizer_table import GroupsTold
 from .parser import Parser
 from .results import save_results, tell_places
 
@@ -89,7 +88,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
-    trainer.add_callback(GroupsTold(trainer))
+    Told(trainer)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)
