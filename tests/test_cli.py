@@ -423,11 +423,26 @@ def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     assert not (out / "model.safetensors").exists()
     card = (out / "README.md").read_text()
     assert "# out" in card, "the card is ours, not peft's empty one"
+    assert "| layers with adapters | `q_proj` and `v_proj`; alpha 8 |" in card
+    assert "| logit_scale | 14.28, frozen |" in card
     state = json.loads((out / "trainer_state.json").read_text())
     before, *_, after = (e["eval_guard1_pairs_loss"] for e in state["log_history"] if "eval_guard1_pairs_loss" in e)
     assert f"| {after:.4f} (before the training: {before:.4f}) |" in card, "the guard set is measured before and after"
     model = transformers.AutoModel.from_pretrained(out)
     assert any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_the_temperature_trains_beside_adapters_if_asked(small, demo, tmp_path, capsys):
+    words = [*small, "--max_steps", 1, "--lora_logit_scale", "--logit_scale_learning_rate", 0.1]
+    infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "on")
+    infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "merged", "--lora_merge")
+    assert "--lora_logit_scale is for new adapters" in mistake(capsys, *words)
+    start = transformers.CLIPModel.from_pretrained(demo / "clip-init").logit_scale.item()
+    (kept,) = (value for name, value in adapter_of(tmp_path / "on").items() if name.endswith("logit_scale"))
+    merged = transformers.CLIPModel.from_pretrained(tmp_path / "merged").logit_scale
+    assert abs(kept.item() - start) == pytest.approx(0.1, rel=0.1), "one step of Adam"
+    assert merged.item() == kept.item()
+    assert "frozen" not in (tmp_path / "on/README.md").read_text()
 
 
 def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo, tmp_path, monkeypatch):

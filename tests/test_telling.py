@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from hf_infcl.tools.cli.launched import warn_once
 from hf_infcl.tools.publishing import Told, rows_of, table_of
 
 PAIRS = {
@@ -93,3 +96,21 @@ def test_logs_are_lines_of_what_is_new(printer, capsys):
     assert log(10, train_runtime=61.0, train_loss=1.5) == ["The training took 61 s; its mean loss was 1.5."]
     state.is_world_process_zero = False
     assert log(10, loss=1.0) == []
+
+
+def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
+    record = logging.LogRecord("hf_infcl.training.muon", logging.WARNING, "", 0, "all", None, None)
+    of_one = logging.LogRecord("hf_infcl.shards.opening", logging.WARNING, "", 0, "one", None, None)
+    wrong = logging.LogRecord("hf_infcl.training.muon", logging.ERROR, "", 0, "wrong", None, None)
+    others = logging.LogRecord("accelerate", logging.WARNING, "", 0, "others", None, None)
+    for rank, told in (("0", ["all", "one", "wrong", "others"]), ("1", ["one", "wrong", "others"])):
+        handler = logging.StreamHandler()
+        monkeypatch.setattr(logging, "lastResort", handler)
+        monkeypatch.setattr(logging.root, "handlers", [])
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings():
+            warn_once()
+            warnings.warn("of Python", stacklevel=1) if rank == "1" else None
+        for one in (record, of_one, wrong, others):
+            handler.handle(one)
+        assert capfd.readouterr().err.split() == told

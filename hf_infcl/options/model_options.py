@@ -45,6 +45,10 @@ class LoraOptions:
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
     )
+    lora_logit_scale: bool = field(
+        default=False,
+        metadata={"help": "Train logit_scale and logit_bias beside new adapters. They are then in the adapter's file."},
+    )
     lora_merge: bool = field(
         default=False,
         metadata={
