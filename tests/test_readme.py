@@ -18,13 +18,16 @@ ROOT = Path(__file__).parents[1]
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
-    ROOT / "scripts/AFTER_TRAINING.md",
+    *(ROOT / "scripts" / name for name in ("ANSWERS.md", "AFTER_TRAINING.md")),
     *(ROOT / "hf_infcl" / package / "README.md" for package in ("conversion", "data", "loss", "training")),
 ]
 PAGES = [
     *GUIDES,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "scripts/benchmarks/results/PLAN.md")),
-    *(ROOT / folder / "README.md" for folder in ("tests", "scripts/benchmarks", "scripts/real_pairs")),
+    *(
+        ROOT / folder / "README.md"
+        for folder in ("tests", "scripts/benchmarks", "scripts/benchmarks/results", "scripts/real_pairs")
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ from ...options.declared import training_options
 from ...options.facts import check_values
 from .. import planning
 from ..planning import GPUS, Choice, Counts
+from ..planning.answers import fitting, line
 from ..planning.asked import global_batch_of, kept_choices, last_batch_of, stages_of_plan
 from ..planning.periods import mean_seconds, periods_of
 from ..planning.picture import draw
@@ -50,7 +51,8 @@ def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None
     parser.build(namespace, given, computes=False)
     namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        print("\n".join(report(namespace, given)))
+        answer = fitting(vars(namespace), pairs=namespace.dataset_size)
+        print(*report(namespace, given), "", line(answer), sep="\n")
 
 
 def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
