@@ -128,8 +128,8 @@ ANSWERS = {
         "--gradient_accumulation_steps 4",
         f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
         f"({_TABLES}#the-same-number-of-steps)",
-        f"another forward; with `texts_at_once` 4 and `retain_graphs` auto [1,593 images a second in 52.2 GiB, `Trainer` "
-        f"1,512 in 26.1]({_STEP})",
+        "another forward; with `texts_at_once` 4 and `retain_graphs` auto [1,593 images a second in 52.2 GiB, "
+        f"`Trainer` 1,512 in 26.1]({_STEP})",
     ),
 }
 
