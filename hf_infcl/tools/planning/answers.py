@@ -128,7 +128,7 @@ ANSWERS = {
         "--gradient_accumulation_steps 4",
         f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
         f"({_TABLES}#the-same-number-of-steps)",
-        "another forward; with `texts_at_once` 4 and `retain_graphs` auto [1,593 images a second in 52.2 GiB, "
+        "another forward; with short texts at once and graphs kept [1,593 images a second in 52.2 GiB, "
         f"`Trainer` 1,512 in 26.1]({_STEP})",
     ),
 }
