@@ -45,7 +45,7 @@ def test_every_figure_stands_where_its_link_leads(name):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_what_is_to_be_written_is_accepted(name):
-    words = shlex.split(ANSWERS[name].write.replace("torchrun --nproc_per_node 8 -m hf_infcl train", ""))
+    words = shlex.split(ANSWERS[name].write.replace("torchrun --nproc_per_node 8 -m hf_infcl ...", ""))
     given = ["--dataset", "my/images", "--eval_dataset", "my/images", "--model", "my/clip", "--output_dir", "out"]
     namespace, known = PARSERS["train"]().read([*words, *given])
     assert {word[2:] for word in words if word.startswith("--")} <= known

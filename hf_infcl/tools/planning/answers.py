@@ -118,7 +118,7 @@ ANSWERS = {
     ),
     "many GPUs": Answer(
         "several GPUs",
-        "torchrun --nproc_per_node 8 -m hf_infcl train",
+        "torchrun --nproc_per_node 8 -m hf_infcl ...",
         "[two H200s keep 98.9% of the rate without communication, eight 93.5%]"
         "(benchmarks/results/README.md#the-loss-on-several-gpus), in the loss of 65,536 pairs each",
         "models that do not fit on one GPU need a file of `scripts/configs`",
