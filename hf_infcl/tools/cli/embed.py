@@ -46,11 +46,11 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
             own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
-            named = sorted(given | getattr(namespace.data, "facts", {}).keys())
+            stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
             names = own["image_column"], own["caption_column"], options.key_column
             chosen = {"streaming": data.streaming, "on_bad_sample": data.on_bad_sample}
             place = {"split": own["split"], "name": own["name"]}
-            sources = {"": source_of(namespace.data, *names, named, **place, **chosen)}
+            sources = {"": source_of(namespace.data, *names, stated, **place, **chosen)}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator
