@@ -13,7 +13,7 @@ from ...conversion.models import load_config
 from ...conversion.pretrained import base_of_adapters
 from ...data.text_positions import text_positions
 from ...encoders.image_size import config_for_images
-from ...loading.replay import DEFAULT_SHARE
+from ...loading.shares import share_of
 from ...options.batch_schedule import BatchSchedule
 from ...options.declared import training_options
 from ...options.facts import check_values
@@ -176,5 +176,5 @@ def check_options(options: argparse.Namespace) -> None:
 
 def old_pairs(options: argparse.Namespace, choice: Choice) -> int:
     """The old pairs of a global batch, if the training replays some."""
-    share = DEFAULT_SHARE if options.replay_share is None else options.replay_share
+    share = share_of(options.replay_share)
     return round(choice.global_batch * share) if options.replay_dataset else 0

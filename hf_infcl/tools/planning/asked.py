@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ...loading.batch_plan import BatchPlan
+from ...loading.shares import share_of
 from ...options.batch_schedule import BatchSchedule, divided_batch
 from ...options.combinations import CHECKPOINTING
 from .prediction import Choice
@@ -91,5 +92,6 @@ def stages_of_plan(
     if options.dataset_size is None and options.max_steps < 1:
         return [(*divided, 0) for divided in division]
     length = {"epochs": epochs, "max_steps": options.max_steps}
+    length["replay_share"] = share_of(options.replay_share) if options.replay_dataset else 0.0
     plan = BatchPlan(schedule, options.dataset_size, micro_batch=choice.micro_batch, processes=choice.gpus, **length)
     return list(plan.stages())
