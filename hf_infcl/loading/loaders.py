@@ -25,8 +25,8 @@ from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .positions import plan_of
 from .replay import Replayed, is_own
-from .stream_loader import StreamLoader
 from .teacher_inputs import with_teachers
+from .training_loader import TrainingLoader
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -85,7 +85,7 @@ class LoaderParts:
     """The parts of a training loader that are needed while it is read; None for parts that it does not have.
 
     Attributes:
-        own: the loader itself, if it is a `StreamLoader`.
+        own: the loader itself, if it is a `TrainingLoader`.
         stream: the dataset, if Trainer's loader reads it, and it has no length.
         dispatcher: the loader itself, for a stream that the main process reads for all.
         worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
@@ -93,7 +93,7 @@ class LoaderParts:
 
     def __init__(self, loader: Any = None) -> None:
         dataset = getattr(loader, "dataset", None)
-        self.own = loader if isinstance(loader, StreamLoader) else None
+        self.own = loader if isinstance(loader, TrainingLoader) else None
         self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
@@ -127,17 +127,17 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
 
 def training_loader(
     dataset: Any, collator: Any, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
-) -> StreamLoader:
-    """The training loader of a dataset that `is_own`; see `StreamLoader`.
+) -> TrainingLoader:
+    """The training loader of a dataset that `is_own`; see `TrainingLoader`.
 
     Args:
         dataset: the training set.
         collator: of its rows.
         setup: of the training.
-        plan, states: as for `StreamLoader`.
+        plan, states: as for `TrainingLoader`.
 
     Raises:
-        ValueError: as `StreamLoader`; or the main process should read a dataset with a length for all.
+        ValueError: as `TrainingLoader`; or the main process should read a dataset with a length for all.
     """
     args = setup.args
     if getattr(args.accelerator_config, "dispatch_batches", False) and not isinstance(dataset, IterableDataset):
@@ -148,7 +148,7 @@ def training_loader(
         )
     device = None if args.offload_inputs else args.device
     collate = CheckingCollator(with_teachers(collator, setup), setup.encoder.vocabulary)
-    return StreamLoader(dataset, collate, args, plan, device=device, states=states)
+    return TrainingLoader(dataset, collate, args, plan, device=device, states=states)
 
 
 def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:

@@ -16,7 +16,7 @@ from ..options.batch_schedule import BatchSchedule, Course, EqualBatches
 from .batch_plan import BEGIN, BatchPlan, Position
 from .replay import Replayed, is_own
 from .shares import share_of
-from .stream_loader import StreamLoader
+from .training_loader import TrainingLoader
 
 
 def plan_of(
@@ -36,12 +36,9 @@ def plan_of(
         ValueError: as `BatchPlan`; or the batch grows, and neither the data nor the training (``max_steps``) has a
             length; or the checkpoint of a batch that grows does not say its step.
     """
-    rows, share, steps, at = _rows_of_pass(data), 0.0, args.max_steps, BEGIN
-    if isinstance(data, Replayed):
-        share = share_of(args.replay_share)
-    schedule = BatchSchedule((args.global_batch_size,), ())
+    schedule, rows, steps, at = BatchSchedule.of_arguments(args), _rows_of_pass(data), args.max_steps, BEGIN
+    share = share_of(args.replay_share) if isinstance(data, Replayed) else 0.0
     if args.global_batch_schedule is not None:
-        schedule = BatchSchedule.of(args.global_batch_schedule)
         if rows is None and steps < 1:
             raise ValueError(
                 "global_batch_schedule needs max_steps for data without a length, whose shares it divides."
@@ -163,7 +160,11 @@ def loop_values(
         position is None.
     """
     epochs, windows, examples, _, batch, micro_batches, steps = values
-    accumulation, own, is_sized = args.gradient_accumulation_steps, isinstance(loader, StreamLoader), has_length(loader)
+    accumulation, own, is_sized = (
+        args.gradient_accumulation_steps,
+        isinstance(loader, TrainingLoader),
+        has_length(loader),
+    )
     is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
     if is_sized and is_stream:
         windows = max(1, len(loader) // accumulation)

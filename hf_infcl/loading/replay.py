@@ -102,9 +102,8 @@ class Replayed(IterableDataset[Any]):
 
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
-        args, words = self._args, self._args.global_batch_schedule
-        sizes = (args.global_batch_size,) if words is None else BatchSchedule.of(words).sizes
-        for batch in sizes:
+        args = self._args
+        for batch in BatchSchedule.of_arguments(args).sizes:
             self._check_batch(batch)
             if args.replay_as == "own" and self.old_of(batch) % args.world_size:
                 raise ValueError(
@@ -124,14 +123,15 @@ class Replayed(IterableDataset[Any]):
             ("training", "train_dataset", self.datasets[0], batch - old),
             ("replay", "replay_dataset", self.datasets[1], old),
         ):
-            is_stream = isinstance(dataset, IterableDataset)
-            if not is_own(dataset) or not (is_stream or has_length(dataset)):
+            is_stream = isinstance(dataset, ImageTextStream)
+            if is_stream and (name == "replay" or not has_length(dataset)):
+                continue
+            if not is_stream and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
                 raise ValueError(
                     f"With replay, {option} must be a dataset with a length or an ImageTextStream, got a "
                     f"{type(dataset).__name__}."
                 )
-            is_endless = is_stream and (name == "replay" or not has_length(dataset))
-            if not is_endless and len(dataset) < pairs:
+            if len(dataset) < pairs:
                 raise ValueError(
                     f"The {name} set has {len(dataset):,} pairs, fewer than its {pairs:,} of each global batch of "
                     f"{batch:,} pairs, of which {old / batch:.3g} are old (replay_share). Lower the batch, or change "

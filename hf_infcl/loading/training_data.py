@@ -120,7 +120,7 @@ class TrainingData:
 
         Args:
             read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
-            epoch_iterator: that of Trainer's loop. A `StreamLoader` has one that lasts for the whole training.
+            epoch_iterator: that of Trainer's loop. A `TrainingLoader` has one that lasts for the whole training.
             step: the number of trained optimizer steps.
             equal_ids: ``"exclude"`` or ``"positive"``.
             interruptions: of the training.
@@ -231,11 +231,10 @@ class TrainingData:
         These are skipped_samples since the training began, if the data reports them, and data_wait, the share of the
         time since the last log that the slowest process waited for data, without evaluations and checkpoints. With
         several captions per image, or negative captions, texts_per_image is their number in the last window of the
-        main process.
+        main process. loader_samples_per_second is the rate that the workers of a `TrainingLoader` can reach.
 
-        For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, stream_shards,
-        the shards opened since then, and loader_samples_per_second, the rate that the workers can reach. With replay,
-        replay_samples are the old pairs trained since the run began.
+        For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, and
+        stream_shards, the shards opened since then. With replay, replay_samples are the old pairs trained since then.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:

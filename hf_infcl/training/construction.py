@@ -110,12 +110,18 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides ``compute_loss``, which is never called."""
-    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in ("training_step", "compute_loss")}
+    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is never called."""
+    names = "training_step", "compute_loss", "_get_train_sampler"
+    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in names}
     if overrides["compute_loss"] and not overrides["training_step"]:
         raise ValueError(
             f"InfCLTrainer computes the loss of a window itself and would never call {kind.__name__}.compute_loss. "
             "Override training_step to change the training, or use transformers.Trainer."
+        )
+    if overrides["_get_train_sampler"]:
+        raise ValueError(
+            f"InfCLTrainer draws the rows of a global batch itself and would never call {kind.__name__}."
+            "_get_train_sampler. Override get_train_dataloader, or choose a train_sampling_strategy."
         )
 
 

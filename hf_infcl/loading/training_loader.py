@@ -17,7 +17,7 @@ from .replay import Replayed, micro_batches_of
 from .shares import SourceShare
 
 
-class StreamLoader(DataLoader[Any]):
+class TrainingLoader(DataLoader[Any]):
     """The training loader of a dataset with a length, of an `ImageTextStream`, or of new and old pairs.
 
     It has the length of an epoch, but the training reads it with `lasting` throughout.
