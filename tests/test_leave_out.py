@@ -249,7 +249,8 @@ def test_each_pair_has_one_key_wherever_it_is_read(ranks, tmp_path, kind):
 
 
 def test_a_row_that_replaces_a_bad_one_has_no_key():
-    from hf_infcl.data.keyed import KeyedRows, sample_key
+    from hf_infcl.data.keyed import KeyedRows
+    from hf_infcl.shards.names import sample_key
 
     rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}])
     assert [rows[row].key for row in range(3)] == [0, NO_KEY, 2]

@@ -24,12 +24,12 @@ from helpers.trainers import StopAt, TrainedRows, arguments, parameters
 from torch.utils.data import DataLoader, default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
-from hf_infcl.data.overlap import shared_images
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.loading.replay import Replayed
 from hf_infcl.loading.shares import SourceShare
 from hf_infcl.options.batch_schedule import BatchSchedule
+from hf_infcl.tools.checking.overlap import shared_images
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
 from hf_infcl.windows.window import Window, WindowLoss

@@ -147,6 +147,7 @@ def test_a_frozen_logit_scale_is_told(tmp_path, caplog):
     model.logit_scale.requires_grad_(False)
     trainer_for(tmp_path, model)
     assert "logit_scale is frozen, so logit_scale stays 14.28" in caplog.text
+    assert "pass --lora_logit_scale" in caplog.text
     caplog.clear()
     trainer_for(tmp_path, models.clip())
     assert "frozen" not in caplog.text

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.names import sample_key
 from ..shards.opening import digest
 from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
-from .keyed import KeyedItem, sample_key
+from .keyed import KeyedItem
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class Samples(Protocol):
     shards: list[Shard]
     groups: list[list[int]]  # the numbers of the shards that are dealt together
     weights: list[float]  # of the groups
+    left_out: str  # says which samples are; empty for none
 
     def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None) -> dict[str, Any]:
         """The item of a raw sample, after this many passes, with its image for this side."""
@@ -129,7 +131,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         self._order.check_shares(world_size, self._workers)
         self._identity = {"version": VERSION, **self._shares.identity, **asdict(self._order)}
         self._identity["sources"] = [
-            [weight, len(group), digest([stream.shards[number].name for number in group])]
+            [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
         self._sides: tuple[StepSides | None, int] = None, 0  # and the step that the windows are counted from

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ...checkpoints.average_options import check_average
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.positions import plan_of
 from ...loading.replay import Replayed
@@ -20,7 +21,6 @@ from ...options.evaluation_options import EvaluationOptions, StartOptions
 from ...training.optimization import check_optimizer_options
 from ..benchmarks import benchmark_key, expanded
 from ..planning.report import number
-from .averages import check_average
 from .command_options import DataOptions
 from .datasets import guard_names
 
