@@ -408,3 +408,15 @@ def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
     assert training_settings(noisy)["pairs left out"] == (
         f"those that did not seem to belong together, {share:.1%} of all"
     )
+
+
+def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
+    selection, again = selection_of(noisy), WithoutNoisyPairs("noisy", 512)
+    state = selection.state_dict()
+    again.load_state_dict(state)
+    assert again.card == selection.card == {"pairs left out": training_settings(noisy)["pairs left out"]}
+    del state["logged"]  # checkpoints of earlier versions
+    again = WithoutNoisyPairs("noisy", 512)
+    again.load_state_dict(state)
+    assert again.card == {"pairs left out": "those that did not seem to belong together"}
+    assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}
