@@ -29,6 +29,10 @@ def training_settings(trainer: Any) -> dict[str, str]:
         rows["saved formats"] = "transformers and OpenCLIP"
     for part in trainer.setup.extensions:
         rows |= part.card
+    weight = trainer.args.teacher_weight
+    distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]
+    if distances:
+        rows["distance to the teacher"] = f"{distances[0]:.3g} in the first log, {distances[-1]:.3g} in the last"
     if trainer.args.contrastive_weight != 1:
         rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
     if trainer.optimizer is None:
