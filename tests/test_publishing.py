@@ -469,6 +469,13 @@ def test_the_best_weights_are_told_once_they_are_loaded_and_with_their_own_figur
         ),
         ({"weights": torch.bfloat16}, {"precision": "bf16"}),
         ({"bf16": True}, {"precision": "bf16 autocast"}),
+        (
+            {"ema_decay": 0.5, "image_learning_rate": 1e-3},
+            {
+                "saved weights": "exponential moving average of those that were trained, decay 0.5",
+                "learning rate of the image tower": "0.001",
+            },
+        ),
     ],
 )
 def test_optimizer_schedule_and_precision_are_those_of_the_training(tmp_path, options, rows):

@@ -8,6 +8,7 @@ from pathlib import Path
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
+from ...options.short_help import FIRST
 from ..embedding.options import EmbedOptions
 from ..scoring.options import ScoreOptions
 from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
@@ -29,8 +30,6 @@ COMMANDS = {
 # transformers has renamed it, and keeps the old name, which the help does not list then.
 CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
 _OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
-# The options of a training that its short help lists: this package's own, and twenty that most trainings set.
-OF_TRAINING = {name for name, facts in facts_of_training().items() if facts.first} - _OLD_NAMES
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = {
     *("objective", "strategy", "backend", "equal_ids", "max_text_tokens", "dims"),
@@ -55,7 +54,7 @@ def train_parser() -> Parser:
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
         *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=OF_TRAINING,
+        shown=FIRST,
         recipes=True,
     )
 

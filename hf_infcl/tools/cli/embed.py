@@ -9,6 +9,7 @@ from typing import Any
 
 from ...conversion.models import load, stated_licence
 from ...options.arguments import InfCLTrainingArguments
+from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
@@ -44,9 +45,20 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
-            names = columns.image_column, columns.caption_column, options.key_column
-            chosen = {"split": data.split, "streaming": data.streaming, "on_bad_sample": data.on_bad_sample}
-            sources = {"": source_of(namespace.data, *names, sorted(given), **chosen)}
+            own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
+            stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
+            source = source_of(
+                namespace.data,
+                own["image_column"],
+                own["caption_column"],
+                options.key_column,
+                stated,
+                split=own["split"],
+                name=own["name"],
+                streaming=data.streaming,
+                on_bad_sample=data.on_bad_sample,
+            )
+            sources = {"": source}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator

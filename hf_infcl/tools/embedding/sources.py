@@ -96,6 +96,7 @@ def source_of(
     named: Sequence[str],
     *,
     split: str,
+    name: str | None,
     streaming: bool,
     on_bad_sample: Any,
 ) -> ItemSource:
@@ -105,7 +106,7 @@ def source_of(
         ValueError: it cannot be read, or lacks a column.
     """
     if not streaming:
-        table, skips = load_pairs(data, split=split, image_column=image_column), on_bad_sample == "skip"
+        table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
         return TableSource(table, image_column, caption_column, key_column, data, skips=skips, named=named)
     if key_column:
         raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
