@@ -572,6 +572,26 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
         described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
 
 
+def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):
+    """Its size, by which shards are recognised, is the same."""
+
+    def write(letters: str) -> None:
+        write_tar(tmp_path / "0.tar", [m for n, letter in enumerate(letters) for m in pair(n, caption=[letter])])
+
+    write(LETTERS[:24])
+    folder = store(ShardSource(ImageTextStream(str(tmp_path / "0.tar"))), tmp_path / "stored")
+    write(LETTERS[:23] + "z")
+    data = ImageTextStream(str(tmp_path / "0.tar"), lanes=2, shuffle_buffer=2)
+    with pytest.raises(ValueError, match="has no embedding of 0/000023 or of its caption, although it was made from"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+    write(LETTERS[:24])
+    values = np.load(Path(folder, "texts.npy"))
+    values[5] = np.inf
+    np.save(Path(folder, "texts.npy"), values)
+    with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+
+
 def test_missing_rows_may_be_left_out(tmp_path):
     folder = store(table_source(rows()), tmp_path / "stored")
     old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
