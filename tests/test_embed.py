@@ -201,7 +201,7 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
             (tmp_path / "shards").mkdir(exist_ok=True)
             pq.write_table(pyarrow.table({**chosen, "id": range(4)}), tmp_path / f"shards/{split}.parquet")
     names = str(tmp_path / "shards"), "image", "caption", None
-    plain = {"split": "train", "on_bad_sample": "raise"}
+    plain = {"split": "train", "on_bad_sample": "raise", "name": None}
     embeddings, found = [], []
     for streaming in (False, True):
         source = source_of(*names, [], streaming=streaming, **plain)

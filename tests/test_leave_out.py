@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.processes import context
+from helpers.processes import context, without_tf32
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import arguments, trainer_for
@@ -291,6 +291,29 @@ def test_two_processes_go_on_with_the_same_decisions(ranks, noisy, tmp_path):
     moved = weights(noisy) - torch.nn.utils.parameters_to_vector(linear().parameters())
     assert (found[0][0] - weights(noisy)).norm() < 1e-2 * moved.norm()
     assert found[0][1] == left_out(noisy)
+
+
+class FullPrecision(TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        without_tf32()
+
+
+def rank_trained(rank: int, world_size: int, output: str) -> tuple[Tensor, list[float]]:
+    steps = {"gradient_accumulation_steps": 2 // world_size}
+    made = trainer(output, Concepts(wrong=0.3), leave_out="noisy", callbacks=[FullPrecision()], **steps)
+    made.train()
+    return weights(made).cpu(), left_out(made)
+
+
+def test_two_processes_train_as_one(ranks, tmp_path, backend):
+    ((one, shares),) = ranks.run(rank_trained, 1, str(tmp_path / "one"), backend=backend)
+    assert 0.2 < shares[-1] < 0.4
+    begin = next(step for step, share in enumerate(shares) if share)
+    moved = one - torch.nn.utils.parameters_to_vector(linear().parameters()).detach()
+    for found, others in ranks.run(rank_trained, 2, str(tmp_path / "two"), backend=backend):
+        assert others[: begin + 4] == shares[: begin + 4]
+        assert others == pytest.approx(shares, abs=0.02), "of averages at the border the rounding may decide"
+        assert (found - one).norm() < 1e-2 * moved.norm()
 
 
 def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):

@@ -302,7 +302,8 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
         infcl("check", *words, "--ledger", out / LEDGER_FILE)
     printed = capsys.readouterr().out
     assert "6 of 96 pairs (6.25%) do not belong together" in printed
-    assert f"--exclude {out / LEDGER_FILE}:0.9" in printed.splitlines()[-1]
+    (remedy,) = [line for line in printed.splitlines() if line.startswith("Add to `infcl train`:")]
+    assert f"--exclude {out / LEDGER_FILE}:0.9" in remedy
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")

@@ -17,8 +17,10 @@ import transformers
 from accelerate.utils import compare_versions
 from datasets import Dataset, Image
 from helpers import models
+from helpers.demo import infcl
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
+from helpers.processes import without_tf32
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
@@ -175,6 +177,47 @@ def test_sharded_parameters_have_the_same_steps_and_no_map(fresh_ranks, tmp_path
         check(found, "softmax", "same")
     with pytest.raises(Exception, match="needs a linear map beside the model, whose optimizer FSDP shards"):
         fresh_ranks.run(rank_sharded, 2, str(tmp_path), "map")
+
+
+def rank_resumed(rank: int, world_size: int, folder: str, kind: str, sharded: bool) -> tuple[Tensor, list[float]]:
+    """Stops after two of four steps and resumes; in fp32, also on GPUs."""
+    given: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 12 // world_size // 2}
+    given |= {"learning_rate": 2e-3, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+    given |= {"fsdp": True, "use_cpu": False} if sharded else {}
+    out, callback = Path(folder, f"{kind} {sharded}"), FullPrecision()
+
+    def made(*callbacks: Any) -> InfCLTrainer:
+        teacher = {"teacher_embeddings": [f"{folder}/stored"]}
+        if kind == "online":
+            teacher = {"teacher": (models.clip(seed=1, end=END), clip_processor())}
+        return taught(out, ImageTextDataset(rows()), callbacks=[callback, *callbacks], **given, **teacher)
+
+    made(StopAt(2)).train()
+    trainer = made()
+    trainer.train(resume_from_checkpoint=True)
+    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu().flatten() for p in trainer.model.parameters()]
+    return torch.cat(weights), [entry["teacher_loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class FullPrecision(transformers.TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        without_tf32()
+
+
+@needs_fsdp
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_a_resumed_training_of_sharded_parameters_has_the_steps_of_ddp(fresh_ranks, ranks, tmp_path, backend, kind):
+    store(table_source(rows()), tmp_path / "stored", models.clip(seed=1, end=END), clip_processor())
+    ((sharded, losses), *_), ((whole, expected_losses), *_) = (
+        group.run(rank_resumed, 2, str(tmp_path), kind, group is fresh_ranks, backend=backend)
+        for group in (fresh_ranks, ranks)
+    )
+    start = nn.utils.parameters_to_vector(models.clip(end=END).parameters()).detach()
+    # The gradient of a key's bias is only rounding, which Adam turns into steps.
+    assert (sharded - whole).norm() <= 0.1 * (whole - start).norm()
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert losses[0] > losses[-1] > 0
 
 
 def test_a_teacher_of_the_start_is_keep_features(tmp_path):
@@ -367,6 +410,9 @@ def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
     assert torch.equal(parameters(named), parameters(given))
     rows_of_card = training_settings(named)
     assert rows_of_card["teacher"] == "large (licence mit)"
+    logged = [entry["teacher_loss"] / BETA for entry in named.state.log_history if "teacher_loss" in entry]
+    expected_row = f"{logged[0]:.3g} in the first log, {logged[-1]:.3g} in the last"
+    assert rows_of_card["distance to the teacher"] == expected_row
     assert rows_of_card["taught by"] == (
         "squared distance of the image and text embeddings to the teacher's, weight 3, through a linear map that was "
         "trained and is not saved"
@@ -526,12 +572,48 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
         described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
 
 
+def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):
+    """Its size, by which shards are recognised, is the same."""
+
+    def write(letters: str) -> None:
+        write_tar(tmp_path / "0.tar", [m for n, letter in enumerate(letters) for m in pair(n, caption=[letter])])
+
+    write(LETTERS[:24])
+    folder = store(ShardSource(ImageTextStream(str(tmp_path / "0.tar"))), tmp_path / "stored")
+    write(LETTERS[:23] + "z")
+    data = ImageTextStream(str(tmp_path / "0.tar"), lanes=2, shuffle_buffer=2)
+    with pytest.raises(ValueError, match="has no embedding of 0/000023 or of its caption, although it was made from"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+    write(LETTERS[:24])
+    values = np.load(Path(folder, "texts.npy"))
+    values[5] = np.inf
+    np.save(Path(folder, "texts.npy"), values)
+    with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+
+
 def test_missing_rows_may_be_left_out(tmp_path):
     folder = store(table_source(rows()), tmp_path / "stored")
     old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
     run = trained(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old)
     logs = [entry["teacher_loss"] for entry in run.state.log_history if "loss" in entry]
     assert all(0 < loss < BETA * 8 for loss in logs)
+
+
+def test_student_and_teacher_of_other_widths_are_compared(small, tmp_path, capsys):
+    """The fixture creates the folder of pairs."""
+    for name, model, processor in (
+        ("teacher", large_teacher(), large_processor()),
+        ("student", models.clip(end=END), clip_processor()),
+    ):
+        model.save_pretrained(tmp_path / name)
+        processor.save_pretrained(tmp_path / name)
+    words = ["--eval_dataset", tmp_path / "pairs", "--output_dir", tmp_path / "compared", "--use_cpu"]
+    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words)
+    results = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]
+    assert results["images"] == 12
+    assert {"first", "second"} <= results["metrics"]["text_retrieval_recall@1"].keys()
+    assert "12 images" in capsys.readouterr().out
 
 
 # ---- Together with other options ----

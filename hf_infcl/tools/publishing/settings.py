@@ -23,6 +23,10 @@ def training_settings(trainer: Any) -> dict[str, str]:
     begun = getattr(trainer, "window_step", None)
     for part in trainer.setup.extensions if begun is None else begun.extensions:
         rows |= part.card
+    weight = trainer.args.teacher_weight
+    distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]
+    if distances:
+        rows["distance to the teacher"] = f"{distances[0]:.3g} in the first log, {distances[-1]:.3g} in the last"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
