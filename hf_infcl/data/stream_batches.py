@@ -84,12 +84,41 @@ class Shares:
         return number // self.micro_batches
 
 
-class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
-    """The micro-batches of an `ImageTextStream` for one process, and the record of those consumed.
+class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
+    """The micro-batches of one process from a stream, a table or a mixture, and the record of those consumed.
 
     The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
     with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
-    Iteration begins after the consumed batches.
+    Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
+    """
+
+    def begin_at(self, epoch: int, windows: int) -> bool:
+        """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
+        return False  # there is no other one, whichever epoch begins
+
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
+        raise NotImplementedError
+
+    def consume(self, tag: Mapping[str, Any]) -> None:
+        """Records that the batch with this tag was consumed."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any] | None:
+        """The state that this process adds to a checkpoint, to be written as JSON; None if it needs none."""
+        raise NotImplementedError
+
+    def counts(self) -> dict[str, int]:
+        """Counts of this process since the run began, by their names."""
+        raise NotImplementedError
+
+    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
+        return []
+
+
+class StreamBatches(MicroBatches):
+    """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
         stream: the source of the pairs, an `ImageTextStream`.
@@ -152,7 +181,6 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- What was consumed ----
 
     def consume(self, tag: Mapping[str, Any]) -> None:
-        """Records that the batch with this tag was consumed."""
         expected = self._consumed + self._rank
         if tag["number"] != expected:
             raise ValueError(
@@ -162,12 +190,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         self._cursors[tag["lane"]] = tag["cursor"]
         self._consumed += self._world_size
 
-    def begin_at(self, epoch: int, windows: int) -> bool:
-        """The samples follow those that were consumed, whichever epoch begins."""
-        return False
-
     def state(self) -> dict[str, Any]:
-        """The state that this process adds to a checkpoint, to be written as JSON."""
         is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
         return {
             "identity": self._identity,
@@ -179,7 +202,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         }
 
     def counts(self) -> dict[str, int]:
-        """Counts of this process since the run began: ``samples`` consumed, samples ``skipped``, ``shards`` opened."""
+        """``samples`` consumed, samples ``skipped``, ``shards`` opened."""
         cursors = self._own_cursors().values()
         skipped = sum(cursor["skipped"] for cursor in cursors)
         return {
@@ -209,16 +232,11 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- Reading ----
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
-        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
         self._sides = sides, step - self._shares.step(self._consumed - self._begun)
 
     def _side(self, number: int) -> int | None:
         sides, first = self._sides
         return None if sides is None else sides.smaller_at(first + self._shares.step(number - self._begun))
-
-    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """None: samples of shards have no row numbers."""
-        return []
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""

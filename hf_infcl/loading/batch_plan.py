@@ -130,10 +130,8 @@ class BatchPlan(Course):
         self.begin = at
         self._too_large: set[int] = set()  # for the rest of a pass
         self.sections = list(self._walk(at))
-        self._steps = [section.begin.step for section in self.sections]
-        self._micro_batches = [section.first for section in self.sections]
-        last = self._steps[-1] + self.sections[-1].steps if self.sections else at.step
-        self.steps = last if self.grows else max_steps
+        end = self.sections[-1].after(self.sections[-1].steps) if self.sections else at
+        self.steps = end.step if self.grows else max_steps
         end = self.reached(self.steps)
         self.samples, self.epochs = end.samples, end.epoch + 1
         if self.grows:
@@ -194,7 +192,7 @@ class BatchPlan(Course):
     # ---- By step ----
 
     def _section(self, step: int) -> Section | None:
-        found = bisect_right(self._steps, step) - 1
+        found = bisect_right(self.sections, step, key=lambda section: section.begin.step) - 1
         return self.sections[found] if found >= 0 else None
 
     def position(self, step: int) -> Position:
@@ -267,8 +265,8 @@ class BatchPlan(Course):
 
     def place(self, number: int) -> MicroBatchPlace | None:
         """The place of a micro-batch of all processes, counted from where the plan begins; None after its end."""
-        section = self.sections[bisect_right(self._micro_batches, number) - 1] if self.sections else None
-        if section is None:
+        if not self.sections:
             return None
+        section = self.sections[bisect_right(self.sections, number, key=lambda section: section.first) - 1]
         window, own = divmod(number - section.first, section.micro_batches)
         return None if window >= section.steps else MicroBatchPlace(section.after(window), section, own)

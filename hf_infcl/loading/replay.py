@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import StepSides
+from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import BatchSchedule
@@ -29,7 +29,7 @@ _SEED_OF_OLD = 2**31
 _FILLED: dict[str, Callable[[str], Any]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
 
 Items = list[Any]
-Tag = dict[str, Any]
+Tag = Mapping[str, Any]
 
 
 class Replayed(IterableDataset[Any]):
@@ -148,7 +148,7 @@ class Replayed(IterableDataset[Any]):
     ) -> MixedRows:
         """The micro-batches of one process; the arguments are those of `MixedRows` and `micro_batches_of`."""
         self.check()
-        parts = []
+        parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
             is_old = number == 1
             share, own = SourceShare(plan, is_old), [state["parts"][number] for state in states]
@@ -177,8 +177,8 @@ def micro_batches_of(
     *,
     states: Sequence[Mapping[str, Any]] = (),
     **where: Any,
-) -> Any:
-    """The micro-batches of one process from a table or an `ImageTextStream`, with the methods of `StreamBatches`.
+) -> MicroBatches:
+    """The micro-batches of one process from a table or an `ImageTextStream`.
 
     Args:
         dataset: the source.
@@ -193,8 +193,8 @@ def micro_batches_of(
     return TableRows(dataset, share, collate, **order, state=states[0] if states else None, **where)
 
 
-class MixedRows(IterableDataset[tuple[Any, Tag]]):
-    """The micro-batches of new and old pairs for one process; see `StreamBatches`, whose methods these are.
+class MixedRows(MicroBatches):
+    """The micro-batches of new and old pairs for one process.
 
     Args:
         parts: those of the new pairs and of the old ones, not collated.
@@ -205,12 +205,12 @@ class MixedRows(IterableDataset[tuple[Any, Tag]]):
     """
 
     def __init__(
-        self, parts: Sequence[Any], collate: Callable[[Items], Any], plan: BatchPlan, world_size: int = 1
+        self, parts: Sequence[MicroBatches], collate: Callable[[Items], Any], plan: BatchPlan, world_size: int = 1
     ) -> None:
         self._parts, self._collate, self._plan, self._world_size = parts, collate, plan, world_size
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
 
-    def __iter__(self) -> Iterator[tuple[Any, Tag]]:
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for (new, tag), (old, tag_of_old) in zip(*self._parts, strict=True):
             began = time.perf_counter()
             batch = self._collate([*new, *old])
@@ -218,10 +218,6 @@ class MixedRows(IterableDataset[tuple[Any, Tag]]):
                 batch = {**batch, "new_images": len(new)}
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
             yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
-
-    def begin_at(self, epoch: int, windows: int) -> bool:
-        """The pairs follow those that were consumed, whichever epoch begins."""
-        return False
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         for part in self._parts:
@@ -245,7 +241,3 @@ class MixedRows(IterableDataset[tuple[Any, Tag]]):
         new, old = (part.counts() for part in self._parts)
         both = {name: new.get(name, 0) + old.get(name, 0) for name in {**new, **old}}
         return {**both, "replayed": old["samples"]}
-
-    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """None: a row may be that of a new or of an old pair."""
-        return []

@@ -6,15 +6,15 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from ..data.keyed import keyed_rows, rows_of
-from ..data.stream_batches import StepSides
+from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import has_epochs, set_epoch
-from .batch_plan import MicroBatchPlace
+from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
 
 
@@ -29,16 +29,8 @@ class SizedRow(int):
         return sized
 
 
-class _At(NamedTuple):
-    """A place in the passes over a table: the completed ones, the rows read in the next one, and all rows read."""
-
-    epoch: int
-    rows: int
-    samples: int
-
-
-class TableRows(IterableDataset[tuple[Any, dict[str, Any]]]):
-    """The micro-batches of a dataset with a length for one process; see `StreamBatches`, whose methods these are.
+class TableRows(MicroBatches):
+    """The micro-batches of a dataset with a length for one process.
 
     The rows of a global batch depend only on the seed, the pass and the rows of the pass before it, not on how it is
     split over processes and accumulation steps. A pass ends where the next global batch does not fit in. The rows left
@@ -77,26 +69,25 @@ class TableRows(IterableDataset[tuple[Any, dict[str, Any]]]):
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
-        self._begins: dict[int, _At] = {}  # of the sections of the plan, by their first micro-batches
-        begin = share.plan.begin
-        at = _At(begin.epoch, begin.rows, begin.samples)
+        self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
+        at = share.plan.begin
         if state is not None:
-            at = _At(state["pass"], state["rows"], state["samples"])
+            at = Position(samples=state["samples"], epoch=state["pass"], rows=state["rows"])
         for section in share.plan.sections:
             self._begins[section.first] = at
             at = self._after(at, share.of_batch(section.size), section.steps)
         self._end = at
 
-    def _after(self, at: _At, size: int, steps: int) -> _At:
-        """The place after steps with so many rows each, where a further one fits in."""
+    def _after(self, at: Position, size: int, steps: int) -> Position:
+        """The passes, rows and samples of this table after steps with so many rows each, where a further one fits."""
         length, samples = len(self._dataset), at.samples + steps * size
         if steps < (fit := (length - at.rows) // size):
-            return _At(at.epoch, at.rows + steps * size, samples)
+            return Position(samples=samples, epoch=at.epoch, rows=at.rows + steps * size)
         passes, left = divmod(steps - fit, length // size)
-        return _At(at.epoch + 1 + passes, left * size, samples)
+        return Position(samples=samples, epoch=at.epoch + 1 + passes, rows=left * size)
 
-    def _at(self, place: MicroBatchPlace) -> _At:
-        """The place before the step of a micro-batch."""
+    def _at(self, place: MicroBatchPlace) -> Position:
+        """Those before the step of a micro-batch."""
         section = place.section
         steps = place.at.step - section.begin.step
         return self._after(self._begins[section.first], self._share.of_batch(section.size), steps)
@@ -104,10 +95,7 @@ class TableRows(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- What was consumed ----
 
     def begin_at(self, epoch: int, windows: int) -> bool:
-        """Goes to a global batch of a pass, where all have one size. Returns whether it is not the next one anyway.
-
-        In a replay, and where the batch grows, the pairs follow those that were consumed, whichever epoch begins.
-        """
+        """Goes to a global batch of a pass, unless the batch grows or this is a part of a replay."""
         plan = self._share.plan
         if plan.grows or not self._share.is_alone:
             return False
@@ -140,7 +128,6 @@ class TableRows(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- Reading ----
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """The rows of the dataset at (micro-batch, row) of this process after the consumed ones; of a replay none."""
         if not self._share.is_alone:
             return []
         found = [(self._share.plan.place(self._consumed + self._rank + i * self._world_size), row) for i, row in places]
@@ -166,13 +153,10 @@ class TableRows(IterableDataset[tuple[Any, dict[str, Any]]]):
             rows = [SizedRow(row, side) for row in rows]
         set_epoch(dataset, self._at(place).epoch)
         items = rows_of(dataset, rows)
-        if self._filled:
-            items = [self._complete(item, row) for item, row in zip(items, rows, strict=True)]
+        for key, make in self._filled.items():
+            places = (f"row {row} of {self._share.kind} pairs" for row in rows)
+            items = [{**item, key: make(place)} for item, place in zip(items, places, strict=True)]
         return keyed_rows(items, rows) if self._keyed else items
-
-    def _complete(self, item: Any, row: int) -> Any:
-        place = f"row {row} of {self._share.kind} pairs"
-        return {**item, **{key: make(place) for key, make in self._filled.items()}}
 
     def _rows(self, place: MicroBatchPlace) -> list[int]:
         at, pairs, length = self._at(place), self._share.pairs(place), len(self._dataset)

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from ..data.stream_batches import StepSides
+from ..data.stream_batches import MicroBatches, StepSides
 from ..options.arguments import InfCLTrainingArguments
 from .batch_plan import BatchPlan
 from .replay import Replayed, micro_batches_of
@@ -57,7 +57,7 @@ class TrainingLoader(DataLoader[Any]):
         where: dict[str, Any] = {"rank": args.process_index, "world_size": args.world_size, "states": states}
         where |= {"num_workers": args.dataloader_num_workers, "keyed": args.leave_out is not None}
         if isinstance(dataset, Replayed):
-            self._batches: Any = dataset.batches(plan, collate, **where)
+            self._batches: MicroBatches = dataset.batches(plan, collate, **where)
         else:
             order = {"shuffle": args.train_sampling_strategy == "random", "seed": args.seed_of_data}
             self._batches = micro_batches_of(dataset, SourceShare(plan), collate, order, **where)
@@ -138,13 +138,11 @@ class TrainingLoader(DataLoader[Any]):
 
     def state(self) -> dict[str, Any] | None:
         """This process's part of a checkpoint; see `StreamBatches.state`. None if the plan knows the position."""
-        state: dict[str, Any] | None = self._batches.state()
-        return state
+        return self._batches.state()
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of a dataset with a length at (micro-batch, row) after the consumed ones; else empty."""
-        rows: list[int] = self._batches.rows_at(places)
-        return rows
+        return self._batches.rows_at(places)
 
     def progress(self) -> dict[str, float]:
         """This process's consumption since the run began, and the samples per second that its workers can prepare.
