@@ -136,9 +136,9 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *inside("loss", "kernels", "windows")),
     "hf_infcl.loading.data_wait": ("hf_infcl", *HUGGING_FACE),
-    "hf_infcl.loading.stream_loader": ("transformers", *inside("loss", "windows")),
+    "hf_infcl.loading.training_loader": ("transformers", *inside("loss", "windows")),
     "hf_infcl.loading.batch_checks": ("transformers", *inside("loss", "windows")),
-    "hf_infcl.loading.sampling": (*HUGGING_FACE, *inside("loss", "windows")),
+    "hf_infcl.loading.table_rows": (*HUGGING_FACE, *inside("loss", "windows")),
     "hf_infcl.checkpoints": (
         *("transformers.Trainer", *MODELS),
         *inside("reference", "kernels", "loss", "passes", "windows", "loading", "evaluation", "optimizers", "tools"),

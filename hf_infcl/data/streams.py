@@ -36,7 +36,7 @@ from .pairs import (
     draw_captions,
     usable_captions,
 )
-from .stream_batches import Share, StreamBatches
+from .stream_batches import Shares, StreamBatches
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return [captions for captions in found if captions]
 
     def batches(
-        self, batch_size: int | Share, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
+        self, batch_size: int | Shares, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
     ) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)

@@ -47,10 +47,18 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
             own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
             stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
-            names = own["image_column"], own["caption_column"], options.key_column
-            chosen = {"streaming": data.streaming, "on_bad_sample": data.on_bad_sample}
-            place = {"split": own["split"], "name": own["name"]}
-            sources = {"": source_of(namespace.data, *names, stated, **place, **chosen)}
+            source = source_of(
+                namespace.data,
+                own["image_column"],
+                own["caption_column"],
+                options.key_column,
+                stated,
+                split=own["split"],
+                name=own["name"],
+                streaming=data.streaming,
+                on_bad_sample=data.on_bad_sample,
+            )
+            sources = {"": source}
         model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator

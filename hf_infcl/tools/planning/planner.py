@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ...encoders.image_size import check_sizes_of_config, config_for_images
-from ...loading.replay import DEFAULT_SHARE
+from ...loading.shares import share_of
 from ...options.arguments import InfCLTrainingArguments
 from ...options.batch_schedule import BatchSchedule, divided_batch
 from ...options.declared import training_options
@@ -117,7 +117,7 @@ class Planner:
             raise ValueError(self._why_nothing_fits(batch // options.gpus))
         self.choice = found[1]
         self.counts = self._counts[self.choice.checkpointing]
-        share = DEFAULT_SHARE if options.replay_share is None else options.replay_share
+        share = share_of(options.replay_share)
         self.old = round(batch * share) if options.replay_dataset else 0
         self.stages = self._stages()
 
