@@ -75,13 +75,13 @@ ANSWERS = {
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        "[33.5 → 39.5 with a fifth of them wrong, 15.4 → 25.6 with half](real_pairs/README.md#wrong-captions)",
+        f"[33.5 → 39.6 with a fifth of them wrong, 15.4 → 25.9 with half]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs that are the only ones of their concept may be left out",
     ),
     "teacher": Answer(
         "a large model that knows the pairs, and a small one to train",
         "--recipe distill --teacher_embeddings outputs/teacher",
-        "[45.5 → 53.3, for a third of the size 38.5 → 48.3](real_pairs/README.md#teachers)",
+        f"[45.5 → 53.3, for a third of the size 38.5 → 48.3]({_TABLES}#wrong-captions-and-teachers)",
         "one `infcl embed` over the pairs",
     ),
     "several captions": Answer(
