@@ -290,10 +290,19 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     with pytest.raises(SystemExit):
         cli.main("convert", [str(path), str(tmp_path / "ours")])
     assert "Name the model with --open_clip_model" in capsys.readouterr().err
-    checkpoint = folders.read(path, str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG))
+    named = str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG)
+    checkpoint = folders.read(path, named)
     assert same_weights(
         from_open_clip(checkpoint.tensors, checkpoint.config)[0], from_open_clip(tensors("CLIP"), CLIP)[0]
     )
+    tokenizer().save_pretrained(tmp_path / "letters")
+    words = [str(path), str(tmp_path / "ours"), "--tokenizer", str(tmp_path / "letters")]
+    cli.main("convert", [*words, "--open_clip_model", named])
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "ours")
+    assert processor.tokenizer("a b")["input_ids"] == tokenizer()("a b")["input_ids"]
+    with pytest.raises(SystemExit):
+        cli.main("convert", [words[0], str(tmp_path / "other"), *words[2:], "--to", "open_clip"])
+    assert "--tokenizer is for a source of OpenCLIP" in capsys.readouterr().err
 
 
 def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypatch):

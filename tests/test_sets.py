@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
+from helpers import processors
 from helpers.demo import infcl
+from helpers.pictures import picture
 from helpers.shards import number_of, write_parquet
 
 from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset
@@ -189,3 +193,39 @@ def test_commands_read_the_facts_of_their_data(demo, table, tmp_path, capsys):
         infcl("evaluate", "--model", model, "--eval_dataset", f"{table}?kolumn=others", *words)
     assert "--eval_dataset" in (line := capsys.readouterr().err)
     assert "kolumn is unknown. A set here can have caption_column, image_column, name, pair_id_column, split." in line
+
+
+def test_class_folders_train_with_captions_of_templates(demo, tmp_path, capsys):
+    for name, numbers in {"cat": (1, 2, 3), "dog": (4, 5, 6)}.items():
+        (tmp_path / "folders" / name).mkdir(parents=True)
+        for number in numbers:
+            picture(number).save(tmp_path / "folders" / name / f"{number}.png")
+    words = ["--model", demo / "clip-init", "--dataset", tmp_path / "folders", "--output_dir", tmp_path / "out"]
+    words += ["--use_cpu", "--report_to", "none", "--max_steps", 1, "--per_device_train_batch_size", 4]
+    infcl("train", *words, "--caption_templates", "a photo of a {c}", "the {c}")
+    assert "have a caption that another one" not in capsys.readouterr().err
+    card = (tmp_path / "out/README.md").read_text()
+    assert "except those with equal `label`" in card
+    args = InfCLTrainingArguments(str(tmp_path / "two"), use_cpu=True)
+    named = set_named("dataset", {"path": str(tmp_path / "folders"), "class_names": ["Kater", "Hund"]})
+    rows = opening.training_set(DataOptions([named], caption_templates=["{c}"]), ColumnOptions(), args)
+    assert [rows[row]["caption"] for row in (0, 5)] == [["Kater"], ["Hund"]]
+    with pytest.raises(ValueError, match="--caption_templates is for tables"):
+        opening.training_set(
+            DataOptions(["a"], streaming=True, samples_per_epoch=1, caption_templates=["{c}"]), ColumnOptions(), args
+        )
+
+
+def test_a_training_takes_another_tokenizer(demo, small, tmp_path, capsys):
+    tokenizer = processors.tokenizer()
+    tokenizer.save_pretrained(tmp_path / "letters")
+    infcl(*small, "--max_steps", 1, "--tokenizer", tmp_path / "letters")
+    saved, own = (transformers.AutoTokenizer.from_pretrained(of) for of in (tmp_path / "out", demo / "clip-init"))
+    assert saved("a b")["input_ids"] == tokenizer("a b")["input_ids"] != own("a b")["input_ids"]
+    words = ["--model", demo / "clip-init", "--eval_dataset", tmp_path / "pairs", "--output_dir", tmp_path / "two"]
+    words += ["--use_cpu", "--report_to", "none", "--tokenizer"]
+    infcl("evaluate", *words, tmp_path / "letters")
+    assert re.search(r"^pairs +loss", capsys.readouterr().out, re.MULTILINE)
+    with pytest.raises(SystemExit):
+        infcl("evaluate", *words, tmp_path / "none")
+    assert str(tmp_path / "none") in capsys.readouterr().err

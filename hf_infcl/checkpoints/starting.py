@@ -26,6 +26,7 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
         merges=False,
         new_weights=options.new_weights or (),
         seed=args.seed,
+        tokenizer=options.tokenizer,
     )
     has_own, rank = has_adapters(loaded.model), lora.lora_rank
     if lora.lora_merge and rank is None and not has_own:
@@ -66,4 +67,5 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
 def merge_into_start(options: TrainedModelOptions, args: InfCLTrainingArguments) -> None:
     """Replaces the adapters in ``output_dir`` by the whole model."""
     start = options.model if options.open_clip_model else base_of_adapters(options.model) or options.model
-    merge_adapters(Path(str(args.output_dir)), load(start, options.open_clip_model).model, args.image_size)
+    whole = load(start, options.open_clip_model, tokenizer=options.tokenizer)
+    merge_adapters(Path(str(args.output_dir)), whole.model, args.image_size)

@@ -27,7 +27,11 @@ logger = logging.get_logger(__name__)
 
 @asks_hub_once
 def load_open_clip(
-    source: str | Path, *, open_clip_model: str | None = None, tell: Callable[[str], object] = logger.info
+    source: str | Path,
+    *,
+    open_clip_model: str | None = None,
+    tokenizer: str | None = None,
+    tell: Callable[[str], object] = logger.info,
 ) -> tuple[Any, Any]:
     """Loads a model of OpenCLIP as a model and a processor of transformers.
 
@@ -36,12 +40,14 @@ def load_open_clip(
     Args:
         source: a folder with open_clip_config.json and weights, a Hub repository that holds these, or a file.
         open_clip_model: for a file, OpenCLIP's name of the model, such as "ViT-B-32", or a JSON file with its config.
+        tokenizer: the folder or the Hub id of the tokenizer; by default the one beside the weights or that the config
+            names, or CLIP's.
         tell: receives sentences about what differs and about the comparison.
 
     Raises:
         ValueError: transformers has no such model, the source does not hold a complete one, or the embeddings differ.
     """
-    model, processor, sentences = _incoming(source, open_clip_model)
+    model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
     for sentence in sentences:
         tell(sentence)
     return model, processor
@@ -62,6 +68,7 @@ def convert(
     open_clip_model: str | None = None,
     repository: str = ".",
     max_text_tokens: int | None = None,
+    tokenizer: str | None = None,
 ) -> list[str]:
     """Writes a model of OpenCLIP in transformers' format, or the other way round, with its processor.
 
@@ -77,6 +84,7 @@ def convert(
         open_clip_model: as in `load_open_clip`.
         repository: as in `to_open_clip`.
         max_text_tokens: with to="open_clip", the tokens at which OpenCLIP cuts texts; by default the tokenizer's limit.
+        tokenizer: as in `load_open_clip`.
 
     Returns:
         Sentences about what was written and compared.
@@ -98,18 +106,21 @@ def convert(
     if to == "transformers":
         if max_text_tokens is not None:
             raise ValueError("--max_text_tokens is for --to open_clip. OpenCLIP's own models state their length.")
-        return list(_to_transformers(source, target, open_clip_model))
-    if open_clip_model is not None:
-        raise ValueError("--open_clip_model is for a source of OpenCLIP; with --to open_clip, the source is the other.")
+        return list(_to_transformers(source, target, open_clip_model, tokenizer))
+    for option, given in (("open_clip_model", open_clip_model), ("tokenizer", tokenizer)):
+        if given is not None:
+            raise ValueError(f"--{option} is for a source of OpenCLIP; with --to open_clip, the source is the other.")
     return list(_to_open_clip(source, target, repository, max_text_tokens))
 
 
-def _incoming(source: str | Path, open_clip_model: str | None) -> tuple[Any, Any, Iterator[str]]:
+def _incoming(
+    source: str | Path, open_clip_model: str | None, named: str | None = None
+) -> tuple[Any, Any, Iterator[str]]:
     checkpoint = read(source, open_clip_model)
     model, notes = from_open_clip(checkpoint.tensors, checkpoint.config)
     text = checkpoint.config["model_cfg"]["text_cfg"]
     images = image_processor(checkpoint.config.get("preprocess_cfg") or {}, model.config.vision_config.image_size)
-    tokenizer = prepared(checkpoint.tokenizer(), text)
+    tokenizer = prepared(checkpoint.tokenizer(named), text)
     kind = transformers.SiglipProcessor if model.config.model_type == "siglip" else transformers.CLIPProcessor
     for name in ("bos", "eos", "pad"):  # of which only CLIP's eos has an effect, which is set already
         token = getattr(tokenizer, f"{name}_token_id")
@@ -129,12 +140,14 @@ def _incoming(source: str | Path, open_clip_model: str | None) -> tuple[Any, Any
     return model, kind(image_processor=images, tokenizer=tokenizer), sentences()
 
 
-def _to_transformers(source: str | Path, target: str | Path, open_clip_model: str | None) -> Iterator[str]:
+def _to_transformers(
+    source: str | Path, target: str | Path, open_clip_model: str | None, tokenizer: str | None = None
+) -> Iterator[str]:
     base = base_of_adapters(str(source))
     if base is not None:
         yield from _merged(source, target, base)
         return
-    model, processor, sentences = _incoming(source, open_clip_model)
+    model, processor, sentences = _incoming(source, open_clip_model, tokenizer)
     check_ends(model, processor.tokenizer)
     yield from sentences
     model.save_pretrained(target)

@@ -35,8 +35,10 @@ class OpenClipSource:
     config: dict[str, Any]
     folder: Path | None
 
-    def tokenizer(self) -> Any:
-        """The tokenizer beside the weights, or the one that the config names, or CLIP's."""
+    def tokenizer(self, named: str | None = None) -> Any:
+        """The tokenizer of this name, or the one beside the weights, or the one that the config names, or CLIP's."""
+        if named:
+            return transformers.AutoTokenizer.from_pretrained(named)
         if self.folder and any((self.folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             return transformers.AutoTokenizer.from_pretrained(self.folder)
         name = self.config["model_cfg"]["text_cfg"].get("hf_tokenizer_name")

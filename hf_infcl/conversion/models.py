@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import ModelCard
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from .converting import config_of_open_clip, load_open_clip
 from .explaining import asks_hub_once
 from .folders import is_of_open_clip
 from .pretrained import base_of_adapters, config_of, load_pretrained, processor_of
+from .tokenizing import check_length
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def load(
     merges: bool = True,
     new_weights: Sequence[str] = (),
     seed: int = 0,
+    tokenizer: str | None = None,
 ) -> Loaded:
     """Loads the model and the processor. The model is in fp32 for the optimizer, whatever dtype its checkpoint has.
 
@@ -43,28 +45,49 @@ def load(
         checkpoint: a folder or a Hub id, also of OpenCLIP or of adapters, or a .pt of OpenCLIP's training.
         open_clip_model: see `load_open_clip`.
         merges, new_weights, seed: see `load_pretrained`.
+        tokenizer: the folder or the Hub id of a tokenizer that replaces that of the processor.
 
     Raises:
         ValueError: they cannot be loaded, or weights are missing.
     """
     if open_clip_model is None and not is_of_open_clip(checkpoint):
         options: dict[str, Any] = {"merges": merges, "new_weights": new_weights, "seed": seed}
-        return Loaded(*load_pretrained(checkpoint, dtype=torch.float32, **options))
+        model, processor = load_pretrained(checkpoint, dtype=torch.float32, **options)
+        _with_tokenizer(processor, tokenizer, model.config)
+        return Loaded(model, processor)
     if new_weights:
         raise ValueError(f"--new_weights is for models in transformers' format, and {checkpoint!r} is not. Omit it.")
     told: list[str] = []
-    model, processor = load_open_clip(checkpoint, open_clip_model=open_clip_model, tell=told.append)
+    model, processor = load_open_clip(
+        checkpoint, open_clip_model=open_clip_model, tokenizer=tokenizer, tell=told.append
+    )
     return Loaded(model.float(), processor, told)
 
 
+def _with_tokenizer(processor: Any, tokenizer: str | None, config: Any) -> None:
+    """Gives a processor another tokenizer, if one is named, with the limit of tokens that the old one had."""
+    if tokenizer is None:
+        return
+    new, old = AutoTokenizer.from_pretrained(tokenizer), processor.tokenizer
+    rows = getattr(config.text_config, "vocab_size", None)
+    if rows is not None:
+        check_length(new, rows, exact=False)
+    new.model_max_length = min(new.model_max_length, old.model_max_length)
+    processor.tokenizer = new
+
+
 @asks_hub_once
-def load_readers(checkpoint: str, open_clip_model: str | None = None) -> tuple[PretrainedConfig, Any]:
+def load_readers(
+    checkpoint: str, open_clip_model: str | None = None, tokenizer: str | None = None
+) -> tuple[PretrainedConfig, Any]:
     """The model's config and its processor; takes and raises what `load` does, and needs no weights of transformers."""
     if open_clip_model is not None or is_of_open_clip(checkpoint):
-        loaded = load(checkpoint, open_clip_model)
+        loaded = load(checkpoint, open_clip_model, tokenizer=tokenizer)
         return loaded.model.config, loaded.processor
     base = base_of_adapters(checkpoint)
-    return config_of(checkpoint, base), processor_of(checkpoint, base)
+    config, processor = config_of(checkpoint, base), processor_of(checkpoint, base)
+    _with_tokenizer(processor, tokenizer, config)
+    return config, processor
 
 
 @asks_hub_once

@@ -2,7 +2,7 @@
 
 from .choices import CaptionChoiceDataset
 from .collator import ContrastiveCollator
-from .labelled import ZeroShotDataset
+from .labelled import ZeroShotDataset, captions_of_classes
 from .pairs import ImageTextDataset, caption_pair_id
 from .streams import ImageTextStream
 from .tables import load_pairs
@@ -14,5 +14,6 @@ __all__ = [
     "ImageTextStream",
     "ZeroShotDataset",
     "caption_pair_id",
+    "captions_of_classes",
     "load_pairs",
 ]

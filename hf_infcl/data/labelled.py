@@ -117,6 +117,48 @@ class ZeroShotDataset(ImageDataset):
         return [[prompt] for prompt in self.prompts()[:count]]
 
 
+def captions_of_classes(
+    dataset: datasets.Dataset,
+    templates: Sequence[str],
+    *,
+    label_column: str = "label",
+    class_names: Sequence[str] | None = None,
+) -> datasets.Dataset:
+    """Labelled images as image-text pairs: the rows with a further column ``caption`` of lists of strings.
+
+    An `ImageTextDataset` draws one caption of the list per epoch. Pass it ``pair_id_column=label_column`` as well, so
+    that images of one class are not each other's negatives.
+
+    Args:
+        dataset: a map-style `datasets.Dataset`, such as that of a folder with a folder for each class.
+        templates: captions with one ``{c}`` (or ``{}``) each for the name of the class: "a photo of a {c}".
+        label_column: a `ClassLabel` column, or integers.
+        class_names: one per class, matched as by `names_by_label`; by default those of the `ClassLabel`.
+
+    Raises:
+        ValueError: a template is wrong, a label has no name, or there is a column ``caption`` already.
+    """
+    import datasets as library
+
+    if "caption" in dataset.column_names:
+        raise ValueError("There is a column 'caption' already, so captions are not made from the names of classes.")
+    plain = [template.replace("{c}", "{}") for template in templates]
+    if isinstance(templates, str) or not plain or any(template.count("{}") != 1 for template in plain):
+        raise ValueError(f"Captions of classes need templates with one {{c}} each for the class, got {templates!r}.")
+    known = getattr(dataset.features.get(label_column), "names", None)
+    if class_names is not None and known is not None:
+        class_names = names_by_label(class_names, known)
+    if not (names := class_names or known):
+        found = dataset.features.get(label_column)
+        raise ValueError(f"The column {label_column!r} is {found}, without names of classes. Give class_names.")
+    labels = dataset.select_columns([label_column])
+    if wrong := [label for label in labels.unique(label_column) if label is None or not 0 <= label < len(names)]:
+        raise ValueError(f"The label_column {label_column!r} holds {wrong[:10]}, but there are {len(names)} names.")
+    captions = [[template.replace("{}", name) for template in plain] for name in names]
+    made = labels.map(lambda label: {"caption": captions[label]}, input_columns=[label_column])
+    return library.concatenate_datasets([dataset, made.select_columns(["caption"])], axis=1)
+
+
 def lines_of(values: Sequence[str]) -> list[str]:
     """The values, or the lines of the text file that a single value names."""
     if len(values) != 1 or not Path(values[0]).is_file():

@@ -20,6 +20,13 @@ class ModelOptions:
         default=None,
         metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON."},
     )
+    tokenizer: str | None = field(
+        default=None,
+        metadata={
+            "help": "Another tokenizer than the model's own: a Hub id or a folder. It is saved with the model. A .pt "
+            "has none, and gets CLIP's from the Hub without this option."
+        },
+    )
 
 
 @dataclass

@@ -14,7 +14,7 @@ _CLASSES = ("label_column", "class_names", "templates")
 
 # What a set may say of itself, by the option that names it; "data" stands before the options of `infcl embed`.
 FACTS_OF_SETS = {
-    "dataset": (*_PAIRS, "negative_caption_column", "weight"),
+    "dataset": (*_PAIRS, "negative_caption_column", "weight", "label_column", "class_names"),
     "replay_dataset": (*_PAIRS, "streaming"),
     "eval_dataset": _PAIRS,
     "zero_shot_dataset": (*_TABLE, *_CLASSES),

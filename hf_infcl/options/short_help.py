@@ -6,20 +6,20 @@ from __future__ import annotations
 FIRST = {
     "Data": (
         *("dataset", "streaming", "samples_per_epoch", "image_column", "caption_column", "pair_id_column"),
-        *("captions_per_image", "augmentation", "on_bad_sample", "leave_out", "replay_dataset"),
+        *("caption_templates", "captions_per_image", "augmentation", "on_bad_sample", "leave_out", "replay_dataset"),
         "replay_share",
     ),
     "Model": (
-        *("model", "open_clip_model", "objective", "freeze", "lora_rank", "image_size", "teacher"),
+        *("model", "open_clip_model", "tokenizer", "objective", "freeze", "lora_rank", "image_size", "teacher"),
         "cache_features",
     ),
     "Batch": (
-        *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "texts_at_once"),
+        *("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps"),
         *("activation_checkpointing", "gradient_checkpointing"),  # one of which is transformers' old name
     ),
     "Length": ("num_train_epochs", "max_steps", "early_stopping_patience"),
     "Rates": (
-        *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "layer_decay", "optimizer"),
+        *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optimizer"),
         "ema_decay",
     ),
     "Precision and speed": ("bf16", "torch_compile", "dataloader_num_workers", "use_cpu"),

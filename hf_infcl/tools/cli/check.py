@@ -66,7 +66,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         parser.error("--check_samples must be at least 1, got 0.")
     workers = args.dataloader_num_workers if "dataloader_num_workers" in given else cores()
     with mistakes_in_one_line(parser.prog, of_libraries=True):
-        config, processor = load_readers(model_options.model, model_options.open_clip_model)
+        config, processor = load_readers(model_options.model, model_options.open_clip_model, model_options.tokenizer)
         config = config_for_images(config, args.image_size)
         if (sizes := args.image_sizes()) is not None:
             check_sizes_of_config(config.vision_config, sizes.sizes)

@@ -60,6 +60,14 @@ class DataOptions:
         default=None,
         metadata={"help": "With --streaming: the number of pairs per epoch. Without it, pass --max_steps."},
     )
+    caption_templates: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Captions from the names of classes, such as 'a photo of a {c}', or a file of them. For images in "
+            "a folder for each class: an epoch draws one of the captions of its class for each image, and images of "
+            "one class are not each other's negatives."
+        },
+    )
     captions_per_image: int = field(
         default=1,
         metadata={"help": "Captions drawn per epoch from an image's list. All of them are its positives."},

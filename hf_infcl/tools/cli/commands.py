@@ -190,6 +190,11 @@ def convert_parser() -> PlainParser:
         help="For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config.",
     )
     parser.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="With --to transformers: the folder or the Hub id of the tokenizer, in place of the model's own.",
+    )
+    parser.add_argument(
         "--repository",
         metavar="ID",
         default=".",

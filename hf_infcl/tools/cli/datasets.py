@@ -13,7 +13,7 @@ from ...checkpoints.average_choice import halves
 from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pairs
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
-from ...data.labelled import lines_of, names_by_label
+from ...data.labelled import captions_of_classes, lines_of, names_by_label
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
@@ -38,6 +38,8 @@ def training_set(
     weights = weights_of(data)
     if data.streaming:
         _check_alike("dataset", data.dataset)
+        if data.caption_templates:
+            raise ValueError("--caption_templates is for tables with classes, which shards that are streamed are not.")
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
         stream = ImageTextStream(
@@ -56,6 +58,12 @@ def training_set(
         if weights is not None:
             raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
         rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
+        if data.caption_templates:
+            labels = find_label_column(rows.features, own.get("label_column", "label"))
+            class_names = lines_of(own["class_names"]) if "class_names" in own else None
+            templates = lines_of(data.caption_templates)
+            rows = captions_of_classes(rows, templates, label_column=labels, class_names=class_names)
+            options |= {"caption_column": "caption", "pair_id_column": options["pair_id_column"] or labels}
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
             # The default, not what the user has named.
             if option not in named and options[option] == getattr(ColumnOptions, option):

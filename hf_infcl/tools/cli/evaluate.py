@@ -24,7 +24,9 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         datasets = evaluation_datasets(columns, evaluation)
         check_columns(columns, datasets)
-        model, processor, conversion = load(model_options.model, model_options.open_clip_model)
+        model, processor, conversion = load(
+            model_options.model, model_options.open_clip_model, tokenizer=model_options.tokenizer
+        )
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
     quieten(trainer)
     if trainer.is_world_process_zero():
