@@ -110,6 +110,43 @@ def test_a_window_that_has_begun_is_completed_before_an_epoch_or_a_training_ends
         assert ends == [([0] * steps, steps)] * world_size
 
 
+def rank_rows_of_begun_epochs(rank: int, world_size: int, folder: str, sampling: str) -> list[list[tuple]]:
+    rows, asked = TrainedRows(), AskOnce("should_epoch_stop", "begin", asks=True)
+    options = {"max_steps": -1, "num_train_epochs": 2, "train_sampling_strategy": sampling}
+    run = trainer_for(folder, data=models.Pairs(70), callbacks=[asked, rows], **options)
+    rows.watch(run)
+    run.train()
+    return rows.steps[:-1]
+
+
+@pytest.mark.parametrize("sampling", ["random", "sequential"])
+def test_an_epoch_that_ends_early_is_followed_by_the_next_one(ranks, tmp_path, sampling):
+    """Four windows of 16 pairs on two processes, of which the first epoch trains two."""
+    found = ranks.run(rank_rows_of_begun_epochs, 2, str(tmp_path), sampling)
+    orders = [torch.randperm(70, generator=torch.Generator().manual_seed(42 + epoch)) for epoch in range(2)]
+    if sampling == "sequential":
+        orders = [torch.arange(70), (torch.arange(70) + 64) % 70]
+    places = [(0, 0), (0, 16), *((1, first) for first in range(0, 64, 16))]
+    tokens = models.Pairs(70).tokens
+    for *steps, (epoch, first) in zip(*found, places, strict=True):
+        assert sorted(steps[0] + steps[1]) == sorted(map(tuple, tokens[orders[epoch][first : first + 16]].tolist()))
+
+
+def test_a_loader_gives_one_epoch_of_full_windows_whatever_is_left_to_train(tmp_path):
+    rows = TrainedRows()
+    run = trainer_for(tmp_path, data=models.Pairs(37), callbacks=[rows], max_steps=5)
+    rows.watch(run)
+    for trained in (False, True):
+        loader = run.get_train_dataloader()
+        batches = [tuple(text) for batch in loader for text in batch["input_ids"].tolist()]
+        assert len(loader) == 8, "four windows of two micro-batches"
+        assert len(set(batches)) == len(batches) == 32
+        if trained:
+            assert [*rows.steps[0], *rows.steps[1]] == batches[:16]
+        else:
+            run.train()
+
+
 def rank_leaves_a_row_out(rank: int, world_size: int, folder: str) -> None:
     batches = iter(range(100))
 

@@ -123,8 +123,8 @@ class BatchPlan(Course):
                 options = "per_device_train_batch_size × gradient_accumulation_steps × processes"
                 new = f", of which {size - self.old(size):,} are new" if self.old(size) else ""
                 raise ValueError(
-                    f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,} "
-                    f"pairs{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
+                    f"A pass over the training set has {rows:,} pairs, fewer than one global batch of {size:,}"
+                    f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
                     "raise samples_per_epoch of a stream."
                 )
         self.begin = at

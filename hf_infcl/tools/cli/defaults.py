@@ -112,7 +112,11 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
 
 def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
     """The number of steps of a training on so many pairs per epoch."""
-    return plan_of(args, pairs or None).steps
+    if args.max_steps > 0:
+        return args.max_steps
+    if args.global_batch_schedule is not None:
+        return plan_of(args, pairs).steps
+    return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
 
 
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
@@ -131,10 +135,11 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     Args:
         pairs: the training set.
     """
+    plan = None if args.global_batch_schedule is None else plan_of(args, pairs)
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0
-        print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
-    if (plan := plan_of(args, pairs)).grows:
+        print("Chosen by default:", in_steps(chosen, steps_of(args, epoch) if plan is None else plan.steps))
+    if plan is not None:
         stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return
