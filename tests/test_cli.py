@@ -929,7 +929,7 @@ def test_the_help_of_a_training_is_of_three_pages_and_the_whole_one_begins_with_
         assert "window" not in text, "it is a step to someone at a command line"
     theirs = declared.of_transformers()
     shown = options_of(short)
-    assert len(theirs & set(shown) - declared.of_infcl()) == 20, "what most trainings set"
+    assert len(theirs & set(shown) - declared.of_infcl()) == 18, "what most trainings set"
     every = options_of(whole)
     assert set(shown) < set(every)
     assert set(every) - {"help"} == helps_of(train_parser()).keys() - {"help"}

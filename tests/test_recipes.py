@@ -187,7 +187,7 @@ def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_fil
     found = re.findall(r"^--(\w+) replaces (\w+) .* of mine.yaml[.]$", said, re.MULTILINE)
     assert sorted(name for _, name in found) == sorted(left_out)
     assert {option for option, _ in found} <= set(re.findall(r"--(\w+)", typed)), "only what was typed replaces"
-    default = {field.name: field.default for field in dataclasses.fields(args)}
+    default = {field.name: field.default for field in dataclasses.fields(args)} | {"gradient_accumulation_steps": 1}
     for name in set(left_out) & default.keys() - {"save_strategy", "eval_strategy", "save_steps"}:  # chosen anew
         assert getattr(args, name) == default[name]
 

@@ -181,13 +181,13 @@ def check_dropped_patches(args: Any) -> None:
 
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
-    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
+    if args.texts_together > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
         raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
             "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
             *("texts_at_once", "gradient_accumulation_steps"),
         )
-    if args.texts_at_once > 1 and args.gradient_noise_steps is not None:
+    if args.texts_together > 1 and args.gradient_noise_steps is not None:
         raise ExclusiveOptionsError(
             f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
             f"{args.texts_at_once} gives some of them the texts of others. Omit one of both.",
@@ -253,7 +253,7 @@ def check_texts_at_once(args: Any) -> None:
 
     To be called when the processes are set up, since their number is not known before.
     """
-    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
+    if args.texts_together > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
         raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
             f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "

@@ -22,6 +22,7 @@ from ..loading.batch_plan import BatchPlan, Position
 from ..loading.loaders import initial_values, rest_of_training
 from ..loading.replay import Replayed
 from ..loading.training_data import TrainingData
+from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.facts import facts_by_name
 from ..options.run_options import options_of_arguments, options_of_data, options_of_model
@@ -87,6 +88,7 @@ def record_of(
         samples_seen=samples_seen,
         step=step,
         stages=stages,
+        micro_batches=recorded(setup.args),
     )
 
 

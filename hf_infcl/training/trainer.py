@@ -1,8 +1,4 @@
-"""`InfCLTrainer`: one optimizer step is one contrastive batch.
-
-Here are the overridden methods of Trainer. The step is in `windows/step.py`, the data in `loading/`, evaluations in
-`evaluating.py`, checkpoints in `checkpoints/` and `resuming.py`, files and pushes in `saving/`.
-"""
+"""`InfCLTrainer`: one optimizer step is one contrastive batch. Trainer's methods that differ call the parts."""
 
 from __future__ import annotations
 
@@ -26,6 +22,8 @@ from ..loading import loaders
 from ..loading.batch_plan import BatchPlan, course_of, plan_of
 from ..loading.notices import CaptionNotices
 from ..loading.training_data import TrainingData
+from ..micro_batches.finding import find_micro_batches
+from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
@@ -50,9 +48,8 @@ from .teaching import teachers_of
 class InfCLTrainer(Trainer):
     """A `transformers.Trainer` in which each optimizer step minimises the loss of one global contrastive batch.
 
-    The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
-    the gradient of every parameter, including logit_scale and logit_bias, equals the gradient of one process that holds
-    the whole batch. `WindowStep.run` is the step, and `hf_infcl.contrastive_loss` the loss.
+    However the batch is split, the gradient of every parameter, including logit_scale and logit_bias, equals the
+    gradient of one process that holds the whole batch. `WindowStep.run` is the step.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
@@ -138,6 +135,8 @@ class InfCLTrainer(Trainer):
             check_metric_of_training(self.args, self.eval_dataset)
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
+            searched: Any = self.setup, self.resumption.record, self.get_train_dataloader, self._prepare_inputs
+            self._train_batch_size = find_micro_batches(*searched)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.errors_of_lost():
@@ -317,9 +316,10 @@ class InfCLTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
         window, step = self.training_data.window, self.state.global_step
-        if self.args.global_batch_schedule is not None:  # Trainer adds the operations of one micro-batch
-            self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)
-        return self.window_step.run(model, window, step)
+        if more := len(window) - self.args.gradient_accumulation_steps:  # which Trainer's loop does not see
+            self.current_flos += more * self.floating_point_ops(inputs)
+        loss, self.training_data.window = run_repeating(self.window_step, model, window, step, self.args)
+        return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)

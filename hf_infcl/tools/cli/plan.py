@@ -46,7 +46,7 @@ SMALL = 32  # below this micro-batch gradient checkpointing is considered
 
 def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
-    asked, namespace.texts_at_once = namespace.texts_at_once, 1  # whose windows the plan may have to choose
+    asked, namespace.texts_at_once = namespace.texts_at_once, "auto"  # whose windows the plan may have to choose
     parser.build(namespace, given, computes=False)
     namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):

@@ -27,8 +27,8 @@ def kept_choices(options: Any, given: Collection[str]) -> dict[str, Any]:
     if options.optimizer == "muon":
         found["muon"] = True
     found |= {name: True for name in ("keep_features", "keep_weights") if getattr(options, name)}
-    if options.texts_at_once > 1:
-        found["texts"] = options.texts_at_once
+    if options.texts_at_once not in ("auto", "1"):
+        found["texts"] = int(options.texts_at_once)
     if options.matryoshka_dims:
         found["prefixes"] = tuple(options.matryoshka_dims)
     if options.teacher_embeddings:

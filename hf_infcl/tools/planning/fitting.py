@@ -82,7 +82,7 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
         keep_features=bool(args.keep_features),
         keep_weights=bool(args.keep_weights),
         ema=args.ema_decay is not None and args.ema_device is None,
-        texts=args.texts_at_once,
+        texts=args.texts_together,
         prefixes=tuple(args.matryoshka_dims or ()),
         stored=len(args.teacher_embeddings or ()),
     )
