@@ -202,7 +202,8 @@ def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **opti
     )
     data = models.Pairs(256 * 4 * 3 * torch.distributed.get_world_size())
     data.images = torch.nn.functional.interpolate(data.images, 64)
-    options = {"gradient_accumulation_steps": micro_batches, "max_steps": 3, **options, "use_cpu": False, "bf16": True}
+    of_one = {"retain_graphs": "1", "texts_at_once": 1, "gradient_accumulation_steps": micro_batches, "max_steps": 3}
+    options = {**of_one, **options, "use_cpu": False, "bf16": True}
     options |= {"per_device_train_batch_size": 256, "callbacks": [PeakOfLastStep()] if only_last else []}
     trainer = trainer_for(folder, transformers.CLIPModel(config), data, **options)
     torch.compiler.reset()

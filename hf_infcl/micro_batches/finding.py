@@ -17,7 +17,7 @@ from ..options.batch_division import DIVISION, largest_micro_batch, micro_batche
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
 from ..windows.setup import Setup
-from .search import Trial, find_graphs, find_micro_batch, find_texts_at_once
+from .search import ENOUGH, Trial, find_graphs, find_micro_batch, find_texts_at_once
 from .trials import Trials, memory_is_known, release_memory
 
 _FOUND = (*DIVISION, "texts_at_once", "retain_graphs", "largest_micro_batch")
@@ -109,6 +109,9 @@ def find_micro_batches(
                 f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
                 "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
             )
+        following = next((n for n in possible if n > fits), fits)
+        if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
         trial = Trial(largest_micro_batch(args, possible, fits), trial.texts, trial.graphs)
         args.per_device_train_batch_size = trial.micro_batch
         if args.global_batch_schedule is None:
@@ -119,7 +122,7 @@ def find_micro_batches(
         most = 1 if padding is None or args.gradient_noise_steps is not None else count - processes.grouped
         trial = Trial(trial.micro_batch, find_texts_at_once(attempt, trial, most, agree), trial.graphs)
         args.texts_at_once = str(trial.texts)
-    if graphs == "auto":
+    if graphs == "auto" and not _varies(args):
         most = max(1, count - 1) if processes.grouped else count  # see `Wrapper.most_graphs`
         args.retain_graphs = str(find_graphs(attempt, trial, most, agree))
     args.found = {name: getattr(args, name) for name in _FOUND}
@@ -129,6 +132,13 @@ def find_micro_batches(
             f"{described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {options_of(args)}"
         )
     return args.per_device_train_batch_size
+
+
+def _varies(args: InfCLTrainingArguments) -> bool:
+    """Whether steps differ in the memory of a graph, so that `GraphBudget` measures it when it changes."""
+    return bool(
+        args.global_batch_schedule or args.image_size_schedule or (args.patch_dropout and args.full_tokens_last)
+    )
 
 
 def _first_batch(setup: Setup, loader_of: Callable[[], Any]) -> Any:

@@ -62,7 +62,7 @@ class Trials:
     ) -> None:
         self._setup, self._own, self._padding = setup, own, padding
         self._batch, self._prepare_inputs = with_longest_texts(batch, longest), prepare_inputs
-        self._grouped = Processes().grouped
+        self._grouped, self._fitted = Processes().grouped, True
 
     def __call__(self, trial: Trial) -> tuple[int, int]:
         """Tries a window.
@@ -76,24 +76,25 @@ class Trials:
         setup, device = self._setup, self._setup.args.device
         trained = [p for p in setup.encoder.model.parameters() if p.requires_grad] + term_parameters(setup.extensions)
         buffers = [(buffer, buffer.clone()) for buffer in setup.encoder.model.buffers()]
-        fits = False
+        if not self._fitted:  # what the error of the trial before held
+            release_memory()
+        self._fitted = False
         try:
             with random_state_kept(device), alone(), _as_prepared(setup.encoder.model, setup.accelerator):
                 found = self._run(trial)
-            fits = True
+            self._fitted = True
         finally:
             for parameter in trained:
                 parameter.grad = None
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-            if not fits:
-                release_memory()
         return found
 
     def _run(self, trial: Trial) -> tuple[int, int]:
         args = copy.copy(self._setup.args)
         args.retain_graphs = str(trial.graphs)
+        args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
         args.image_size_schedule = None  # the batch has the images of the last steps
         args.patch_dropout = None if args.full_tokens_last else args.patch_dropout
         # Those that only look, or keep what they have seen, would take the trial for a step.
@@ -108,11 +109,11 @@ class Trials:
         )
         step.windows = 1  # the first one of a training is looked at more closely
         batch = repeated(self._batch, trial.micro_batch)
-        count = min(self._own // trial.micro_batch, max(trial.graphs, trial.texts) + 1)
+        count = min(-(-self._own // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
         batches = [{name: _copied(value) for name, value in batch.items()} for _ in range(count)]
         device, on_gpu = args.device, args.device.type == "cuda"
         before = torch.cuda.memory_allocated(device) if on_gpu else 0
-        reserved = torch.empty(self._reserve(batch, count) if on_gpu else 0, dtype=torch.uint8, device=device)
+        reserved = torch.empty(self._reserve(trial, batch, count) if on_gpu else 0, dtype=torch.uint8, device=device)
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
@@ -127,15 +128,14 @@ class Trials:
         free, _ = torch.cuda.mem_get_info(device)
         return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
 
-    def _reserve(self, batch: Mapping[str, Any], count: int) -> int:
+    def _reserve(self, trial: Trial, batch: Mapping[str, Any], count: int) -> int:
         """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
         args, model = self._setup.args, self._setup.encoder.model
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         of_each = _STATE + (4 if args.ema_decay is not None and args.ema_device is None else 0)
         of_each += 4 if self._grouped else 0  # DDP's buckets
-        size = len(batch["input_ids"])
         of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
-        others = 0 if args.offload_inputs else max(0, self._own // size - count) + 1  # and the next one
+        others = 0 if args.offload_inputs else max(0, self._own // trial.micro_batch - count) + 1  # and the next one
         of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._own)
         total = torch.cuda.get_device_properties(args.device).total_memory
         return int(trained * of_each + others * of_inputs + of_features + MARGIN * total)

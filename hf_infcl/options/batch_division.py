@@ -44,7 +44,7 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             f"{_or(_multiples(size, least))}, or {cure}."
             if size % least
             else f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
-            *(*(name for name, _ in given), "global_batch_size"),
+            *(*(name for name, _ in reversed(given)), "global_batch_size"),
         )
     own = size // args.world_size
     micro_batch = micro_batch or (own // accumulation if accumulation else _untried(args))

@@ -135,8 +135,6 @@ class InfCLTrainer(Trainer):
             check_metric_of_training(self.args, self.eval_dataset)
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
-            searched: Any = self.setup, self.resumption.record, self.get_train_dataloader, self._prepare_inputs
-            self._train_batch_size = find_micro_batches(*searched)
             self._decisions = Decisions(self.callback_handler.callbacks)
             self.checkpoints = files.checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.errors_of_lost():
@@ -146,6 +144,11 @@ class InfCLTrainer(Trainer):
                     raise self._saved_early(asked.number, trial) from None
                 finally:
                     self.window_step.close()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        searched: Any = self.setup, self.resumption.record, self.get_train_dataloader, self._prepare_inputs
+        self._train_batch_size = find_micro_batches(*searched)  # once gradient checkpointing is set up
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
@@ -252,10 +255,7 @@ class InfCLTrainer(Trainer):
     # ---- Data ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """A training loader. With ``offload_inputs`` its batches stay in host memory until they are fetched.
-
-        Each call returns a new one, which may be looked into. That of an `ImageTextStream` begins with the training.
-        """
+        """A new training loader, which may be looked into. With ``offload_inputs`` batches stay in host memory."""
         pairs = loaders.pairs_to_train(self.setup, self._prepare_inputs, self.interruptions)
         loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
         return self._training_loader(pairs) if loader is None else loader
