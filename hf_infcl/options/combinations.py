@@ -28,6 +28,8 @@ DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     *(("lr_scheduler_type", (), "lr_scheduler_kwargs"), ("optim", (), "optim_args"), ("optimizer", (), "optim_args")),
     *(("torch_compile", (False,), "torch_compile_mode"), ("torch_compile", (False,), "torch_compile_backend")),
     ("gradient_checkpointing", (), "activation_checkpointing"),
+    ("global_batch_size", (), "per_device_train_batch_size"),
+    ("global_batch_size", (), "gradient_accumulation_steps"),
 )
 
 

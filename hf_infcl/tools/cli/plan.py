@@ -47,6 +47,8 @@ SMALL = 32  # below this micro-batch gradient checkpointing is considered
 def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
     asked, namespace.texts_at_once = namespace.texts_at_once, "auto"  # whose windows the plan may have to choose
+    namespace.global_batch = namespace.global_batch or namespace.global_batch_size
+    namespace.global_batch_size = None  # which is of --gpus, not of this process
     parser.build(namespace, given, computes=False)
     namespace.texts_at_once = asked
     with mistakes_in_one_line(parser.prog, of_libraries=True):
@@ -124,6 +126,7 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         "",
         f"Choose  {words_of(choice)}{further}",
         *better,
+        *found_by_itself(choice, schedule, kept),
         "",
         *memory_lines(of_model, choice, memory_gib),
         "",
@@ -157,6 +160,13 @@ def report(options: argparse.Namespace, given: Collection[str]) -> list[str]:
         mean = mean_seconds(periods, choice, gpu)
         lines += step_lines(options.dataset_size, epochs, options.max_steps, choice, mean, old)
     return lines
+
+
+def found_by_itself(choice: Choice, schedule: BatchSchedule | None, kept: Collection[str]) -> list[str]:
+    """A line about the one option that stands for the division of the batch, unless a part of that is given."""
+    if schedule is not None or not {"micro_batch", "accumulation"}.isdisjoint(kept):
+        return []
+    return [f"  --global_batch_size {choice.global_batch} in place of these sizes finds them before the first step."]
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -16,7 +16,8 @@ from .prediction import GIB, USABLE, Choice, memory
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
     """Compares the predicted memory of a training with that of its GPU, before the training begins.
 
-    Trainings that shard the weights (FSDP, DeepSpeed) or read the image features from a cache are not predicted.
+    Trainings that shard the weights (FSDP, DeepSpeed), read the image features from a cache, or find out by themselves
+    what fits (``global_batch_size``) are not predicted.
 
     Returns:
         A warning if the training probably does not fit, or if its memory cannot be predicted.
@@ -25,7 +26,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
         ValueError: it cannot fit: weights, their gradients, half of a micro-batch's activations and the window's images
             in uint8 alone exceed the memory of the GPU.
     """
-    if args.fsdp or args.deepspeed or args.cache_features:
+    if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     try:
         # The last steps need the most memory.
