@@ -14,6 +14,7 @@ from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import nn
+from torch.utils.data import default_collate
 
 from hf_infcl.checkpoints.record import RunRecord
 from hf_infcl.micro_batches import finding
@@ -91,6 +92,28 @@ def test_a_micro_batch_that_is_changed_later_must_fit_as_well(tmp_path):
     args.per_device_train_batch_size = 16  # as a hyperparameter search does
     with pytest.raises(ValueError, match=r"64, but per_device_train_batch_size=16 .* is 32"):
         args.check()
+
+
+def test_deepspeed_needs_both_sizes(tmp_path):
+    args = arguments(tmp_path, **FREE, global_batch_size=64)
+    args.deepspeed = "config.json"
+    with pytest.raises(ValueError, match="global_batch_size=64 does not divide itself under DeepSpeed"):
+        batch_division.divide_global_batch(args, 64, 8, None)
+    batch_division.divide_global_batch(args, 64, 8, 8)
+
+
+def test_sharded_weights_are_not_tried(tmp_path):
+    trainer = trainer_for(tmp_path, **FREE, global_batch_size=16)
+    searched = trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs
+    with (
+        mock.patch.object(finding, "memory_is_known", return_value=True),
+        mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
+    ):
+        with pytest.raises(ValueError, match="global_batch_size=16 needs a per_device_train_batch_size under FSDP"):
+            finding.find_micro_batches(*searched)
+        trainer.args.asked = (8, None, "auto", "auto")
+        assert finding.find_micro_batches(*searched) == 16
+    assert (trainer.args.texts_at_once, trainer.args.retain_graphs) == ("auto", "auto")
 
 
 def test_what_fits_is_divided_among_all_stages(tmp_path):
@@ -259,6 +282,21 @@ def test_a_trial_changes_nothing(tmp_path):
     assert torch.equal(torch.get_rng_state(), state)
     assert model.forward == forward
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["longest", "max_length", "unknown"])
+def test_texts_are_put_together_where_they_have_one_length_or_are_padded(tmp_path, kind):
+    def collator(items: Any) -> Any:
+        return default_collate(items)
+
+    collator.text_padding = {"input_ids": 1, "attention_mask": 0} if kind == "longest" else None
+    collator.text_options, collator.max_length = {"padding": kind}, 12
+    model = models.clip()
+    widths = set()
+    model.register_forward_pre_hook(lambda m, _, inputs: widths.add(inputs["input_ids"].shape[1]), with_kwargs=True)
+    trainer = trained(tmp_path, 4, global_batch_size=32, model=model, data_collator=collator, max_steps=1)
+    assert trainer.args.texts_at_once == ("1" if kind == "unknown" else "4")
+    assert max(widths) == (12 if kind == "longest" else models.LENGTH), "the longest texts were tried"
 
 
 def test_given_options_stay_and_a_second_training_searches_anew(tmp_path):

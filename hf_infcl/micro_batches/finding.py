@@ -89,7 +89,9 @@ def find_micro_batches(
             raise
 
     padding: Mapping[str, int] | None = getattr(setup.collator, "text_padding", None)
-    longest = args.max_text_tokens or getattr(setup.collator, "max_length", None)
+    # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
+    longest = None if padding is None else args.max_text_tokens or getattr(setup.collator, "max_length", None)
+    padded = padding is not None or getattr(setup.collator, "text_options", {}).get("padding") == "max_length"
     with failures_announced():
         batch = _first_batch(setup, loader_of)
     if not agree(batch is not None):  # which the training will say
@@ -119,7 +121,7 @@ def find_micro_batches(
     count = -(-own // trial.micro_batch)
     if texts == "auto":
         # With gradient_noise_steps all micro-batches have their own.
-        most = 1 if padding is None or args.gradient_noise_steps is not None else count - processes.grouped
+        most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
         trial = Trial(trial.micro_batch, find_texts_at_once(attempt, trial, most, agree), trial.graphs)
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):

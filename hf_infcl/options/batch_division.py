@@ -34,6 +34,12 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             )
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
+    if args.deepspeed is not None and None in (micro_batch, accumulation):
+        raise ExclusiveOptionsError(
+            f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
+            f"the processes are known. Give {' and '.join(DIVISION)} as well.",
+            *("global_batch_size", "deepspeed"),
+        )
     given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in given)])
     words = " × ".join([f"{name}={n}" for name, n in given] + [_of(args.world_size)])

@@ -384,9 +384,9 @@ def check_support(args: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, lower "
-            "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor; the result "
-            "stays the same."
+            "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, pass "
+            "global_batch_size without per_device_train_batch_size: the micro-batches that fit are found, and the "
+            "result stays the same."
         )
 
 
