@@ -49,6 +49,7 @@ def test_the_blocks_give_the_same_cosines(page):
     np.testing.assert_allclose(np.linalg.norm(page["collection"]["embedding"], axis=1), 1, rtol=1e-6)
     expected = (page["outputs"].text_embeds @ page["outputs"].image_embeds.T).detach()
     torch.testing.assert_close(page["similarities"], expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(page["image_embeddings"], page["outputs"].image_embeds, rtol=0, atol=1e-6)
     assert Path("outputs/open_clip/open_clip_config.json").is_file()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import peft
 import pytest
 import torch
@@ -19,6 +20,7 @@ import transformers
 from helpers import models
 from helpers.demo import infcl, infcl_launched
 from helpers.processes import launched
+from PIL import Image
 from torch import Tensor, nn
 
 from hf_infcl.checkpoints.average_choice import ALPHAS, Measured, chosen, halves, score
@@ -476,3 +478,18 @@ def test_the_picture_has_a_panel_for_each_guard(tmp_path):
     ]
     plot_front(found, 0.4, tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
+    bounds = {"gained_low": 0.1, "gained_high": 0.7, "rest_bounds": {"g": (0.1, 0.7), "h": (0.3, 0.5)}}
+    plot_front([replace(one, **bounds) for one in found], 0.4, tmp_path / "shaded.png")
+    with Image.open(tmp_path / "front.png") as plain, Image.open(tmp_path / "shaded.png") as shaded:
+        assert plain.width == shaded.width > 1500, "three panels"
+        darker = np.array(shaded.convert("L")) < np.array(plain.convert("L"))
+        assert darker.mean() > 0.1, "intervals are shaded"
+
+
+def test_what_was_measured_has_the_intervals_of_its_scores():
+    scores = {"acc1": 0.5, "acc1_low": 0.4, "acc1_high": 0.6}
+    metrics = {f"eval_{name}_{key}": value for name in ("a", "g_validation", "g_rest") for key, value in scores.items()}
+    one = measured_at(0.5, metrics, ["a"], ["g"])
+    assert (one.gained_low, one.gained_high, one.rest_bounds) == (0.4, 0.6, {"g": (0.4, 0.6)})
+    one = measured_at(0.5, {k: v for k, v in metrics.items() if not k.endswith("_low")}, ["a"], ["g"])
+    assert (one.gained_low, one.gained_high, one.rest_bounds) == (None, 0.6, {})

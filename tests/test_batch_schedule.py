@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.batch_plan import BatchPlan, Position
+from hf_infcl.loading.shares import SourceShare
 from hf_infcl.options.batch_schedule import BatchSchedule, divided_batch
 from hf_infcl.tools.publishing import training_facts
 
@@ -86,15 +87,15 @@ def test_a_plan_from_any_step_is_the_rest_of_the_whole_plan(options):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_row_is_in_one_micro_batch_of_one_process(processes):
     plan = planned("4:0.25 8:0.25 16", 60, epochs=2, processes=processes)
-    places = []
+    share, places = SourceShare(plan), []
     while (place := plan.place(len(places))) is not None:
         places.append(place)
     for step in range(plan.steps):
         own = [place for place in places if place.at.step == step]
         assert len(own) == plan.micro_batches(step) * processes
-        assert len({len(place.rows) for place in own}) == 1
-        first = own[0].at.rows
-        assert [row for place in own for row in place.rows] == list(range(first, first + plan.size(step)))
+        assert len({place.section.micro_batch for place in own}) == 1
+        assert {place.at for place in own} == {plan.position(step)}
+        assert [row for place in own for row in share.pairs(place)] == list(range(plan.size(step)))
 
 
 @pytest.mark.parametrize(
@@ -458,7 +459,7 @@ def test_wrong_options_are_refused(tmp_path, options, message):
     ("data", "options", "message"),
     [
         (models.Pairs(100), {"global_batch_schedule": ["4:0.5", "18"]}, "18 pairs.* share equally. 16 pairs would do"),
-        (models.Pairs(10), {}, "10 pairs, fewer than the global batch of 16"),
+        (models.Pairs(10), {}, "10 pairs, fewer than one global batch of 16"),
         (
             models.Pairs(30),
             {"max_steps": -1, "num_train_epochs": 1, "global_batch_schedule": ["4:0.5", "20"]},

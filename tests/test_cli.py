@@ -49,6 +49,7 @@ from hf_infcl.loss.strategies import STRATEGIES
 from hf_infcl.options import declared
 from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
 from hf_infcl.options.loss_options import EQUAL_IDS
+from hf_infcl.options.short_help import FIRST, HELP, OF_ONE_SET
 from hf_infcl.tools import cli
 from hf_infcl.tools.cli import commands, defaults, description, earlier, plan, results
 from hf_infcl.tools.cli import datasets as opening
@@ -122,7 +123,9 @@ def test_evaluate_measures_what_training_measured(demo, trained, tmp_path, capsy
     names |= {f"eval_zero_shot_{name}" for name in metrics_of_kind("classes")}
     assert names <= measured.keys(), "what --metric_for_best_model offers is measured"
     printed = capsys.readouterr().out
-    assert "eval_zero_shot_acc1" in printed
+    (accuracy,) = re.findall(r"^zero_shot +acc1 +(\S+)% ", printed, re.MULTILINE)
+    assert accuracy == f"{100 * measured['eval_zero_shot_acc1']:.2f}"
+    assert "{'eval_" not in printed, "no dict"
     assert str(tmp_path) in printed
 
 
@@ -164,6 +167,10 @@ def test_a_run_of_few_steps_is_logged_saved_and_evaluated_unasked(small, tmp_pat
     printed = capsys.readouterr().out
     assert "--logging_steps 1 --save_strategy epoch --eval_strategy epoch --save_total_limit 3" in printed
     assert "--metric_for_best_model pairs_loss" in printed
+    assert printed.count("global_batch_size 8") == 1, "what stays the same is told once"
+    assert len(re.findall(r"^step \d of 6: loss ", printed, re.MULTILINE)) == 6
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("pairs ")][1:] == ["loss"] * 4
+    assert "{'" not in printed, "no dict"
     assert "The global batch of 8 pairs is 8 per device × 1 accumulation step × 1 process." in printed
     last = printed.splitlines()[-1]
     assert last.startswith("It is doubtful that this model has learned anything: the training made 6 steps instead ")
@@ -416,11 +423,26 @@ def test_adapters_train_alone_and_are_saved_as_such(small, tmp_path):
     assert not (out / "model.safetensors").exists()
     card = (out / "README.md").read_text()
     assert "# out" in card, "the card is ours, not peft's empty one"
+    assert "| layers with adapters | `q_proj` and `v_proj`; alpha 8 |" in card
+    assert "| logit_scale | 14.28, frozen |" in card
     state = json.loads((out / "trainer_state.json").read_text())
     before, *_, after = (e["eval_guard1_pairs_loss"] for e in state["log_history"] if "eval_guard1_pairs_loss" in e)
     assert f"| {after:.4f} (before the training: {before:.4f}) |" in card, "the guard set is measured before and after"
     model = transformers.AutoModel.from_pretrained(out)
     assert any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_the_temperature_trains_beside_adapters_if_asked(small, demo, tmp_path, capsys):
+    words = [*small, "--max_steps", 1, "--lora_logit_scale", "--logit_scale_learning_rate", 0.1]
+    infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "on")
+    infcl(*words, "--lora_rank", 4, "--output_dir", tmp_path / "merged", "--lora_merge")
+    assert "--lora_logit_scale is for new adapters" in mistake(capsys, *words)
+    start = transformers.CLIPModel.from_pretrained(demo / "clip-init").logit_scale.item()
+    (kept,) = (value for name, value in adapter_of(tmp_path / "on").items() if name.endswith("logit_scale"))
+    merged = transformers.CLIPModel.from_pretrained(tmp_path / "merged").logit_scale
+    assert abs(kept.item() - start) == pytest.approx(0.1, rel=0.1), "one step of Adam"
+    assert merged.item() == kept.item()
+    assert "frozen" not in (tmp_path / "on/README.md").read_text()
 
 
 def test_adapters_are_pushed_as_such_and_merged_at_the_end_if_asked(small, demo, tmp_path, monkeypatch):
@@ -921,16 +943,27 @@ def options_of(text: str) -> list[str]:
     return re.findall(r"^  --(\w+)", text, re.MULTILINE)
 
 
-def test_the_help_of_a_training_is_of_three_pages_and_the_whole_one_begins_with_what_is_our_own(capsys, monkeypatch):
+def test_the_help_of_a_training_is_of_a_page_and_a_half_and_the_whole_one_begins_with_what_is_our_own(
+    capsys, monkeypatch
+):
     short, whole = (help_of(capsys, monkeypatch, "train", "--help", *more) for more in ([], ["all"]))
-    assert len(short.splitlines()) <= 3 * 66
+    assert len(short.splitlines()) <= 1.5 * 66
     for text in (short, whole):
         assert not re.search(r"\(default:\s+None\)", text), "the help of an option says what None means"
         assert "window" not in text, "it is a step to someone at a command line"
     theirs = declared.of_transformers()
-    shown = options_of(short)
-    assert len(theirs & set(shown) - declared.of_infcl()) == 18, "what most trainings set"
     every = options_of(whole)
+    shown = options_of(short)
+    assert len(shown) - 1 <= 60, "besides --help"
+    listed = [name for names in FIRST.values() for name in names]
+    assert shown == ["help", "recipe", *(name for name in listed if name in every)], "in the order of the table"
+    # transformers has one of these two, and the last may be an option.
+    unwritten = {"activation_checkpointing", "gradient_checkpointing", "global_batch_size"}
+    assert set(listed) - set(every) <= unwritten, "the table names options that exist"
+    assert {"use_cpu", "eval_strategy", "logging_steps"} <= set(shown)
+    assert not {"lanes", "shuffle_buffer", "backend", "strategy", *OF_ONE_SET} & set(shown)
+    assert "ONE contrastive batch" in short, "what gradient_accumulation_steps means here"
+    assert declared.training_options().__dataclass_fields__.keys() >= HELP.keys()
     assert set(shown) < set(every)
     assert set(every) - {"help"} == helps_of(train_parser()).keys() - {"help"}
     is_theirs = [name in theirs for name in every]
@@ -1054,7 +1087,7 @@ def test_a_reader_that_ends_early_is_no_error(monkeypatch, capfd, tmp_path):
 
 
 def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch):
-    monkeypatch.setattr(plan, "report", mock.Mock(side_effect=BrokenPipeError("of a worker")))
+    monkeypatch.setattr(plan, "load_config", mock.Mock(side_effect=BrokenPipeError("of a worker")))
     with pytest.raises(BrokenPipeError, match="of a worker"):
         infcl("plan", "--model", "some", "--global_batch", 64)
 

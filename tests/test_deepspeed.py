@@ -192,6 +192,9 @@ def rank_refused(rank: int, world_size: int, folder: str) -> None:
             trajectory(folder, "", of_deepspeed, **{name: value})
         trajectory(folder, "", config(2), **{name: value})
     trajectory(folder, "", of_deepspeed)
+    for teacher in (models.clip(seed=1), models.siglip()):
+        with pytest.raises(ValueError, match=r"Teachers teach in fp32, but DeepSpeed casts .* Use DDP, or --fsdp"):
+            trajectory(folder, "", config(2), teacher=teacher)
 
 
 def test_other_stages_and_learning_rates_of_deepspeed_s_own_optimizer_are_refused(fresh_ranks, tmp_path):

@@ -24,12 +24,9 @@ from safetensors import safe_open
 from hf_infcl import ContrastiveCollator, ImageTextStream
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
-from hf_infcl.tools.cli.command_options import ColumnOptions
-from hf_infcl.tools.cli.embed import source_of
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.options import EmbedOptions
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource, source_of
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 
@@ -203,9 +200,11 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
             chosen = {name: values for part in parts for name, values in columns[part].items()}
             (tmp_path / "shards").mkdir(exist_ok=True)
             pq.write_table(pyarrow.table({**chosen, "id": range(4)}), tmp_path / f"shards/{split}.parquet")
+    names = str(tmp_path / "shards"), "image", "caption", None
+    plain = {"split": "train", "on_bad_sample": "raise", "name": None}
     embeddings, found = [], []
     for streaming in (False, True):
-        source = source_of(str(tmp_path / "shards"), EmbedOptions(streaming=streaming), ColumnOptions(), set())
+        source = source_of(*names, [], streaming=streaming, **plain)
         found.append((source.kinds, embedded(source, tmp_path / str(streaming))))
         embeddings.append([read(tmp_path / str(streaming), part)[1:] for part in parts])
     images, texts = 4 * ("images" in parts), 3 * ("texts" in parts)
@@ -214,9 +213,9 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
         assert captions == same_captions
         np.testing.assert_allclose(vectors, same, atol=1e-6)
     for option in ("image_column", "caption_column"):
-        wrong = ColumnOptions(**{option: "nope"})
+        wrong = {"image_column": "image", "caption_column": "caption", option: "nope"}
         with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
-            source_of(str(tmp_path / "shards"), EmbedOptions(streaming=True), wrong, {option})
+            source_of(names[0], *wrong.values(), None, [option], streaming=True, **plain)
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):
@@ -248,3 +247,47 @@ def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small,
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="neither images nor captions"):
         TableSource(datasets.Dataset.from_dict({"number": [1]}), "image", "caption", None, "")
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_one_command_embeds_what_a_training_will_read(demo, small, tmp_path, capsys, kind):
+    """New and old pairs of the training's file, whose other options are the student's."""
+    options: dict[str, Any] = {"model": demo / "clip-init", "dataset": tmp_path / "pairs", "max_text_tokens": 5}
+    if kind == "stream":
+        images = sorted((tmp_path / "pairs/train").glob("*.png"))
+        files = [(f"{image.stem}.{end}", image.read_bytes()) for image in images for end in ("png", "txt")]
+        write_tar(tmp_path / "0.tar", [(n, b"a digit" if n.endswith("txt") else data) for n, data in files])
+        options |= {"dataset": tmp_path / "0.tar", "streaming": True, "samples_per_epoch": 16}
+    old = {"replay_dataset": tmp_path / "pairs", "replay_split": "test", "replay_share": 0.25}
+    options |= {**old, "augmentation": "crop", "text_dropout": 0.0, "use_cpu": True, "report_to": "none"}
+    options |= {"per_device_train_batch_size": 8, "max_steps": 2, "save_strategy": "no", "image_size": 32}
+    options |= {"teacher_embeddings": tmp_path / "teacher", "output_dir": tmp_path / "out", "learning_rate": 1e-3}
+    file = tmp_path / "run.json"
+    file.write_text(
+        json.dumps({name: v if isinstance(v, (bool, int, float)) else str(v) for name, v in options.items()})
+    )
+    infcl("embed", file, demo / "clip-init")
+    assert f"`infcl train --teacher_embeddings {tmp_path / 'teacher'}` reads them." in capsys.readouterr().out
+    parts = [StoredEmbeddings(tmp_path / "teacher" / name) for name in ("dataset", "replay_dataset_1")]
+    assert [(part.rows, part.kinds) for part in parts] == [(26, ["images", "texts"]), (12, ["images", "texts"])]
+    infcl("embed", demo / "clip-init", tmp_path / "pairs", "--output_dir", tmp_path / "alone", "--use_cpu")
+    images, stored = read(tmp_path / "alone", "images")[2], np.load(tmp_path / "teacher/dataset/images.npy")
+    np.testing.assert_allclose(stored, images, atol=1e-6)  # as they are, at the size of the teacher
+    infcl("train", file)
+    card = (tmp_path / "out/README.md").read_text()
+    assert "whose embeddings were stored" in card
+    infcl("embed", file, demo / "clip-init", "--views", 2, "--output_dir", tmp_path / "views")
+    assert len(np.load(tmp_path / "views/dataset/images.npy")) == 52
+    infcl("train", file, "--teacher_embeddings", tmp_path / "views", "--output_dir", tmp_path / "out2")
+    capsys.readouterr()
+    for words, message in (
+        ([demo / "clip-init"], "Name the data to embed"),
+        ([demo / "clip-init", "--dataset", tmp_path / "pairs"], "Name the folder for the embeddings with --output_dir"),
+        ([file, demo / "clip-init", "--key_column", "name"], "--key_column has no effect with --dataset"),
+        ([file, demo / "clip-init", "--views", 2, "--augmentation", "none"], "an --augmentation other than none"),
+        ([demo / "clip-init", tmp_path / "pairs", "--views", 2, *map(str, ())], "--views are those of a training"),
+        ([file, demo / "clip-init", "--views", 0], "views must be at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            infcl("embed", *words)
+        assert message in capsys.readouterr().err

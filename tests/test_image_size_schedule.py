@@ -297,23 +297,27 @@ def test_the_plan_knows_the_sizes(tmp_path, capsys):
     infcl(*words)
     printed = capsys.readouterr().out
     assert "--image_size_schedule 112:0.5 160:0.4 224" in printed
-    assert re.search(
-        r"with images of 112 pixels, it is [^;]+; with images of 160 pixels, it is [^;]+; the mean", printed
-    )
+    stages = re.findall(r"(\d+)% of the samples: 64 pairs, 1 × 64 per GPU, images of (\d+) pixels: ", printed)
+    assert stages == [("50", "112"), ("40", "160"), ("10", "224")]
     infcl(*words, "--dataset_size", 64 * 400)
     printed = capsys.readouterr().out
     units = {"ms": 1e-3, "s": 1, "min": 60}
     of_step, of_epoch = (
         float(number) * units[unit]
-        for number, unit in re.findall(r"(?:the mean is|takes 400 steps and) ([\d.]+) (\w+)", printed)
+        for number, unit in re.findall(r"(?:mean of all steps is|takes 400 steps and) ([\d.]+) (\w+)", printed)
     )
     assert of_epoch == pytest.approx(400 * of_step, rel=0.05)
     growing = [*words[:3], "--gpu", "h100", "--global_batch_schedule", "512:0.5", "1024", *words[5:]]
     infcl(*growing, "--max_steps", 300)
-    smaller, larger = re.findall(r"([\d,]+) per second; \d+ step", capsys.readouterr().out)
-    assert int(smaller.replace(",", "")) > 1.5 * int(larger.replace(",", "")), "smaller images first"
+    printed = capsys.readouterr().out
+    assert "--max_steps 300 takes" in printed
+    found = re.findall(r"samples: ([\d,]+) pairs, .* images of (\d+) pixels: .* ([\d,]+) per second", printed)
+    assert [stage[:2] for stage in found] == [("512", "112"), ("1,024", "160"), ("1,024", "224")]
+    speeds = [int(stage[2].replace(",", "")) for stage in found]
+    assert speeds[0] > speeds[1] > speeds[2]
+    assert speeds[0] > 1.5 * speeds[2], "smaller images first"
     infcl(*words, "--patch_dropout", 0.5, "--full_tokens_last", 0.05)
-    assert "with images of 224 pixels and fewer patches, it is" in capsys.readouterr().out
+    assert "images of 224 pixels and fewer patches: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         infcl(*words[:-1], "336")
     assert "image_size_schedule ends with 336, and the model is of 224 pixels" in capsys.readouterr().err

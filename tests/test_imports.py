@@ -30,7 +30,7 @@ TRAINING = ("options", "windows", "micro_batches", "loading", "training")
 
 # The modules of options that declare them.
 DECLARING = (
-    *("declared", "declaring", "facts", "theirs", "model_options"),
+    *("declared", "declaring", "facts", "theirs", "model_options", "sets", "short_help"),
     *("batch_options", "course_options", "keeping_options", "loss_options", "rate_options", "selection_options"),
     *("teacher_options", "tower_options", "evaluation_options"),
 )
@@ -141,9 +141,9 @@ MUST_NOT_KNOW = {
     ),
     "hf_infcl.loading.feature_cache": (*MODELS, *TRAINER, *inside("loss", "kernels", "windows")),
     "hf_infcl.loading.data_wait": ("hf_infcl", *HUGGING_FACE),
-    "hf_infcl.loading.stream_loader": ("transformers", *inside("loss", "windows")),
+    "hf_infcl.loading.training_loader": ("transformers", *inside("loss", "windows")),
     "hf_infcl.loading.batch_checks": ("transformers", *inside("loss", "windows")),
-    "hf_infcl.loading.sampling": (*HUGGING_FACE, *inside("loss", "windows")),
+    "hf_infcl.loading.table_rows": (*HUGGING_FACE, *inside("loss", "windows")),
     "hf_infcl.checkpoints": (
         *("transformers.Trainer", *MODELS),
         *inside("reference", "kernels", "loss", "passes", "windows", "loading", "evaluation", "optimizers", "tools"),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import models
 from helpers.concepts import Concepts, linear
-from helpers.processes import context
+from helpers.processes import context, without_tf32
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import arguments, trainer_for
@@ -249,7 +249,8 @@ def test_each_pair_has_one_key_wherever_it_is_read(ranks, tmp_path, kind):
 
 
 def test_a_row_that_replaces_a_bad_one_has_no_key():
-    from hf_infcl.data.keyed import KeyedRows, sample_key
+    from hf_infcl.data.keyed import KeyedRows
+    from hf_infcl.shards.names import sample_key
 
     rows = KeyedRows([{"skipped": 0}, {"skipped": 2}, {}])
     assert [rows[row].key for row in range(3)] == [0, NO_KEY, 2]
@@ -290,6 +291,29 @@ def test_two_processes_go_on_with_the_same_decisions(ranks, noisy, tmp_path):
     moved = weights(noisy) - torch.nn.utils.parameters_to_vector(linear().parameters())
     assert (found[0][0] - weights(noisy)).norm() < 1e-2 * moved.norm()
     assert found[0][1] == left_out(noisy)
+
+
+class FullPrecision(TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        without_tf32()
+
+
+def rank_trained(rank: int, world_size: int, output: str) -> tuple[Tensor, list[float]]:
+    steps = {"gradient_accumulation_steps": 2 // world_size}
+    made = trainer(output, Concepts(wrong=0.3), leave_out="noisy", callbacks=[FullPrecision()], **steps)
+    made.train()
+    return weights(made).cpu(), left_out(made)
+
+
+def test_two_processes_train_as_one(ranks, tmp_path, backend):
+    ((one, shares),) = ranks.run(rank_trained, 1, str(tmp_path / "one"), backend=backend)
+    assert 0.2 < shares[-1] < 0.4
+    begin = next(step for step, share in enumerate(shares) if share)
+    moved = one - torch.nn.utils.parameters_to_vector(linear().parameters()).detach()
+    for found, others in ranks.run(rank_trained, 2, str(tmp_path / "two"), backend=backend):
+        assert others[: begin + 4] == shares[: begin + 4]
+        assert others == pytest.approx(shares, abs=0.02), "of averages at the border the rounding may decide"
+        assert (found - one).norm() < 1e-2 * moved.norm()
 
 
 def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
@@ -407,3 +431,15 @@ def test_the_curves_and_the_card_say_what_was_left_out(noisy, tmp_path):
     assert training_settings(noisy)["pairs left out"] == (
         f"those that did not seem to belong together, {share:.1%} of all"
     )
+
+
+def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
+    selection, again = selection_of(noisy), WithoutNoisyPairs("noisy", 512)
+    state = selection.state_dict()
+    again.load_state_dict(state)
+    assert again.card == selection.card == {"pairs left out": training_settings(noisy)["pairs left out"]}
+    del state["logged"]  # checkpoints of earlier versions
+    again = WithoutNoisyPairs("noisy", 512)
+    again.load_state_dict(state)
+    assert again.card == {"pairs left out": "those that did not seem to belong together"}
+    assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}

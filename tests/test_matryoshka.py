@@ -154,7 +154,7 @@ def test_dimensions_that_cannot_be_are_refused(tmp_path, options, message):
 def test_a_plan_knows_the_price():
     counts = planning.count(models.clip().config)
     plain = planning.Choice(1, 8, 4)
-    cut = replace(plain, prefixes=(4, 8))
+    cut = replace(plain, options={"matryoshka_dims": [4, 8]})
     gpu = next(iter(planning.GPUS.values()))
     first, second = (planning.seconds(counts, choice, gpu)["loss"] for choice in (plain, cut))
     assert first < second < 3 * first

@@ -10,10 +10,10 @@ from helpers.trainers import arguments
 from transformers import TrainingArguments
 
 from hf_infcl import InfCLTrainingArguments
+from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.options import declared
-from hf_infcl.options.declaring import FROM_1, Facts, facts_of, option
+from hf_infcl.options.declaring import FROM_1, NUMBER, Facts, facts_of, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
-from hf_infcl.options.run_options import options_of_arguments
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
 
@@ -25,7 +25,7 @@ class Small:
     dose: float | None = option(help="How much.", decides=True, card="dose of the teacher")
     layers: int = option(default=2, help="How many.", decides=True, within=FROM_1, plans=True)
     side: str = option(default="both", help="Which.", decides=True, choices=("both", "left"), needs="dose")
-    place: str | None = option(help="Where.", decides=False, one_machine=True, choices=lambda: ["cpu"], first=False)
+    place: str | None = option(help="Where.", decides=False, one_machine=True, choices=lambda: ["cpu"])
 
 
 def test_every_option_of_the_package_says_what_it_decides():
@@ -59,13 +59,12 @@ def test_values_are_checked_by_what_is_declared(values, message):
 
 def test_cards_have_a_row_for_each_option_that_names_one_and_is_set():
     assert list(values_of_card(Small())) == []
-    assert list(values_of_card(Small(dose=0.5))) == [("dose", "dose of the teacher", 0.5)]
+    assert list(values_of_card(Small(dose=0.5, layers=3))) == [("dose", "dose of the teacher", 0.5)]
 
 
-def test_helps_plans_and_resumes_read_what_is_declared(tmp_path):
+def test_plans_and_resumes_read_what_is_declared(tmp_path):
     facts = facts_by_name(InfCLTrainingArguments)
     assert facts == declared.facts_of_training()
-    assert {name for name, of_one in facts.items() if of_one.first} >= commands.OF_TRAINING
     assert {name for name, of_one in facts.items() if of_one.plans} >= commands.OF_PLAN
     recorded = options_of_arguments(arguments(tmp_path), "no").keys()
     of_ours = {name: facts[name] for name in declared.of_infcl() - {"objective", "equal_ids"}}
@@ -73,7 +72,7 @@ def test_helps_plans_and_resumes_read_what_is_declared(tmp_path):
 
 
 def test_an_option_of_transformers_that_is_not_known_decides():
-    assert facts_of_theirs("an_option_of_tomorrow") == Facts(decides=True, first=False)
+    assert facts_of_theirs("an_option_of_tomorrow") == Facts(decides=True)
     assert not facts_of_theirs("save_something_new").decides
     known = make_dataclass("Known", ["save_steps"])
-    assert facts_by_name(known)["save_steps"].first
+    assert facts_by_name(known)["save_steps"].within == NUMBER

@@ -21,8 +21,9 @@ from hf_infcl.checkpoints.record import Run, RunRecord
 from hf_infcl.checkpoints.saving import Checkpoints
 from hf_infcl.data import ImageTextStream
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.loading.batch_plan import Position, resumed_position
+from hf_infcl.loading.batch_plan import Position
 from hf_infcl.loading.notices import CaptionNotices
+from hf_infcl.loading.positions import resumed_position
 from hf_infcl.training import progress, resuming
 from hf_infcl.training.ending import saved_early
 from hf_infcl.training.evaluating import Evaluator
@@ -132,16 +133,16 @@ def test_a_complete_run_trains_nothing_more(checkpoint, tmp_path, monkeypatch):
     args, resumption = arguments(tmp_path / "run", max_steps=20), Resumption(checkpoint)
     lengths = 20, 5, 4  # steps, those of a pass, passes
     left = TrainerState(global_step=19, logging_steps=1)
-    assert resumption.first_position(left, args, lengths, None, (7, 7)) == (7, 7), "Trainer's"
+    assert resumption.first_position(left, args, lengths, (7, 7)) == (7, 7), "Trainer's"
     resumption.begin = Position(7, 64, 1, 3, 24)
-    assert resumption.first_position(left, args, lengths, None, (7, 7)) == (1, 6)
+    assert resumption.first_position(left, args, lengths, (7, 7)) == (1, 6)
     assert not said
     complete = TrainerState(global_step=20, logging_steps=1)
-    assert resumption.first_position(complete, args, lengths, None, (7, 7)) == (4, 0)
+    assert resumption.first_position(complete, args, lengths, (7, 7)) == (4, 0)
     assert said == [f"Nothing is left to train: {checkpoint} was saved after step 20, and the run has 20 steps."]
     resumption.changes = ["seed was 1 and is 2"]
     with pytest.raises(ValueError, match=r"step 20, and max_steps=20 allows .*The changes were: seed was 1 and is 2\."):
-        resumption.first_position(complete, args, lengths, None, (7, 7))
+        resumption.first_position(complete, args, lengths, (7, 7))
 
 
 @pytest.mark.parametrize(

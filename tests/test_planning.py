@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import transformers
 from helpers import models, processors
-from helpers.numerics import features
 from helpers.shards import write_tars
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_infcl import InfCLTrainingArguments, contrastive_loss
-from hf_infcl.loss.ring import Ring
+from hf_infcl import InfCLTrainingArguments
+from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.optimizers.newton_schulz import orthogonalised
 from hf_infcl.tools import cli, planning
 from hf_infcl.tools.cli import commands
-from hf_infcl.tools.planning import GIB, Choice, Counts, check_memory
-from hf_infcl.tools.planning.fitting import choice_of
+from hf_infcl.tools.planning import GIB, Choice, Counts, Tower, Work, check_memory, choice_of
+from hf_infcl.tools.planning.costs import cost_of
+from hf_infcl.tools.planning.report import report
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
+GPU = planning.GPUS["h200"]
 
 
 @pytest.fixture(scope="module")
@@ -39,90 +40,79 @@ def counted() -> dict[str | None, Counts]:
     return {freeze: planning.count(config, freeze=freeze) for freeze in (None, "image")}
 
 
-def test_predictions_hold_against_rows_that_were_not_fitted(monkeypatch):
-    """Checks the rows that existed when the rates were chosen. PLAN.md also has later rows."""
+def test_predictions_hold_against_measured_rows(monkeypatch):
+    """The goal is 25% in time. One host launched twice as fast as the others, so its small steps took half as long."""
     monkeypatch.syspath_prepend(SCRIPTS)
     measured = importlib.import_module("benchmarks.plan")
-    steps = [step for step in measured.steps() if step.known and not step.fitted]
-    assert len([step for step in steps if not step.compiles]) >= 20
-    for step in steps:
-        row, _, _, ms, predicted_ms, gib, predicted_gib = step
-        if not step.compiles:  # compilation within a step is not predicted
-            assert predicted_ms == pytest.approx(ms, rel=0.15), row
-        assert predicted_gib == pytest.approx(gib, rel=0.1), row
-    losses = [loss for loss in measured.losses() if loss.known and not loss.fitted]
-    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {loss.row["device"] for loss in losses}
-    for loss in losses:
-        assert loss.predicted_ms == pytest.approx(loss.ms, rel=0.15), loss.row
-    constants = planning.prediction
-    of_replay = 1000 * constants.HOST_OF_REPLAY, 1000 * constants.WAIT_OF_REPLAY
-    assert measured.beside_blocks(1) == pytest.approx((0, 1000 * constants.REPLAY))
-    assert measured.beside_blocks(2) == pytest.approx(of_replay)
-    for name, gpu in planning.GPUS.items():
-        assert measured.rates(name) == pytest.approx((gpu.loss_flops / 1e12, gpu.logit * 1e12))
+    steps, losses = list(measured.steps()), list(measured.losses())
+    whole = [step for step in steps if not step.compiles]
+    assert len(whole) >= 80
+    assert [step.name for step in whole if not step.near[1]] == [], "the memory of all steps is within 10%"
+    assert sum(step.near[0] for step in whole if step.row["commit"] != "ddfe952") >= 0.94 * (len(whole) - 6)
+    assert [step.name for step in whole if step.launch is None and not step.near[0]] == [], "the GPU limits these"
+    alone = [loss for loss in losses if loss.name.startswith("1 ×")]
+    assert len(alone) >= 45
+    # At 157e28c the host launched this one, which has been replayed since cf49f40.
+    assert [loss.name for loss in alone if not loss.near[0]] == ["1 × H100 | softmax | 16,384 × 768"]
+    assert {"NVIDIA H200", "NVIDIA H100 80GB HBM3"} == {one.row["device"] for one in (*whole, *alone)}
+    for kind, (share, launch) in measured.rates([*steps, *losses]).items():
+        assert planning.RATES[kind].share == pytest.approx(share, abs=0.01), kind
+        assert planning.RATES[kind].launch == pytest.approx(launch or 0, abs=1e-6), kind
 
 
-def test_small_losses_are_replayed_on_several_gpus_and_keep_their_memory(counted):
-    small, large = Choice(2, 4096, 1), Choice(2, 4096, 16)
-    assert [planning.is_replayed(512, choice) for choice in (small, large)] == [True, False]
-    kept = [planning.memory(counted[None], choice).loss for choice in (small, large)]
-    assert kept[0] > 0
-    assert kept[1] == 0  # the peak occurs in a backward
-    ms = [1000 * planning.loss_seconds(512, small, planning.GPUS["h200"], o) for o in ("softmax", "sigmoid")]
-    assert max(ms) < 2  # with every kernel launched by the host it was 3.7 and 2.3
+def flops_of_update(counts: Counts, choice: Choice) -> float:
+    return planning.seconds(counts, choice, GPU)["optimizer"] * planning.RATES["eager"].share * GPU.peak
 
 
 def test_muon_keeps_one_buffer_for_a_matrix_and_its_products_are_counted(counted):
     counts = counted[None]
     # In each of two layers of both towers 4 matrices of attention and 2 of the MLP, and two projections.
     assert len(counts.matrices) == 26 == 2 + len(counted["image"].matrices) * 2 - 2
-    plain, muon, shared = (Choice(gpus, 256, 4, muon=muon) for gpus, muon in ((1, False), (1, True), (2, True)))
+    plain = Choice(1, 256, 4)
+    muon, shared = (replace(plain, gpus=gpus, options={"optimizer": "muon"}) for gpus in (1, 2))
     values = sum(rows * columns for rows, columns in counts.matrices)
     assert planning.memory(counts, plain).optimizer - planning.memory(counts, muon).optimizer == 4 * values
-    infinite = replace(planning.GPUS["h200"], bandwidth=math.inf, flops=1.0)
     with FlopCounterMode(display=False) as counter:
         for shape in counts.matrices:
             orthogonalised(torch.empty(1, *shape, device="meta"))
-    products = planning.seconds(counts, muon, infinite)["optimizer"]
-    assert products == pytest.approx(counter.get_total_flops())
-    assert planning.seconds(counts, shared, infinite)["optimizer"] == pytest.approx(products / 2)
-    assert planning.link_bytes(counts, shared)["matrices of Muon"] == values
-    assert "--optimizer muon" in muon.options
-    assert "--optimizer" not in plain.options
+    assert flops_of_update(counts, muon) == pytest.approx(counter.get_total_flops())
+    assert flops_of_update(counts, shared) == pytest.approx(counter.get_total_flops() / 2)
+    assert flops_of_update(counts, plain) == 0
 
 
-def rank_sends(rank: int, world_size: int, batch: int, dim: int, objective: str) -> int:
-    """The bytes that this process sends around the ring for the loss of its pairs and its gradient."""
-    x, y = (t.requires_grad_() for t in features(batch, dim, seed=rank, dtype=torch.bfloat16))
-    with mock.patch.object(Ring, "exchange", autospec=True, side_effect=Ring.exchange) as exchange:
-        contrastive_loss(x, y, 10.0, -5.0, objective=objective).backward()
-    return sum(t.nbytes for call in exchange.call_args_list for t in call.args[1] if t is not None)
+def test_a_pass_takes_as_long_as_the_gpu_or_as_the_host():
+    rate, pairs = planning.RATES["eager"], 64
+
+    def of(flops: float, launches: float) -> float:
+        tower = Tower(0, 0.0, 0.0, forward=Work(flops, launches), again=Work(), backward=Work())
+        none = Tower(0, 0.0, 0.0, *[Work()] * 3)
+        counts = Counts(1, 0, 1, 1, "softmax", image=tower, text=none)
+        return planning.seconds(counts, Choice(1, pairs, 3), GPU)["first pass"]
+
+    assert of(1e9, 0) == pytest.approx(3 * pairs * 1e9 / (rate.share * GPU.peak))
+    assert of(0, 1000) == pytest.approx(3 * 1000 * rate.launch)
+    assert of(1e9, 1000) == max(of(1e9, 0), of(0, 1000))
 
 
-@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
-def test_a_ring_sends_the_predicted_bytes(ranks, counted, objective):
-    counts, choice, rows = replace(counted[None], objective=objective), Choice(3, 1024, 1024), 16
-    assert not planning.is_gathered(counts.dim, choice)
-    predicted = planning.link_bytes(counts, choice)
-    texts = predicted["texts"] + predicted["gradients of the texts"]
-    for sent in ranks.run(rank_sends, 3, rows, counts.dim, objective, always_ring=True):
-        # Besides the features, some fp32 numbers of each text are sent.
-        assert sent / rows == pytest.approx(texts / choice.rows, rel=0.01)
-
-
-def test_a_kernel_waits_for_the_host_that_launches_it():
-    gpu = planning.GPU("", 80.0, flops=1e12, bandwidth=1e12, launch=1.0, loss_flops=1e12, logit=0.0)
-    short, long, reads = ((0.0, 0.0), (0.0, 10e12), (0.0, 0.0, True))
-
-    def of(*operations: tuple) -> float:
-        one = tuple(planning.Operation(*o) for o in operations)
-        counts = Counts(1, 0, 1, 1, "softmax", 0, 0, 0, forward=one, again=(), backward=())
-        return planning.seconds(counts, Choice(1, planning.ROWS, 1), gpu)["first pass"]
-
-    assert of(short, short, short) == 3  # the time of the host
-    assert of(long, short, short) == 11  # the launches after the first are hidden
-    assert of(short, short, long) == 13
-    assert of(long, reads, short) == 13  # nothing is launched until the value has been read
+def test_towers_are_counted_as_the_whole_model():
+    for made in (models.clip(), models.siglip()):
+        counts, encoder = planning.count(made.config), DualEncoder(type(made)(made.config).to("meta"))
+        config = made.config
+        rows, tokens = 4, min(77, config.text_config.max_position_embeddings)
+        inputs = {
+            "pixel_values": torch.zeros(rows, 3, models.IMAGE, models.IMAGE, device="meta"),
+            "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device="meta"),
+        }
+        with FlopCounterMode(display=False) as counter:
+            embeds = encoder.embed(encoder.model, inputs)
+            forward = counter.get_total_flops()
+            sum(one.sum() for one in embeds).backward()
+        logits = 2 * rows * rows * counts.dim  # which a whole forward computes
+        found = counts.image.forward.flops + counts.text.forward.flops
+        assert rows * found == pytest.approx(forward - logits, rel=1e-6)
+        both = counts.image.backward.flops + counts.text.backward.flops
+        # The fused attention of a GPU computes one product more.
+        assert rows * both == pytest.approx(counter.get_total_flops() - forward, rel=0.05)
 
 
 def test_what_is_chosen_fits_and_more_memory_is_no_slower(counted):
@@ -147,11 +137,14 @@ def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
     assert plain.parameters == plain.trained == sum(p.numel() for p in models.clip().parameters())
     checkpointed = planning.count(config, checkpointing=True)
     assert checkpointed.graph < plain.graph
-    assert len(checkpointed.backward) > len(plain.backward)
+    for tower in ("image", "text"):
+        assert getattr(checkpointed, tower).backward.flops > getattr(plain, tower).backward.flops
+        assert getattr(checkpointed, tower).backward.launches > getattr(plain, tower).backward.launches
     assert planning.count(config, autocast=False).weight_copies == 0
     frozen = counted["image"]
     assert frozen.graph < counted[None].graph / 2
-    assert len(frozen.again) < len(frozen.forward)
+    assert frozen.image.again == Work()
+    assert frozen.text.again == frozen.text.forward
     with pytest.raises(ValueError, match="siglip2 have no image size"):
         planning.count(transformers.Siglip2Config())
 
@@ -159,14 +152,12 @@ def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
 def test_the_command_needs_the_config_alone(tmp_path, capsys):
     models.siglip().config.save_pretrained(tmp_path)
     command = ["plan", "--model", str(tmp_path), "--global_batch", "4096", "--gpus", "4"]
-    cli.main(words=[*command, "--dataset_size", "400000", "--plot", str(tmp_path / "plan.png")])
+    cli.main(words=[*command, "--dataset_size", "400000"])
     said = capsys.readouterr().out
     assert "sigmoid loss" in said
     assert "is 1,024 per GPU" in said
-    assert "few enough to be exchanged at once" in said
     assert "An epoch of 400,000 pairs takes 97 steps" in said
     assert "This is too few steps for a learning rate schedule" in said
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
     with pytest.raises(SystemExit):
         cli.main(words=[*command, "--gpu", "a100"])
     assert "--gpu must be h100 or h200, whose rates were measured, got 'a100'. For another" in capsys.readouterr().err
@@ -228,47 +219,150 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     assert "Micro-batches of 64 pairs do not fit" in large
 
 
-def test_keeping_costs_what_it_holds(counted):
+def test_options_cost_what_they_hold(counted):
     counts = counted[None]
     plain = Choice(1, 256, 4)
-    memory, seconds = planning.memory(counts, plain), planning.seconds(counts, plain, planning.GPUS["h200"])
-    for name, part, more in (
-        ("keep_weights", "weights", 4 * counts.trained),
-        ("keep_features", "weights", 4 * counts.trained),
-        ("keep_features", "features", 8 * counts.dim * plain.rows),
-        ("ema", "optimizer", 4 * counts.trained),
+    memory, seconds = planning.memory(counts, plain), planning.seconds(counts, plain, GPU)
+    weights, pairs = 4 * counts.trained, 8 * counts.dim * plain.rows
+    for options, part, more in (
+        ({"keep_weights": 1.0}, "weights", weights),
+        ({"keep_features": 1.0}, "weights", weights),
+        ({"keep_features": 1.0, "keep_weights": 1.0}, "weights", weights),
+        ({"keep_features": 1.0}, "features", pairs),
+        ({"teacher_embeddings": ["a", "b"]}, "features", 2 * pairs),
+        ({"ema_decay": 0.9}, "optimizer", weights),
+        ({"ema_decay": 0.9, "ema_device": "cpu"}, "optimizer", 0),
     ):
-        kept = planning.memory(counts, replace(plain, **{name: True}))
-        assert getattr(kept, part) - getattr(memory, part) == more, name
-    kept = planning.seconds(counts, replace(plain, keep_features=True), planning.GPUS["h200"])
-    assert kept["first pass"] == pytest.approx(2 * seconds["first pass"])
-    slow = replace(planning.GPUS["h200"], bandwidth=1.0)
-    ema = planning.seconds(counts, replace(plain, ema=True), slow)["optimizer"]
-    assert ema - planning.seconds(counts, plain, slow)["optimizer"] == pytest.approx(12 * counts.trained)
-    assert planning.seconds(counts, replace(plain, ema=True, muon=True), slow)["optimizer"] == pytest.approx(
-        planning.seconds(counts, replace(plain, muon=True), slow)["optimizer"] + 12 * counts.trained
-    )
+        kept = planning.memory(counts, replace(plain, options=options))
+        assert getattr(kept, part) - getattr(memory, part) == more, options
+    kept_features = planning.seconds(counts, replace(plain, options={"keep_features": 1.0}), GPU)
+    assert kept_features["first pass"] == pytest.approx(2 * seconds["first pass"])
+    assert kept_features["second pass"] == seconds["second pass"]
+
+
+def test_a_teacher_costs_its_weights_and_a_forward_without_activations(counted, tmp_path, small_model):
+    layers = {"num_hidden_layers": 4}
+    config = transformers.CLIPConfig(vision_config={**layers, "patch_size": 16}, text_config=layers, projection_dim=64)
+    config.save_pretrained(tmp_path)
+    teacher, counts, plain = planning.count(config), counted[None], Choice(1, 256, 4)
+    both = replace(plain, options={"teacher": [str(tmp_path)]})
+    image = replace(plain, options={"teacher": [str(tmp_path)], "teacher_side": "image"})
+    two = replace(plain, options={"teacher": [str(tmp_path), str(small_model)]})
+    memory = planning.memory(counts, plain)
+    for choice, features in ((both, 8 * 64 * plain.rows), (image, 4 * 64 * plain.rows)):
+        more = planning.memory(counts, choice)
+        assert more.weights - memory.weights == 4 * teacher.parameters
+        assert more.features - memory.features == features
+        assert more.activations == memory.activations
+    assert cost_of(counts, both).first_pass == (teacher.image.forward + teacher.text.forward) * 4
+    assert cost_of(counts, image).first_pass == teacher.image.forward * 4
+    assert cost_of(counts, two).first_pass.flops > cost_of(counts, both).first_pass.flops
+    times = [planning.seconds(counts, choice, GPU) for choice in (plain, image, both)]
+    assert times[0]["first pass"] < times[1]["first pass"] < times[2]["first pass"]
+    assert times[0]["second pass"] == times[2]["second pass"]
+
+
+def test_the_plan_knows_teachers_and_prefixes(small_model, tmp_path, capsys):
+    words = ["--per_device_train_batch_size", 64, "--gradient_accumulation_steps", 4]
+    more = ["--teacher", small_model, "--teacher_side", "image", "--matryoshka_dims", 4, 8]
+    said = planned(capsys, small_model, *words, *more)
+    (chosen,) = re.findall("^Choose  (.*)$", said, re.MULTILINE)
+    for option in (f"--teacher {small_model}", "--teacher_side image", "--matryoshka_dims 4 8"):
+        assert option in chosen
+    assert "leaves out" not in said
+    args = InfCLTrainingArguments(use_cpu=True, teacher=[str(small_model)], matryoshka_dims=[4], optimizer="muon")
+    assert choice_of(args).options == {"teacher": [str(small_model)], "matryoshka_dims": [4], "optimizer": "muon"}
+    assert "none" in refused(capsys, small_model, *words, "--teacher", small_model / "none")
+    transformers.Siglip2Config().save_pretrained(tmp_path)
+    said = refused(capsys, small_model, *words, "--teacher", tmp_path)
+    assert f"The teacher {tmp_path} cannot be planned. Models of type siglip2 have no image size" in said
+
+
+def test_a_measured_micro_batch_stands_beside_its_prediction(small_model, monkeypatch):
+    """It is measured on a CPU here; a test on a GPU compares the numbers."""
+    words = ["--model", str(small_model), "--global_batch", "64", "--measure", "--freeze", "text"]
+    namespace, given = commands.plan_parser().read(words)
+
+    def on_cpu(config: Any, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
+        assert options["freeze"] == "text"
+        return planning.measure(config, rows, torch.device("cpu"), **options)
+
+    monkeypatch.setattr(planning.planner, "measure", on_cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
+    lines = report(planning.Planner(namespace, given, models.clip().config), 1.0, has_adapters=False)
+    (line,) = [line for line in lines if line.startswith("Measured on a CPU")]
+    assert re.search(r"a micro-batch of 64 takes [\d.]+ m?s forward and backward .* and 0\.00 GiB", line)
+
+
+PLUGGED = """
+import sys
+from dataclasses import dataclass
+from hf_infcl.options import keeping_options
+from hf_infcl.options.declaring import option
+
+@dataclass
+class Dosed(keeping_options.KeepingOptions):
+    dose: float | None = option(help="How much.", decides=True, plans=True)
+
+keeping_options.KeepingOptions = Dosed  # as if it were declared there
+from hf_infcl.tools import cli, planning
+
+words = ["plan", "--model", sys.argv[1], "--global_batch", "64", "--dose", "3"]
+cli.main(words=words)
+planning.COSTS["dose"] = lambda counts, choice, value: planning.Cost(weights=value * planning.GIB)
+cli.main(words=words)
+"""
+
+
+def test_an_option_that_plans_needs_its_declaration_and_a_row_if_it_costs(small_model):
+    """Nothing of the planner is touched but its table, and that only for an option that takes memory or time."""
+    run = subprocess.run([sys.executable, "-c", PLUGGED, small_model], capture_output=True, text=True, check=True)
+    assert re.findall("^Choose  .*--dose 3.0$", run.stdout, re.MULTILINE)
+    free, costly = map(float, re.findall(r"([\d.]+)  weights and gradients", run.stdout))
+    assert costly - free == pytest.approx(3, abs=0.011)
 
 
 def test_texts_put_together_take_memory_and_save_time(counted):
-    together = Choice(1, 256, 4, texts=4)
-    assert together.passes_of_texts() == {4: 1, 0: 3}
-    assert together.passes_of_texts(1) == {0: 3}
-    assert replace(together, texts=1).passes_of_texts(1) == {1: 3}
-    assert replace(together, texts=3).passes_of_texts() == {3: 1, 1: 1, 0: 2}
-    assert replace(together, gpus=2).passes_of_texts(2) == {0: 1, 1: 1}
-    assert replace(together, accumulation=8, gpus=2, texts=3).passes_of_texts() == {3: 2, 1: 2, 0: 4}
     counts, plain = counted[None], Choice(1, 256, 4)
+    together = replace(plain, options={"texts_at_once": 4})
+    text = counts.text
+
+    def passes(choice: Choice, part: str) -> tuple[float, float]:
+        """How often the text tower runs in a pass, and with the texts of how many micro-batches."""
+        work = planning.prediction.passes(counts, choice)[part]
+        images = getattr(counts.image, "forward" if part == "first pass" else "backward") * choice.accumulation
+        if part == "first pass":
+            return round((work.launches - images.launches) / text.forward.launches, 6), round(
+                (work.flops - images.flops) / text.forward.flops, 6
+            )
+        images += counts.image.again * (choice.accumulation - choice.kept)
+        backward = passes(choice, "first pass")  # each forward of the first pass has a backward
+        rest = work.launches - images.launches - backward[0] * text.backward.launches
+        flops = work.flops - images.flops - backward[1] * text.backward.flops
+        return round(rest / text.forward.launches, 6), round(flops / text.forward.flops, 6)
+
+    for choice, first, again in (
+        (plain, (4, 4), (3, 3)),
+        (replace(plain, retain=4), (4, 4), (0, 0)),
+        (together, (1, 4), (0, 0)),
+        (replace(together, options={"texts_at_once": 3}), (2, 4), (1, 1)),
+        (replace(together, options={"texts_at_once": 2}, retain=1), (2, 4), (1, 2)),
+        (replace(together, gpus=2), (2, 4), (1, 1)),
+        (replace(together, gpus=2, retain=2), (2, 4), (1, 1)),
+        (replace(together, gpus=2, retain=4), (2, 4), (0, 0)),
+        (replace(together, accumulation=8, gpus=2, options={"texts_at_once": 3}), (4, 8), (3, 5)),
+    ):
+        assert (passes(choice, "first pass"), passes(choice, "second pass")) == (first, again), choice
     more = planning.memory(counts, together).activations - planning.memory(counts, plain).activations
-    assert more == 3 * 256 / planning.ROWS * counts.texts[0] > 0
+    assert more == pytest.approx(3 * 256 * text.graph)
+    assert more > 0
     kept = [planning.memory(counts, replace(c, retain=4)).activations for c in (plain, together)]
     assert kept[0] == kept[1], "all graphs hold the same texts"
-    gpu = planning.GPUS["h100"]
-    times, fewer = planning.seconds(counts, plain, gpu), planning.seconds(counts, together, gpu)
-    assert fewer["first pass"] < times["first pass"]
-    assert fewer["second pass"] < times["second pass"]
-    assert (fewer["loss"], fewer["optimizer"]) == (times["loss"], times["optimizer"])
-    assert planning.count(models.clip().config, freeze="text").texts == (0, (), ())
+    assert (
+        planning.memory(counts, replace(together, compiled=True)).activations
+        < planning.memory(counts, together).activations
+    )
+    assert planning.count(models.clip().config, freeze="text").text.graph == 0
 
 
 def test_the_plan_knows_texts_at_once(small_model, capsys):
@@ -283,7 +377,7 @@ def test_the_plan_knows_texts_at_once(small_model, capsys):
     assert "--texts_at_once" not in two, "two micro-batches are refused with it among several processes"
     assert "--texts_at_once 4" in three
     args = InfCLTrainingArguments(use_cpu=True, gradient_accumulation_steps=4, texts_at_once=2)
-    assert choice_of(args).texts == 2
+    assert choice_of(args).options == {"texts_at_once": 2}
 
 
 def test_the_plan_knows_replay_and_averages(small_model, capsys):
@@ -312,13 +406,6 @@ def test_the_plan_knows_replay_and_averages(small_model, capsys):
 )
 def test_the_length_is_that_of_the_trainer(small_model, capsys, words, told):
     assert told in planned(capsys, small_model, "--global_batch", 1024, "--dataset_size", 100_000, *words)
-
-
-def test_a_batch_that_divides_badly_leads_to_one_nearby(small_model, capsys):
-    said = planned(capsys, small_model, "--global_batch", 32771)
-    assert "Choose  --per_device_train_batch_size 1 --gradient_accumulation_steps 32771" in said
-    assert "--global_batch 32768 takes" in said
-    assert "divide badly" not in planned(capsys, small_model, "--global_batch", 32768)
 
 
 def test_a_training_is_refused_only_if_it_certainly_does_not_fit(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -33,6 +34,7 @@ from hf_infcl.tools.publishing import (
     lines_of_changes,
     model_card,
     outcome,
+    pictures,
     plot_curves,
     source_name,
     training_facts,
@@ -469,6 +471,13 @@ def test_the_best_weights_are_told_once_they_are_loaded_and_with_their_own_figur
         ),
         ({"weights": torch.bfloat16}, {"precision": "bf16"}),
         ({"bf16": True}, {"precision": "bf16 autocast"}),
+        (
+            {"ema_decay": 0.5, "image_learning_rate": 1e-3},
+            {
+                "saved weights": "exponential moving average of those that were trained, decay 0.5",
+                "learning rate of the image tower": "0.001",
+            },
+        ),
     ],
 )
 def test_optimizer_schedule_and_precision_are_those_of_the_training(tmp_path, options, rows):
@@ -673,6 +682,19 @@ def test_names_of_curves_hide_none_and_the_best_weights_evaluation_is_no_point_o
     assert [list(line.get_ydata()) for line in drawn[1].axes[1].lines] == [[0.9]] * 4
 
 
+def test_axes_show_the_range_of_their_values(tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    bounds = {"eval_a_acc1_low": 0.3, "eval_a_acc1_high": 0.5}
+    history = [{"step": 1, "loss": 4.0}, {"step": 2, "loss": 4.5}, {"step": 2, "eval_a_acc1": 0.4, **bounds}]
+    plot_curves(history, tmp_path / "curves.png")
+    plot_curves([*history, {"step": 3, "eval_b_acc1": 1.0}, {"step": 3, "eval_c_acc1": 0.0}], tmp_path / "all.png")
+    (losses, shares), (_, every) = (figure.axes for figure in drawn)
+    assert 3.9 < losses.get_ylim()[0] < 4.0 < 4.5 < losses.get_ylim()[1] < 4.6
+    assert 0.2 < shares.get_ylim()[0] < 0.3 < 0.5 < shares.get_ylim()[1] < 0.6, "the interval is shown as well"
+    assert every.get_ylim() == (-0.02, 1.02)
+
+
 def test_curves_without_losses_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no training loss"):
         plot_curves([{"step": 1, "eval_loss": 1.0}], tmp_path / "x.png")
@@ -688,6 +710,32 @@ class LostTracker(TrainerCallback):
         @staticmethod
         def add_image(*args: Any, **kwargs: Any) -> None:
             raise ConnectionError("the server does not answer")
+
+
+def test_pictures_mark_what_is_right_and_wrong_and_cut_what_is_long(monkeypatch):
+    written: list[tuple[str, str]] = []
+    text = pictures.ImageDraw.ImageDraw.text
+
+    def write(pen: Any, place: Any, words: str, colour: str, font: Any) -> None:
+        written.append((words, colour))
+        text(pen, place, words, colour, font)
+
+    monkeypatch.setattr(pictures.ImageDraw.ImageDraw, "text", write)
+    found = [("word " * 40, 0.5, False), ("a dog", 0.25, True)]
+    picture = pictures.draw([np.zeros((8, 8, 3), np.uint8)], [found], [["a dog", "dogs"]])
+    assert [words for words, _ in written] == [
+        "right:  a dog  (and 1 more)",
+        f"0.500  {' '.join(['word'] * 15)} …",
+        "0.250  a dog",
+    ]
+    wrong, right = (Image.new("RGB", (1, 1), colour).getpixel((0, 0)) for _, colour in written[1:])
+    for colour in (wrong, right):
+        assert any(pixel == colour for _, pixel in picture.getcolors(1 << 20))
+    left, tops = pictures.SIDE + 28, (8 + pictures.LINE, 8 + 2 * pictures.LINE)
+    marks = [picture.crop((left, top, left + 16, top + 16)) for top in tops]
+    shapes = [np.array(mark.convert("L")) < 200 for mark in marks]
+    assert shapes[0].any()
+    assert not np.array_equal(*shapes), "not by the colour alone"
 
 
 def test_pictures_show_images_with_the_captions_of_the_highest_cosines(tmp_path, monkeypatch):

@@ -141,19 +141,22 @@ def test_muon_s_matrices_follow(tmp_path):
     lines = [line.split("  ")[0] for line in trainer.optimization.table_of_groups.splitlines()]
     assert "image layers, matrices of layers" in lines
     assert len(lines) == len(set(lines)) == 13, "one line for all layers of a tower"
+    assert lines[-1] == "Besides: vectors and scalars (1 value, learning rate 0.001).", "logit_scale"
 
 
 def test_the_table_adds_up_and_the_log_shows_the_full_rate(tmp_path):
     trainer = trainer_for(tmp_path, deep_clip(), learning_rate=RATE, layer_decay=DECAY, weight_decay=0.1, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["learning_rate"] == RATE
-    rows = [re.split(r"  +", line) for line in trainer.optimization.table_of_groups.splitlines()[1:]]
-    assert sum(int(row[3].replace(",", "")) for row in rows) == sum(p.numel() for p in trainer.model.parameters())
-    layers = [row for row in rows if row[0] == "image layers"]
-    assert [(row[1], row[4], row[5]) for row in layers] == [
-        ("AdamW", "0.000125 to 0.0005", "0.1"),
-        ("AdamW", "0.000125 to 0.0005", "0"),
-    ]
+    *lines, besides = trainer.optimization.table_of_groups.splitlines()[1:]
+    assert besides == "Besides: others (1 value, learning rate 0.001).", "logit_scale has no row"
+    rows = [re.split(r"  +", line) for line in lines]
+    assert sum(int(row[3].replace(",", "")) for row in rows) + 1 == sum(p.numel() for p in trainer.model.parameters())
+    named = {name: p for name, p in trainer.model.named_parameters() if name.startswith("vision_model.encoder.layers")}
+    decays = sum(p.numel() for p in named.values() if p.ndim > 1)
+    (layers,) = [row for row in rows if row[0] == "image layers"]
+    assert (layers[1], *layers[4:]) == ("AdamW", "0.000125 to 0.0005", f"0.1 for {decays:,}")
+    assert [row[0] for row in rows[:3]] == ["image embeddings", "image layers", "image head"]
 
 
 def test_parameters_without_weight_decay_are_chosen_by_name(tmp_path):
@@ -223,9 +226,9 @@ def test_adapters_have_the_rates_of_their_layers(tmp_path):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_frozen_layers_cost_neither_graph_nor_backward(tmp_path, checkpointing):
-    def cost(**options: Any) -> tuple[int, int, int]:
+    def cost(**options: Any) -> tuple[float, ...]:
         counts = planning.count(deep_clip(4, 4).config, checkpointing=checkpointing, **options)
-        return counts.trained, counts.graph, len(counts.backward)
+        return counts.trained, counts.graph, *(tower.backward.launches for tower in (counts.image, counts.text))
 
     every, half = cost(), cost(freeze_layers=2)
     assert all(less < 0.75 * more for less, more in zip(half, every, strict=True))

@@ -18,13 +18,16 @@ ROOT = Path(__file__).parents[1]
 GUIDES = [
     ROOT / "README.md",
     *(ROOT / folder / "README.md" for folder in ("scripts", "hf_infcl", "model_cards")),
-    ROOT / "scripts/AFTER_TRAINING.md",
+    *(ROOT / "scripts" / name for name in ("ANSWERS.md", "AFTER_TRAINING.md")),
     *(ROOT / "hf_infcl" / package / "README.md" for package in ("conversion", "data", "loss", "training")),
 ]
 PAGES = [
     *GUIDES,
     *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "scripts/benchmarks/results/PLAN.md")),
-    *(ROOT / folder / "README.md" for folder in ("tests", "scripts/benchmarks", "scripts/real_pairs")),
+    *(
+        ROOT / folder / "README.md"
+        for folder in ("tests", "scripts/benchmarks", "scripts/benchmarks/results", "scripts/real_pairs")
+    ),
 ]
 
 
@@ -135,12 +138,13 @@ def test_every_message_in_the_table_of_errors_is_said_by_the_package():
 
 
 def options_table() -> str:
-    """The table of the options of this package, from their declarations."""
+    """The table of the options of this package, from their declarations, each with the first sentence of its help."""
     rows = []
     for option in (one for part in OURS for one in fields(part)):
         default = option.default if option.default_factory is MISSING else " ".join(option.default_factory())
         shown = "" if default is None else "off" if default is False else f"`{default}`"
-        rows.append(f"| `{option.name}` | {shown} | {option.metadata['help']} |")
+        told = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", option.metadata["help"], maxsplit=1)[0]
+        rows.append(f"| `{option.name}` | {shown} | {told} |")
     return "\n".join(rows)
 
 

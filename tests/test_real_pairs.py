@@ -584,6 +584,29 @@ def test_hard_negatives_are_tried_on_known_names_and_on_new_concepts(module):
     assert [line["number swapped, other style"] for line in (without, beside)] == ["10.0", "10.0"]
 
 
+def test_the_newest_run_of_each_seed_counts_for_wrong_captions_and_teachers(module, tmp_path):
+    tables = module("tables")
+    assert tables.wrong_and_taught(tmp_path / "none.csv") == ""
+    head = "size,optimizer,times,trained_on,wrong,oracle,cleaned,teacher,taught_by,weight,side,options,seed,samples"
+    common = 'small,muon,1,all,0.2,{},{},{},"{{""leave_out"": ""noisy""}}",{},64,{},{}'
+    lines = [
+        f"{head},vendor_recall@1,concepts_recall@5",
+        common.format("False", 0, ",,,both", 0, 10, 20),
+        common.format("False", 0, ",,,both", 0, 30, 40),  # the same seed again
+        common.format("False", 0, ",,,both", 1, 40, 50),
+        common.format("True", 0, ",,,both", 0, 60, 70),
+        common.format("False", 0.5, "stored,small 4,1,text", 0, 80, 90),
+    ]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    rows = [line.strip("| ").split(" | ") for line in tables.wrong_and_taught(tmp_path / "rows.csv").splitlines()[2:]]
+    common = ["all", "small", "Muon", "64", "20%"]
+    assert rows == [
+        [*common, "all", "", "`leave_out` noisy", "2", "35.0", "45.0"],
+        [*common, "cleaned at 0.5", "stored, small 4, β 1, text", "`leave_out` noisy", "1", "80.0", "90.0"],
+        [*common, "right pairs", "", "`leave_out` noisy", "1", "60.0", "70.0"],
+    ]
+
+
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     pictures = module("pictures")
     folder = tmp_path / "evaluation/held_out_vendor/test"

@@ -171,7 +171,6 @@ def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
         ({"dataloader_prefetch_factor": 4}, "--dataloader_num_workers 0", ["dataloader_prefetch_factor"]),
         ({"resume_from_checkpoint": "auto"}, "--overwrite_output_dir", ["resume_from_checkpoint"]),
         ({"streaming": True, "samples_per_epoch": 99}, "--streaming false", ["samples_per_epoch"]),
-        ({"replay_dataset": ["r"], "replay_share": 0.2}, "--global_batch_schedule 64:0.5 128", None),
         ({"average_with_start": 0.5}, "--save_strategy no", ["average_with_start"]),
         (dict(zip(DIVISION, (4, 8), strict=True)), "--global_batch_size 64", [*DIVISION]),
         ({"global_batch_size": 64}, "--per_device_train_batch_size 7", ["global_batch_size"]),
@@ -184,9 +183,7 @@ def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_fil
     args = built("train", tmp_path / "mine.yaml", *typed.split())
     said = capsys.readouterr().out
     if left_out is None:  # both of them
-        left_out = (
-            ["replay_dataset", "replay_share"] if "replay_share" in of_file else ["save_strategy", "eval_strategy"]
-        )
+        left_out = ["save_strategy", "eval_strategy"]
     found = re.findall(r"^--(\w+) replaces (\w+) .* of mine.yaml[.]$", said, re.MULTILINE)
     assert sorted(name for _, name in found) == sorted(left_out)
     assert {option for option, _ in found} <= set(re.findall(r"--(\w+)", typed)), "only what was typed replaces"

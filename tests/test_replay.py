@@ -24,10 +24,12 @@ from helpers.trainers import StopAt, TrainedRows, arguments, parameters
 from torch.utils.data import DataLoader, default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, reference
-from hf_infcl.data.overlap import shared_images
-from hf_infcl.data.stream_batches import Share
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loading.batch_plan import BatchPlan, Position
 from hf_infcl.loading.replay import Replayed
+from hf_infcl.loading.shares import SourceShare
+from hf_infcl.options.batch_schedule import BatchSchedule
+from hf_infcl.tools.checking.overlap import shared_images
 from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
 from hf_infcl.tools.cli.datasets import replay_set
 from hf_infcl.windows.window import Window, WindowLoss
@@ -57,6 +59,13 @@ def replayed(new: Any, old: Any, folder: Any = "unused", **options: Any) -> Repl
     return Replayed(new, old, arguments(folder, **options))
 
 
+def plan_of(sizes: str, rows: int | None, share: float, processes: int = 1, **options: Any) -> BatchPlan:
+    """A plan whose micro-batches have 4 pairs."""
+    given = {"epochs": 1, "max_steps": 300, "micro_batch": 4, "processes": processes, "replay_share": share, **options}
+    schedule = BatchSchedule.of(sizes.split()) if ":" in sizes else BatchSchedule((int(sizes),), ())
+    return BatchPlan(schedule, rows, **given)
+
+
 def numbers_and_captions(items: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(number_of(item), item["caption"][0]) for item in items]
 
@@ -64,10 +73,14 @@ def numbers_and_captions(items: list[dict[str, Any]]) -> list[tuple[int, str]]:
 def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, states: Any = ()) -> Any:
     """The (number, caption) of the pairs of each global batch, and the states of all processes after them."""
     steps, found, after = 4 // processes, [[] for _ in range(windows)], []
+    at = Position(len(states) and states[0]["parts"][0].get("windows", 9))
     for rank in range(processes):
-        where = {"rank": rank, "world_size": processes, "num_workers": workers, "accumulation_steps": steps}
+        where = {"rank": rank, "world_size": processes, "num_workers": workers}
         batches = pairs.batches(
-            4, lambda items: [(number_of(i), i["caption"][0]) for i in items], **where, states=states
+            plan_of("16", None, 0.3, processes, at=at),
+            lambda items: [(number_of(i), i["caption"][0]) for i in items],
+            **where,
+            states=states,
         )
         loader = iter(DataLoader(batches, batch_size=None, num_workers=workers))
         for window in found:
@@ -86,17 +99,17 @@ def read(pairs: Replayed, windows: int, processes: int = 1, workers: int = 0, st
 @pytest.mark.parametrize("old", [1, 5, 8, 15])
 @pytest.mark.parametrize("micro_batches", [1, 4, 12])
 def test_shares_are_exact_balanced_and_drawn_anew(old, micro_batches):
-    share = Share(4, micro_batches, old, is_old=True)
-    rest = Share(4, micro_batches, old)
     if old > 4 * micro_batches:
         return
+    plan = plan_of(str(4 * micro_batches), None, old / (4 * micro_batches))
+    share, rest = (SourceShare(plan, is_old) for is_old in (True, False))
     extra = Counter()
     for window in range(300):
         numbers = range(window * micro_batches, (window + 1) * micro_batches)
-        sizes = [share.of(number) for number in numbers]
+        sizes = [share.size(number) for number in numbers]
         assert sum(sizes) == old
-        assert [4 - size for size in sizes] == [rest.of(number) for number in numbers]
-        assert [share.before(number) for number in numbers] == np.cumsum([0, *sizes[:-1]]).tolist()
+        assert [4 - size for size in sizes] == [rest.size(number) for number in numbers]
+        assert [share.pairs(plan.place(number)).start for number in numbers] == np.cumsum([0, *sizes[:-1]]).tolist()
         assert max(sizes) - min(sizes) <= 1
         for processes in (2, 3, 4):
             if micro_batches % processes == 0:
@@ -149,7 +162,7 @@ def test_every_pair_has_an_id_and_a_count_of_skipped_ones_if_any_has(tmp_path):
             batch
             for rank in range(processes)
             for (batch, _), _ in zip(
-                pairs.batches(4, collator, rank=rank, world_size=processes, accumulation_steps=4 // processes),
+                pairs.batches(plan_of("16", None, 0.3, processes), collator, rank=rank, world_size=processes),
                 range(4 // processes),
                 strict=False,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from PIL import Image
 from torch.utils.data import default_collate
 
 from hf_infcl import ImageTextDataset, InfCLTrainer
-from hf_infcl.data.keyed import sample_key
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
-from hf_infcl.tools.scoring.excluding import rows_kept
+from hf_infcl.shards.names import sample_key
+from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
+from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
 from hf_infcl.tools.scoring.writing import write_ledger_of_training
 
 ROWS, WRONG = 160, [3, 40, 41, 77, 120]
@@ -197,6 +199,57 @@ def test_excluding(tmp_path):
         rows_kept(data, f"{path}:0.9")
 
 
+def test_excluding_from_a_stream(tmp_path):
+    write_tars(tmp_path / "shards", [15, 15, 10])
+    stream, path = stream_of(tmp_path / "shards", lanes=2, samples_per_epoch=40), tmp_path / "ledger.parquet"
+    names = {sample_key(f"0/{n // 15:05d}.tar", f"{n:06d}"): n for n in range(40)}
+    scores = np.array([-1.0 if n % 5 == 2 or n < 3 else 5.0 for n in names.values()])
+    ledger_of(stream.content_fingerprint(), np.array([*names]), scores).write(path)
+    kept = stream_kept(stream, f"{path}:0.9")
+    left = {n for n in range(40) if n % 5 == 2 or n < 3}
+
+    def numbers(batches: Any, count: int) -> list[int]:
+        found = []
+        for items, tag in itertools.islice(batches, count):
+            found += [number_of(item) for item in items]
+            batches.consume(tag)
+        return found
+
+    whole = numbers(kept.batches(5), 12)
+    assert set(whole) == set(range(40)) - left, "two passes and a bit have every other sample"
+    # ---- From a checkpoint, in other processes ----
+    begun = kept.batches(5)
+    first = numbers(begun, 4)
+    shares = [kept.batches(5, rank=rank, world_size=2, states=[begun.state()]) for rank in range(2)]
+    rest = [numbers(share, 4) for share in shares]
+    steps = zip(*[[part[i : i + 5] for i in range(0, 20, 5)] for part in rest], strict=True)
+    assert first + [n for step in steps for part in step for n in part] == whole
+    with pytest.raises(ValueError, match="its order has changed: sources was"):
+        stream.batches(5, states=[begun.state()])
+    # ---- What is told ----
+    assert "without 10 samples" in kept.content_fingerprint()
+    with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
+        stream_kept(kept, f"{path}:0.9")
+    ledger_of(stream.content_fingerprint(), np.array([*names]), -np.ones(40)).write(path)
+    with pytest.raises(ValueError, match="excludes all 40 pairs"):
+        stream_kept(stream, f"{path}:0.9")
+    (tmp_path / "text.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="is not a ledger"):
+        stream_kept(stream, f"{tmp_path / 'text.parquet'}:0.9")
+
+
+def test_the_words_of_what_is_left_out():
+    captions = ["a red fox"] * 6 + ["an otter, red"] * 3 + ["Otter"] + ["a quokka"] + ["a blue fox"] * 9
+    chosen = np.array([False] * 6 + [True] * 3 + [False] + [True] + [False] * 9)
+    words = most_chosen_words(captions, chosen)
+    assert words == [("an", 3, 3), ("otter", 3, 4)]
+    shared, rare = lines_of_words(captions, chosen)
+    assert "'otter' (3 of 4)" in shared
+    assert "fox" not in shared
+    assert rare.startswith("100.0% of the 1 pairs with a word that no other caption has are among them, and 15.8%")
+    assert list(lines_of_words(captions, np.zeros(20, bool))) == []
+
+
 def test_the_sheet_shows_pictures_and_captions(tmp_path):
     red = np.zeros((20, 40, 3), np.uint8)
     red[..., 0] = 255
@@ -249,7 +302,8 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
         infcl("check", *words, "--ledger", out / LEDGER_FILE)
     printed = capsys.readouterr().out
     assert "6 of 96 pairs (6.25%) do not belong together" in printed
-    assert f"--exclude {out / LEDGER_FILE}:0.9" in printed.splitlines()[-1]
+    (remedy,) = [line for line in printed.splitlines() if line.startswith("Add to `infcl train`:")]
+    assert f"--exclude {out / LEDGER_FILE}:0.9" in remedy
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")

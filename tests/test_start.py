@@ -226,7 +226,7 @@ def test_a_pull_beyond_the_start_is_refused(tmp_path):
 def test_the_start_costs_memory_and_a_forward():
     counts = planning.count(models.clip().config)
     plain = planning.Choice(1, 8, 4)
-    kept = planning.Choice(1, 8, 4, keep_features=True)
+    kept = planning.Choice(1, 8, 4, options={"keep_features": 1.0})
     assert planning.memory(counts, kept).weights == planning.memory(counts, plain).weights + 4 * counts.trained
     assert planning.memory(counts, kept).features == 2 * planning.memory(counts, plain).features
     gpu = next(iter(planning.GPUS.values()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ import transformers
 from accelerate.utils import compare_versions
 from datasets import Dataset, Image
 from helpers import models
+from helpers.demo import infcl
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
+from helpers.processes import without_tf32
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
@@ -27,11 +31,12 @@ from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, Inf
 from hf_infcl.conversion.models import load
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.sharding import FSDP_SINCE
-from hf_infcl.loading.stored_embeddings import described_shards
+from hf_infcl.loading.stored_embeddings import StoredEmbeddings, described_shards
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource, TrainedTable
 from hf_infcl.tools.publishing.settings import training_settings
+from hf_infcl.windows.extensions import LossTerm
 from hf_infcl.windows.terms import TeacherDistance
 
 needs_fsdp = pytest.mark.skipif(
@@ -174,6 +179,47 @@ def test_sharded_parameters_have_the_same_steps_and_no_map(fresh_ranks, tmp_path
         fresh_ranks.run(rank_sharded, 2, str(tmp_path), "map")
 
 
+def rank_resumed(rank: int, world_size: int, folder: str, kind: str, sharded: bool) -> tuple[Tensor, list[float]]:
+    """Stops after two of four steps and resumes; in fp32, also on GPUs."""
+    given: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 12 // world_size // 2}
+    given |= {"learning_rate": 2e-3, "optim": "adamw_torch", "save_strategy": "steps", "save_steps": 2}
+    given |= {"fsdp": True, "use_cpu": False} if sharded else {}
+    out, callback = Path(folder, f"{kind} {sharded}"), FullPrecision()
+
+    def made(*callbacks: Any) -> InfCLTrainer:
+        teacher = {"teacher_embeddings": [f"{folder}/stored"]}
+        if kind == "online":
+            teacher = {"teacher": (models.clip(seed=1, end=END), clip_processor())}
+        return taught(out, ImageTextDataset(rows()), callbacks=[callback, *callbacks], **given, **teacher)
+
+    made(StopAt(2)).train()
+    trainer = made()
+    trainer.train(resume_from_checkpoint=True)
+    weights = [getattr(p, "full_tensor", lambda p=p: p)().detach().cpu().flatten() for p in trainer.model.parameters()]
+    return torch.cat(weights), [entry["teacher_loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class FullPrecision(transformers.TrainerCallback):
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        without_tf32()
+
+
+@needs_fsdp
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_a_resumed_training_of_sharded_parameters_has_the_steps_of_ddp(fresh_ranks, ranks, tmp_path, backend, kind):
+    store(table_source(rows()), tmp_path / "stored", models.clip(seed=1, end=END), clip_processor())
+    ((sharded, losses), *_), ((whole, expected_losses), *_) = (
+        group.run(rank_resumed, 2, str(tmp_path), kind, group is fresh_ranks, backend=backend)
+        for group in (fresh_ranks, ranks)
+    )
+    start = nn.utils.parameters_to_vector(models.clip(end=END).parameters()).detach()
+    # The gradient of a key's bias is only rounding, which Adam turns into steps.
+    assert (sharded - whole).norm() <= 0.1 * (whole - start).norm()
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert losses[0] > losses[-1] > 0
+
+
 def test_a_teacher_of_the_start_is_keep_features(tmp_path):
     """To the bit but for rounding: the one sees the texts of the loader, the other as they are encoded."""
     kept = trainer_for(tmp_path, models.clip(), **{**PLAIN, "teacher_weight": 1.0}, keep_features=BETA)
@@ -239,7 +285,9 @@ def table_source(table: Dataset, **options: Any) -> TableSource:
 
 
 def taught(folder: Path, data: Any, **options: Any) -> InfCLTrainer:
-    sets = {name: options.pop(name) for name in ("replay_dataset", "teacher", "callbacks") if name in options}
+    sets = {
+        name: options.pop(name) for name in ("replay_dataset", "teacher", "callbacks", "extensions") if name in options
+    }
     batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
     args = arguments(folder, **{**PLAIN, **batch, "max_steps": 4, "teacher": options.pop("named", None), **options})
     return InfCLTrainer(models.clip(end=END), args, train_dataset=data, processing_class=clip_processor(), **sets)
@@ -273,6 +321,68 @@ def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options
     ]
 
 
+def shards_of(folder: Path, count: int = 24) -> str:
+    """Two shards of pictures of 20 × 24 pixels."""
+    for shard in range(2):
+        members = []
+        for number in range(shard, count, 2):
+            file = io.BytesIO()
+            picture(number, (20, 24)).save(file, "png")
+            texts = json.dumps({"caption": [LETTERS[number % 26] + " b"]}).encode()
+            members += [(f"{number:03d}.png", file.getvalue()), (f"{number:03d}.json", texts)]
+        write_tar(folder / f"shards/{shard}.tar", members)
+    return str(folder / "shards/*.tar")
+
+
+@pytest.mark.parametrize("kind", ["table", "stream"])
+def test_stored_views_are_the_crops_of_the_training(tmp_path, kind):
+    """Online, the teacher sees the student's crops. Two passes are trained."""
+
+    def data(**options: Any) -> Any:
+        options = {"augmentation": "flip_crop", "seed": 3, **options}
+        if kind == "table":
+            return ImageTextDataset(rows(), **options)
+        return ImageTextStream(shards_of(tmp_path), **options, shuffle_buffer=4, lanes=2)
+
+    source = {"table": TrainedTable, "stream": ShardSource}[kind]
+    views = store(source(data(), 2), tmp_path / "views")
+    plain = store(source(data(augmentation="none")), tmp_path / "plain")
+    online = trained(tmp_path / "a", data(), teacher=(large_teacher(), large_processor()))
+    stored = trained(tmp_path / "b", data(), teacher_embeddings=[views], dataloader_num_workers=1)
+    other = trained(tmp_path / "c", data(), teacher_embeddings=[plain])
+    error = (moved(online) - moved(stored)).norm() / (moved(online) - moved(other)).norm()
+    assert error < 1e-3
+    with pytest.raises(ValueError, match="holds other embeddings"):
+        store(source(data(seed=4), 2), tmp_path / "views")
+    for wrong in {"seed": 4}, {"augmentation": "crop"}, {"min_side": 8}:
+        with pytest.raises(ValueError, match="The stored views of images must be those of the training"):
+            taught(tmp_path, data(**wrong), teacher_embeddings=[views])
+    with pytest.raises(ValueError, match="the same for all teachers of a set"):
+        taught(tmp_path, data(), teacher_embeddings=[views, plain])
+    with pytest.raises(ValueError, match="image_size_schedule other crops are drawn"):
+        taught(tmp_path, data(), teacher_embeddings=[views], image_size_schedule=["8:0.5", "16"])
+
+
+def test_views_come_again_after_their_number():
+    data = ImageTextDataset(rows(), augmentation="crop")
+
+    def crops() -> list[tuple[Any, np.ndarray]]:
+        found = []
+        for epoch in range(5):
+            data.set_epoch(epoch)
+            item = data[5]
+            found.append((item["place"], item["image"]))
+        return found
+
+    data.name_places(1)
+    assert len({place[2] for place, _ in crops()}) == 5
+    data.name_places(1, 2)
+    (_, first), (_, second), (place, third), *_ = crops()
+    assert place == (1, "5", "0 0 5 augmentation")
+    np.testing.assert_array_equal(first, third)
+    assert first.shape != second.shape or (first != second).any()
+
+
 def test_a_teacher_with_the_student_s_preprocessing_reads_what_the_student_reads(tmp_path):
     data = ImageTextDataset(rows(), augmentation="flip_crop")
     shared = taught(tmp_path, data, teacher=(models.clip(seed=1, end=END), clip_processor()))
@@ -300,6 +410,9 @@ def test_a_teacher_is_loaded_by_its_name_and_named_in_the_card(tmp_path):
     assert torch.equal(parameters(named), parameters(given))
     rows_of_card = training_settings(named)
     assert rows_of_card["teacher"] == "large (licence mit)"
+    logged = [entry["teacher_loss"] / BETA for entry in named.state.log_history if "teacher_loss" in entry]
+    expected_row = f"{logged[0]:.3g} in the first log, {logged[-1]:.3g} in the last"
+    assert rows_of_card["distance to the teacher"] == expected_row
     assert rows_of_card["taught by"] == (
         "squared distance of the image and text embeddings to the teacher's, weight 3, through a linear map that was "
         "trained and is not saved"
@@ -459,12 +572,138 @@ def test_shards_may_be_a_part_of_those_that_were_embedded_but_no_others(tmp_path
         described_shards([f"{shards}/1.tar", str(tmp_path / "again/1.tar")])
 
 
+def test_a_shard_that_has_changed_since_and_one_whose_embeddings_are_damaged(tmp_path):
+    """Its size, by which shards are recognised, is the same."""
+
+    def write(letters: str) -> None:
+        write_tar(tmp_path / "0.tar", [m for n, letter in enumerate(letters) for m in pair(n, caption=[letter])])
+
+    write(LETTERS[:24])
+    folder = store(ShardSource(ImageTextStream(str(tmp_path / "0.tar"))), tmp_path / "stored")
+    write(LETTERS[:23] + "z")
+    data = ImageTextStream(str(tmp_path / "0.tar"), lanes=2, shuffle_buffer=2)
+    with pytest.raises(ValueError, match="has no embedding of 0/000023 or of its caption, although it was made from"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+    write(LETTERS[:24])
+    values = np.load(Path(folder, "texts.npy"))
+    values[5] = np.inf
+    np.save(Path(folder, "texts.npy"), values)
+    with pytest.raises(ValueError, match=r"The embedding of '0/000005.*f' in .* \(texts\) is not finite"):
+        trained(tmp_path / "run", data, teacher_embeddings=[folder])
+
+
 def test_missing_rows_may_be_left_out(tmp_path):
     folder = store(table_source(rows()), tmp_path / "stored")
     old = {"replay_dataset": ImageTextDataset(rows(30, 50)), "teacher_missing": "contrastive"}
     run = trained(tmp_path, ImageTextDataset(rows()), teacher_embeddings=[folder], **old)
     logs = [entry["teacher_loss"] for entry in run.state.log_history if "loss" in entry]
     assert all(0 < loss < BETA * 8 for loss in logs)
+
+
+def test_student_and_teacher_of_other_widths_are_compared(small, tmp_path, capsys):
+    """The fixture creates the folder of pairs."""
+    for name, model, processor in (
+        ("teacher", large_teacher(), large_processor()),
+        ("student", models.clip(end=END), clip_processor()),
+    ):
+        model.save_pretrained(tmp_path / name)
+        processor.save_pretrained(tmp_path / name)
+    words = ["--eval_dataset", tmp_path / "pairs", "--output_dir", tmp_path / "compared", "--use_cpu"]
+    infcl("compare", tmp_path / "teacher", tmp_path / "student", *words)
+    results = json.loads((tmp_path / "compared/compare_results.json").read_text())["pairs"]
+    assert results["images"] == 12
+    assert {"first", "second"} <= results["metrics"]["text_retrieval_recall@1"].keys()
+    assert "12 images" in capsys.readouterr().out
+
+
+# ---- Together with other options ----
+
+
+def with_lora() -> Any:
+    import peft
+
+    targets = ["q_proj", "v_proj"]
+    return peft.get_peft_model(models.clip(end=END), peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.0))
+
+
+def change_of(folder: Path, model: nn.Module, teaches: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """By how much the weights and the map change in four steps."""
+    teacher = {"teacher": teaches["teacher"]} if "teacher" in teaches else {}
+    given = {**PLAIN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_steps": 4}
+    given |= {"learning_rate": 1e-2, **options, **{k: v for k, v in teaches.items() if k != "teacher"}}
+    trainer = InfCLTrainer(
+        model,
+        arguments(folder, **given),
+        train_dataset=ImageTextDataset(rows()),
+        processing_class=clip_processor(),
+        **teacher,
+    )
+    start = torch.cat([parameters(trainer), *map(Tensor.flatten, start_of_maps_of(trainer))])
+    trainer.train()
+    return torch.cat([parameters(trainer), *map(Tensor.flatten, start_of_maps_of(trainer))]) - start
+
+
+def start_of_maps_of(trainer: InfCLTrainer) -> list[Tensor]:
+    return [one for term in trainer.setup.extensions for one in start_of_maps(term)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"global_batch_schedule": ["8:0.4", "16"], "gradient_accumulation_steps": 1},
+        {"patch_dropout": 0.5},
+        {"texts_at_once": 3, "retain_graphs": "2"},
+        {"ema_decay": 0.5, "gradient_accumulation_steps": 2},
+        {"optimizer": "muon", "optim": "adamw_torch", "learning_rate": 1e-3},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"gradient_checkpointing": True},
+        {"freeze": "image"},
+        {"matryoshka_dims": [4, 8]},
+        {"model": with_lora},
+    ],
+    ids=lambda options: " ".join(options) if isinstance(options, dict) else None,
+)
+def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embeddings(tmp_path, options):
+    """A stored teacher knows nothing of the step: dropped patches, dealt texts or compiled towers cannot reach it."""
+    options = dict(options)
+    build_model = options.pop("model", lambda: models.clip(end=END))
+    folder = store(table_source(rows()), tmp_path / "stored")
+    online = {"teacher": (large_teacher(), large_processor())}
+    found = [
+        change_of(tmp_path / name, build_model(), teaches, options)
+        for name, teaches in (("a", online), ("b", {"teacher_embeddings": [folder]}))
+    ]
+    without = change_of(tmp_path / "c", build_model(), {"teacher_weight": 1.0}, options)
+    # AdamW turns the rounding of gradients that are zero, such as those of a key's bias, into steps.
+    tolerance = 0.05 if "optimizer" in options else 1e-3
+    assert (found[0] - found[1]).norm() <= tolerance * found[0].norm()
+    weights = len(without)
+    assert (found[0][:weights] - without).norm() > 0.02 * without.norm(), "it does not teach"
+    assert found[0][weights:].abs().sum() > 0, "the map does not train"
+
+
+def test_images_of_another_size_have_their_stored_embeddings(tmp_path):
+    folder = store(table_source(rows()), tmp_path / "stored")
+    seen: list[tuple[int, Tensor, Tensor]] = []
+
+    class Sees(LossTerm):
+        name = "sees"
+
+        def reference(self, inputs: Any, frozen_outputs: Any) -> tuple[Tensor, ...]:
+            seen.append((inputs["pixel_values"].shape[-1], inputs["pair_ids"], inputs["teacher_0_images"]))
+            return ()
+
+        def value(self, features: Any, references: Any) -> Tensor:
+            return features[0].sum() * 0
+
+    given = {"teacher_embeddings": [folder], "image_size_schedule": ["8:0.5", "16"], "max_steps": 4}
+    data = ImageTextDataset(rows(), pair_id_column="id")
+    trained(tmp_path / "run", data, **given, extensions=[Sees()])
+    assert [size for size, *_ in seen] == [8] * 6 + [16] * 6
+    embeddings, known = StoredEmbeddings(folder).find("images", [str(row) for row in range(24)])
+    assert known.all()
+    for _, ids, images in seen:
+        assert torch.equal(images, torch.from_numpy(embeddings[ids]))
 
 
 # ---- Resuming, refusals ----

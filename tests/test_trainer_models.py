@@ -72,6 +72,15 @@ def test_a_model_that_was_split_while_it_was_loaded_is_refused(tmp_path):
     trainer_for(tmp_path, model)
 
 
+def test_a_subclass_s_sampler_is_refused(tmp_path):
+    class Own(InfCLTrainer):
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    with pytest.raises(ValueError, match=r"would never call Own\._get_train_sampler\. Override get_train_dataloader"):
+        Own(models.clip(), arguments(tmp_path), default_collate, train_dataset=models.Pairs(8))
+
+
 def test_a_subclass_s_compute_loss_is_refused(tmp_path):
     class Own(InfCLTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +147,7 @@ def test_a_frozen_logit_scale_is_told(tmp_path, caplog):
     model.logit_scale.requires_grad_(False)
     trainer_for(tmp_path, model)
     assert "logit_scale is frozen, so logit_scale stays 14.28" in caplog.text
+    assert "pass --lora_logit_scale" in caplog.text
     caplog.clear()
     trainer_for(tmp_path, models.clip())
     assert "frozen" not in caplog.text

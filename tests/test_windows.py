@@ -15,8 +15,11 @@ from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, defau
 from transformers import TrainerCallback
 
 from hf_infcl.checkpoints.record import Run, RunRecord
-from hf_infcl.loading.sampling import WindowSampler
+from hf_infcl.loading.batch_plan import BatchPlan
+from hf_infcl.loading.shares import SourceShare
+from hf_infcl.loading.table_rows import TableRows
 from hf_infcl.loading.training_data import TrainingData
+from hf_infcl.options.batch_schedule import BatchSchedule
 from hf_infcl.processes.collectives import Processes
 from hf_infcl.processes.interruptions import Interruptions
 from hf_infcl.windows.window import Window
@@ -24,29 +27,32 @@ from hf_infcl.windows.window import Window
 # ---- Data sets ----
 
 
+def passes_of(rows: range, size: int, passes: int, **order: Any) -> list[list[int]]:
+    """The rows of so many passes over a table in global batches of this size, read by one process."""
+    windows = len(rows) // size
+    plan = BatchPlan(
+        BatchSchedule((size,), ()), len(rows), epochs=0, max_steps=passes * windows, micro_batch=4, processes=1
+    )
+    read = [row for batch, _ in TableRows(rows, SourceShare(plan), list, **order) for row in batch]
+    assert len(read) == passes * windows * size
+    return [read[first : first + windows * size] for first in range(0, len(read), windows * size)]
+
+
 def test_windows_are_full_and_reshuffled_and_do_not_depend_on_the_split():
     rows = range(50)
-    sampler = WindowSampler(rows, 16, shuffle=True, seed=1)
-    epochs = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        epochs.append(list(sampler))
-        assert len(epochs[-1]) == len(sampler) == 48
-        assert len(set(epochs[-1])) == 48
+    epochs = passes_of(rows, 16, 2, shuffle=True, seed=1)
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 48
     assert epochs[0] != epochs[1]
     assert set(epochs[0]) != set(epochs[1]), "the rows left over change"
-    sampler.set_epoch(0)
-    assert list(sampler) == epochs[0]
-    assert list(WindowSampler(rows, 24, shuffle=True, seed=1)) == epochs[0]
-    assert list(WindowSampler(rows, 16, shuffle=True, seed=2)) != epochs[0]
+    assert passes_of(rows, 16, 1, shuffle=True, seed=1) == epochs[:1]
+    assert passes_of(rows, 24, 1, shuffle=True, seed=1) == epochs[:1]
+    assert passes_of(rows, 16, 1, shuffle=True, seed=2) != epochs[:1]
 
 
 def test_without_shuffling_an_epoch_begins_where_the_last_one_ended():
-    sampler, rows = WindowSampler(range(50), 16, shuffle=False, seed=1), []
-    for epoch in range(25):
-        sampler.set_epoch(epoch)
-        rows += sampler
-    assert rows == list(range(50)) * 24
+    epochs = passes_of(range(50), 16, 25, shuffle=False, seed=1)
+    assert list(itertools.chain(*epochs)) == list(range(50)) * 24
 
 
 def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
@@ -282,7 +288,7 @@ class Counting(Interruptions):
 def fetch(data: TrainingData, batches: Iterator[Any], step: int, agreed: list[Any]) -> Window:
     return data.fetch(
         lambda source, number, device: (list(itertools.islice(source, number)), None),
-        *(batches, 2, step),
+        *(batches, step),
         equal_ids="exclude",
         interruptions=Counting(agreed),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Measured:
         rest: the score of the other half of each guard set, on which the choice is reported.
         gained_low: the lower bound of the 95% interval of ``gained``; None if a set has no interval.
         loss: the mean contrastive loss of those sets that are image-text pairs; None if there is none.
+        gained_high: the upper bound of the interval of ``gained``, as ``gained_low``.
+        rest_bounds: the 95% intervals of ``rest``, where they were measured.
     """
 
     alpha: float
@@ -33,6 +35,8 @@ class Measured:
     rest: Mapping[str, float]
     gained_low: float | None = None
     loss: float | None = None
+    gained_high: float | None = None
+    rest_bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def score(metrics: Mapping[str, float], prefix: str = "") -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..evaluation.metrics import LOW
+from ..evaluation.metrics import HIGH, LOW
 from .average_choice import ALPHAS, Measured, chosen, score, score_if_measured
 
 VALIDATION, REST = "validation", "rest"  # end the names of the two halves of a guard
@@ -86,11 +86,15 @@ def measured_at(alpha: float, metrics: Mapping[str, float], gains: Sequence[str]
     """
     gained = [score(metrics, f"eval_{name}_") for name in gains]
     validation, rest = ({g: score(metrics, f"eval_{g}_{part}_") for g in guards} for part in (VALIDATION, REST))
-    bounds = [score_if_measured(metrics, f"eval_{name}_", LOW) for name in gains]
-    lows = [low for low in bounds if low is not None]
+    ends = [[score_if_measured(metrics, f"eval_{name}_", end) for name in gains] for end in (LOW, HIGH)]
+    low, high = (_mean([one for one in of if one is not None]) if None not in of else None for of in ends)
+    bounds = {}
+    for name in guards:
+        of_rest = [score_if_measured(metrics, f"eval_{name}_{REST}_", end) for end in (LOW, HIGH)]
+        if of_rest[0] is not None and of_rest[1] is not None:
+            bounds[name] = of_rest[0], of_rest[1]
     losses = [metrics[loss] for name in gains if (loss := f"eval_{name}_loss") in metrics]
-    low = _mean(lows) if len(lows) == len(gains) else None
-    return Measured(alpha, _mean(gained), validation, rest, low, _mean(losses))
+    return Measured(alpha, _mean(gained), validation, rest, low, _mean(losses), high, bounds)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -33,6 +33,8 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
             "--lora_merge merges the adapters of --lora_rank, which is not given, or those of the model, which has "
             "none. Pass --lora_rank as well, or omit --lora_merge."
         )
+    if lora.lora_logit_scale and rank is None:
+        raise ValueError("--lora_logit_scale is for new adapters. Pass --lora_rank as well, or omit it.")
     if has_own and rank is not None:
         raise ValueError(
             f"{options.model} holds adapters, and --lora_rank {rank} would add new ones. To train those that it holds, "
@@ -52,6 +54,9 @@ def model_to_train(options: TrainedModelOptions, lora: LoraOptions, args: InfCLT
     if rank is not None:
         size, merged = args.image_size, lora.lora_merge
         adapted = with_adapters(loaded.model, rank, lora.lora_targets, size, seed=args.seed, merged=merged)
+        if lora.lora_logit_scale:
+            for parameter in DualEncoder(adapted).temperature_parameters:
+                parameter.requires_grad_(True)
         return loaded._replace(model=adapted)
     if has_own and lora.lora_merge and args.image_size is not None:
         resize_images(DualEncoder(loaded.model.get_base_model()), args.image_size)

@@ -106,6 +106,11 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def table(self) -> datasets.Dataset:
+        """The rows with undecoded images, and only the columns that the options name."""
+        return self._rows
+
     def undecoded(self, row: int) -> dict[str, Any]:
         """The values of a row by column: its image as a mapping with ``bytes`` or ``path``, or None."""
         values: dict[str, Any] = self._rows[row]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,8 +52,3 @@ def rows_of(dataset: Any, rows: Sequence[int]) -> Any:
 def keyed_rows(items: Sequence[Any], rows: Sequence[int]) -> list[KeyedItem]:
     """The items of some rows, each with its key."""
     return [KeyedItem.of_row(item, row) for item, row in zip(items, rows, strict=True)]
-
-
-def sample_key(shard: str, name: str) -> int:
-    """The key of a sample in a shard: 63 bits of the BLAKE2b hash of both names."""
-    return int.from_bytes(hashlib.blake2b(f"{shard} {name}".encode(), digest_size=8).digest(), "big") >> 1

@@ -10,6 +10,7 @@ import unicodedata
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from ..shards.values import is_unicode, shortened
@@ -135,6 +136,7 @@ class ImageTextDataset(ImageDataset):
         self._min_side = min_side
         self._text_dropout = text_dropout
         self._number: int | None = None
+        self._views: int | None = None
         # Shared memory, so that workers which outlive an epoch (persistent_workers) see the next one.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -142,13 +144,19 @@ class ImageTextDataset(ImageDataset):
         """Sets the epoch, which determines the drawn captions. Call it in every process before the epoch starts."""
         self._epoch.fill_(epoch)
 
-    def name_places(self, number: int) -> None:
-        """Lets items have their ``place``: the number of this set, and that of the row whose image and captions it has.
+    def name_places(self, number: int, views: int | None = None) -> None:
+        """Lets items have their ``place``: the number of this set, that of the row, and the seed of the augmentation.
 
         Args:
             number: of this set among those that are combined.
+            views: the number of epochs after which the augmentations come again; None for new ones in each epoch.
         """
-        self._number = number
+        self._number, self._views = number, views
+
+    def views(self, row: int, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
+        """An image as the first ``count`` epochs augment it: what `augment` returns, by its seed."""
+        seeds = [self._seed_of(row, "augmentation", epoch) for epoch in range(count)]
+        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
 
     def plain(self) -> ImageTextDataset:
         """The same rows unchanged, where a bad one raises an error."""
@@ -185,7 +193,7 @@ class ImageTextDataset(ImageDataset):
         if side is not None:
             item["side"] = side
         image = self._decoded(row, encoded, side)
-        return augment(image, self._augmentation, self._seed_of(row, "augmentation")) | item
+        return augment(image, self._augmentation, self._seed_of_view(row)) | item
 
     def captions(self, row: int) -> list[str]:
         """The captions of a row from which an epoch may draw."""
@@ -204,7 +212,7 @@ class ImageTextDataset(ImageDataset):
             captions = draw_captions(captions, self.captions_per_image, self._random(row, "caption"))
         item: dict[str, Any] = {"caption": captions}
         if self._number is not None:
-            item["place"] = (self._number, str(row))
+            item["place"] = (self._number, str(row), self._seed_of_view(row))
         if self.negative_caption_column:
             negatives = usable_captions(value[self.negative_caption_column])
             item["negative_captions"] = draw_captions(negatives, 1, self._random(row, "negative caption"))
@@ -259,8 +267,12 @@ class ImageTextDataset(ImageDataset):
     def _random(self, row: int, purpose: str) -> random.Random:
         return random.Random(self._seed_of(row, purpose))  # seeded with the SHA-512 of the text
 
-    def _seed_of(self, row: int, purpose: str) -> str:
-        return f"{self._seed} {self._epoch.item()} {row} {purpose}"
+    def _seed_of_view(self, row: int) -> str:
+        epoch = int(self._epoch.item())
+        return self._seed_of(row, "augmentation", epoch % self._views if self._views else epoch)
+
+    def _seed_of(self, row: int, purpose: str, epoch: int | None = None) -> str:
+        return f"{self._seed} {int(self._epoch.item()) if epoch is None else epoch} {row} {purpose}"
 
 
 def usable_captions(value: str | list[str | None] | None) -> list[str]:

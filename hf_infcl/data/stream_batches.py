@@ -12,19 +12,19 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..shards.lanes import LaneSource, Piece, SampleOrder, Shard
+from ..shards.names import sample_key
 from ..shards.opening import digest
 from ..shards.tar_layout import DamagedShardError
 from .images import BadSampleError
-from .keyed import KeyedItem, sample_key
+from .keyed import KeyedItem
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class Samples(Protocol):
     shards: list[Shard]
     groups: list[list[int]]  # the numbers of the shards that are dealt together
     weights: list[float]  # of the groups
+    left_out: str  # says which samples are; empty for none
 
     def item(self, passes: int, shard: int, key: str, sample: Any, side: int | None) -> dict[str, Any]:
         """The item of a raw sample, after this many passes, with its image for this side."""
@@ -57,66 +58,77 @@ class StepSides(Protocol):
         """The side in a step; None for the size of the collator."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """How many pairs of each micro-batch come from one of two sources, new pairs and old ones.
-
-    Every global batch has the same number of old pairs, and each of its micro-batches equally many but for one. Which
-    ones have one more is drawn for each global batch, so that all lanes of a stream are read at the same pace; the
-    processes differ by at most one pair. Nothing depends on the number of processes.
+class Shares:
+    """How many pairs of each micro-batch come from a stream: all, and equally many.
 
     Args:
         batch_size: the pairs of a micro-batch.
-        micro_batches: the micro-batches of a global batch, on all processes together.
-        old: the old pairs of a global batch.
-        is_old: whether this is the share of the old pairs.
+        micro_batches: the micro-batches of the first global batch, on all processes together.
+
+    Attributes:
+        identity: what the order of the samples depends on, for a checkpoint.
+        words: what the stream gives to the first global batch, for messages.
     """
 
-    batch_size: int
-    micro_batches: int
-    old: int = 0
-    is_old: bool = False
+    def __init__(self, batch_size: int, micro_batches: int) -> None:
+        self.micro_batches, self._batch_size = micro_batches, batch_size
+        self.identity: dict[str, Any] = {"batch_size": batch_size}
+        self.words = f"one global batch of {batch_size * micro_batches} pairs"
 
-    @property
-    def pairs(self) -> int:
-        """The pairs of a global batch that come from this source."""
-        return self.old if self.is_old else self.batch_size * self.micro_batches - self.old
+    def size(self, number: int) -> int | None:
+        """The pairs of a micro-batch that come from the stream; None after the end of a training."""
+        return self._batch_size
 
-    @property
-    def words(self) -> str:
-        return f"its {self.pairs} pairs of one global batch" if self.old else f"one global batch of {self.pairs} pairs"
-
-    def of(self, number: int) -> int:
-        """The pairs of a micro-batch that come from this source."""
-        return self.before(number, 1) - self.before(number)
-
-    def before(self, number: int, more: int = 0) -> int:
-        """The pairs from this source in the micro-batches of a global batch before this one and ``more``."""
-        window, place = divmod(number, self.micro_batches)
-        place += more
-        each, left = divmod(self.old, self.micro_batches)
-        start = random.Random(window).randrange(self.micro_batches)  # the micro-batches from here on have one more
-        end, again = start + left, start + left - self.micro_batches
-        old = each * place + min(place, end) - min(place, start) + max(0, min(place, again))
-        return old if self.is_old else self.batch_size * place - old
+    def step(self, number: int) -> int:
+        """The global batches before the one of a micro-batch, both counted from where the training begins."""
+        return number // self.micro_batches
 
 
-class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
-    """The endless micro-batches of an `ImageTextStream` for one process, and the record of those consumed.
+class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
+    """The micro-batches of one process from a stream, a table or a mixture, and the record of those consumed.
 
     The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
     with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
-    Iteration begins after the consumed batches.
+    Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
+    """
+
+    def begin_at(self, epoch: int, windows: int) -> bool:
+        """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
+        return False  # there is no other one, whichever epoch begins
+
+    def set_sides(self, sides: StepSides | None, step: int) -> None:
+        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
+        raise NotImplementedError
+
+    def consume(self, tag: Mapping[str, Any]) -> None:
+        """Records that the batch with this tag was consumed."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any] | None:
+        """The state that this process adds to a checkpoint, to be written as JSON; None if it needs none."""
+        raise NotImplementedError
+
+    def counts(self) -> dict[str, int]:
+        """Counts of this process since the run began, by their names."""
+        raise NotImplementedError
+
+    def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """The rows of a table at (micro-batch, row) of this process after the consumed ones; for other data none."""
+        return []
+
+
+class StreamBatches(MicroBatches):
+    """The micro-batches of an `ImageTextStream` for one process.
 
     Args:
         stream: the source of the pairs, an `ImageTextStream`.
-        batch_size: the number of pairs of a micro-batch; or the `Share` of them that comes from this stream.
+        batch_size: the number of pairs of a micro-batch; or the `Shares` of this stream from the checkpoint on.
         collate: turns a list of items into a batch.
         rank, world_size: this process and the number of processes.
         num_workers: the number of workers of the DataLoader.
-        accumulation_steps: the number of micro-batches that each process contributes to a global batch.
+        accumulation_steps: the number of micro-batches that each process contributes to a global batch, if
+            ``batch_size`` is a number.
         states: the `state` of every process of a checkpoint, for any number of processes and workers.
-        steps_after: the global batches in so many further micro-batches of all processes, if their sizes differ.
         keyed: whether the items are `KeyedItem`, with the `sample_key` of each sample.
 
     Raises:
@@ -128,7 +140,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     def __init__(
         self,
         stream: Samples,
-        batch_size: int | Share,
+        batch_size: int | Shares,
         collate: Callable[[list[dict[str, Any]]], Any] = list,
         *,
         rank: int = 0,
@@ -136,27 +148,23 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         num_workers: int = 0,
         accumulation_steps: int = 1,
         states: Sequence[Mapping[str, Any]] = (),
-        steps_after: Callable[[int], int] | None = None,
         keyed: bool = False,
     ) -> None:
         self._stream, self._collate, self._keyed = stream, collate, keyed
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
-        self._first_window = accumulation_steps * world_size
-        alone = isinstance(batch_size, int)
-        self._share = Share(batch_size, self._first_window) if isinstance(batch_size, int) else batch_size
+        first = accumulation_steps * world_size
+        self._shares = Shares(batch_size, first) if isinstance(batch_size, int) else batch_size
         checkpoint = _merged(states) if states else None
         lanes = stream.lanes or (checkpoint["identity"]["lanes"] if checkpoint else world_size * self._workers)
         self._order = SampleOrder(stream.seed, lanes, stream.shuffle_buffer, stream.open_shards)
         self._order.check_shares(world_size, self._workers)
-        share = {"batch_size": self._share.batch_size} if alone else asdict(self._share)
-        self._identity = {"version": VERSION, **share, **asdict(self._order)}
+        self._identity = {"version": VERSION, **self._shares.identity, **asdict(self._order)}
         self._identity["sources"] = [
-            [weight, len(group), digest([stream.shards[number].name for number in group])]
+            [weight, len(group), digest([stream.shards[number].name for number in group]) + stream.left_out]
             for weight, group in zip(stream.weights, stream.groups, strict=True)
         ]
         self._sides: tuple[StepSides | None, int] = None, 0  # and the step that the windows are counted from
         self._consumed = 0  # micro-batches of the whole run, of all processes
-        self._steps_after = steps_after
         self._cursors: dict[int, dict[str, Any]] = {}  # by lane
         split = None
         if checkpoint is not None:
@@ -173,7 +181,6 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- What was consumed ----
 
     def consume(self, tag: Mapping[str, Any]) -> None:
-        """Records that the batch with this tag was consumed."""
         expected = self._consumed + self._rank
         if tag["number"] != expected:
             raise ValueError(
@@ -184,7 +191,6 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        """The state that this process adds to a checkpoint, to be written as JSON."""
         is_split = any(piece[1:] != (0, None) for group in self._pieces for piece in group)
         return {
             "identity": self._identity,
@@ -196,7 +202,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         }
 
     def counts(self) -> dict[str, int]:
-        """Counts of this process since the run began: ``samples`` consumed, samples ``skipped``, ``shards`` opened."""
+        """``samples`` consumed, samples ``skipped``, ``shards`` opened."""
         cursors = self._own_cursors().values()
         skipped = sum(cursor["skipped"] for cursor in cursors)
         return {
@@ -226,17 +232,11 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     # ---- Reading ----
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
-        """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
-        self._sides = sides, step - self._window(self._consumed)
+        self._sides = sides, step - self._shares.step(self._consumed - self._begun)
 
     def _side(self, number: int) -> int | None:
         sides, first = self._sides
-        return None if sides is None else sides.smaller_at(first + self._window(number))
-
-    def _window(self, number: int) -> int:
-        """The global batch of a micro-batch, counted from the begin of this training, before which sizes may differ."""
-        number -= self._begun
-        return number // self._first_window if self._steps_after is None else self._steps_after(number)
+        return None if sides is None else sides.smaller_at(first + self._shares.step(number - self._begun))
 
     def _dealt(self, group: Sequence[int]) -> list[Piece]:
         """The whole shards or, if there are fewer shards than lanes, equal parts of each shard."""
@@ -265,20 +265,23 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         cursors = dict(self._cursors)  # batches may be consumed while this iteration goes on
         first = self._consumed + worker * self._world_size + self._rank
         for number in itertools.count(first, self._workers * self._world_size):
+            if self._shares.size(number - self._begun) is None:
+                return
             began = time.perf_counter()
             lane = number % self._order.lanes
             if lane not in lanes:
                 lanes[lane] = self._lane(lane, cursors.get(lane), number)
             items, passes, cursor = next(lanes[lane])
-            if passes and number < self._first_window and len(self._pieces) == 1:
+            if passes and number < self._shares.micro_batches and len(self._pieces) == 1:
                 raise ValueError(
-                    f"The stream is shorter than {self._share.words}: lane {lane} of {self._order.lanes}, each of "
+                    f"The stream is shorter than {self._shares.words}: lane {lane} of {self._order.lanes}, each of "
                     f"which a worker reads, has read its share of the {len(self._stream.shards)} shards such as "
                     f"{self._stream.shards[0].url!r} before the first one was full. Lower the batch, use more data, or "
                     "fewer workers."
                 )
             batch = self._collate(items)
-            yield batch, {"number": number, "lane": lane, "cursor": cursor, "seconds": time.perf_counter() - began}
+            seconds = time.perf_counter() - began
+            yield batch, {"number": number, "lane": lane, "cursor": cursor, "seconds": seconds, "pairs": len(items)}
 
     def _lane(
         self, lane: int, cursor: dict[str, Any] | None, first: int
@@ -296,7 +299,7 @@ class StreamBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         in_succession = passes = 0
         for number in itertools.count(first, self._order.lanes):
             items: list[Any] = []
-            reported, size = skipped, self._share.of(number)
+            reported, size = skipped, self._shares.size(number - self._begun) or 0
             while len(items) < size:
                 if not draws or drawn % _DRAWS == 0:  # each block by its number, so that a cursor needs no more
                     rng = self._order.random("mixture", lane, drawn // _DRAWS)

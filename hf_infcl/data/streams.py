@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
 import logging
 import math
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from ..shards.lanes import Shard
 from ..shards.names import shown
 from ..shards.opening import ReadError, content_tag, digest, find_shards, open_shard, shard_names
-from ..shards.readers import Columns, reader_of
+from ..shards.readers import Columns, KeptSamples, reader_of
 from ..shards.tar_layout import DamagedShardError
 from ..shards.urls import Url
 from ..shards.values import cause_of
@@ -35,7 +36,7 @@ from .pairs import (
     draw_captions,
     usable_captions,
 )
-from .stream_batches import Share, StreamBatches
+from .stream_batches import Shares, StreamBatches
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         self.on_bad_sample: str = on_bad_sample
         self._augmentation, self._min_side, self._text_dropout = augmentation, min_side, text_dropout
         self._number: int | None = None
+        self._views: int | None = None
+        self.left_out = ""  # says which samples are
 
         self.shards: list[Shard] = []
         groups: list[list[int]] = []
@@ -175,7 +178,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
 
     def content_fingerprint(self) -> str:
         """The number of shards, and a fingerprint of the sizes of local ones and the revisions of those on the Hub."""
-        return self._content
+        return f"{self._content}{self.left_out}"
 
     @functools.cached_property
     def _content(self) -> str:
@@ -220,14 +223,26 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
     def pair_id_column(self) -> str | None:
         return self._columns.pair_id
 
-    def name_places(self, number: int) -> None:
-        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row."""
-        self._number = number
+    def name_places(self, number: int, views: int | None = None) -> None:
+        """As `ImageTextDataset.name_places`, with the names of shard and sample in place of a row, and passes."""
+        self._number, self._views = number, views
+
+    def views(self, shard: int, key: str, image: np.ndarray, count: int) -> dict[str, dict[str, Any]]:
+        """The image of a sample as the first ``count`` passes augment it: what `augment` returns, by its seed."""
+        seeds = [self._seed_of_view(view, f"{self.shards[shard].name} {key}") for view in range(count)]
+        return {seed: augment(image, self._augmentation, seed) for seed in seeds}
 
     def plain(self) -> ImageTextStream:
         """The same samples unchanged, where a bad one raises an error."""
         changed = copy.copy(self)
         changed._augmentation, changed._text_dropout, changed.on_bad_sample = "none", 0.0, "raise"
+        return changed
+
+    def without(self, keys: np.ndarray) -> ImageTextStream:
+        """The stream without the samples of some keys, [n] int64 in ascending order; see `sample_key`."""
+        changed = copy.copy(self)
+        changed.shards = [one._replace(reader=KeptSamples(one.reader, one.name, keys)) for one in self.shards]
+        changed.left_out = f"{self.left_out} without {len(keys)} samples {hashlib.sha256(keys.data).hexdigest()[:16]}"
         return changed
 
     def sample_captions(self, count: int) -> list[list[str]]:
@@ -247,7 +262,7 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         return [captions for captions in found if captions]
 
     def batches(
-        self, batch_size: int | Share, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
+        self, batch_size: int | Shares, collate: Callable[[list[dict[str, Any]]], Any] = list, **where: Any
     ) -> StreamBatches:
         """The micro-batches of one process; see `StreamBatches` for the options."""
         return StreamBatches(self, batch_size, collate, **where)
@@ -261,7 +276,9 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
         url, name, reader = self.shards[shard]
         with self._named(url, key, sample):
             item = self._item(url, f"{name} {key}", passes, reader.row(sample), side)
-            return item if self._number is None else {**item, "place": (self._number, place_of(url, key))}
+            if self._number is None:
+                return item
+            return {**item, "place": (self._number, place_of(url, key), self._seed_of_view(passes, f"{name} {key}"))}
 
     def image_and_captions(self, shard: int, key: str, sample: Any) -> tuple[np.ndarray | None, list[str]]:
         """The image of a raw sample and all its captions, of which it need not have any.
@@ -324,9 +341,12 @@ class ImageTextStream(IterableDataset[dict[str, Any]]):
             pair_id = as_pair_id(row[columns.pair_id])
         for key in texts if self._text_dropout else ():
             texts[key] = drop_words(texts[key], self._text_dropout, self._random(passes, sample, f"words of {key}"))
-        seed = f"{self.seed} {passes} {sample} augmentation"
-        item = augment(decode_rgb(image, least_side(self._min_side, side)), self._augmentation, seed)
+        decoded = decode_rgb(image, least_side(self._min_side, side))
+        item = augment(decoded, self._augmentation, self._seed_of_view(passes, sample))
         return item | texts | {"pair_id": pair_id} | ({} if side is None else {"side": side})
+
+    def _seed_of_view(self, passes: int, sample: str) -> str:
+        return f"{self.seed} {passes % self._views if self._views else passes} {sample} augmentation"
 
     def _random(self, passes: int, sample: str, purpose: str) -> random.Random:
         return random.Random(f"{self.seed} {passes} {sample} {purpose}")

@@ -74,6 +74,13 @@ def words_of_adapters(model: Any) -> str:
     return f"{config.peft_type.value.upper().replace('LORA', 'LoRA')} adapters" + (f" of rank {rank}" if rank else "")
 
 
+def layers_of_adapters(model: Any) -> tuple[list[str], float | None]:
+    """The names of the layers that have adapters, and the alpha of LoRA, if a model has that."""
+    config = model.peft_config["default"]
+    targets = config.target_modules
+    return sorted([targets] if isinstance(targets, str) else targets or []), getattr(config, "lora_alpha", None)
+
+
 def adapter_state(model: Any) -> dict[str, Tensor]:
     """The tensors of a model's adapter, as peft saves them."""
     import peft

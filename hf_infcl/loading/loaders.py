@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,26 +10,23 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.utils import DistributedType, slice_tensors
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
-from transformers.trainer_utils import has_length
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ..checkpoints.record import RunRecord
 from ..data import ContrastiveCollator, ImageTextStream
-from ..data.stream_batches import StepSides
-from ..data.wrapped import check_has_end, has_epochs, set_epoch
+from ..data.keyed import rows_of
+from ..data.wrapped import check_has_end, has_epochs, parts_of, set_epoch
 from ..encoders.dual_encoder import images_of
 from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
-from .batch_plan import BatchPlan, Position, plan_of, resumed_position
+from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
-from .keys import with_keys
-from .replay import Replayed
-from .sampling import RowsOfEpoch, WindowSampler
-from .stream_loader import StreamLoader
+from .positions import plan_of
+from .replay import Replayed, is_own
 from .teacher_inputs import with_teachers
+from .training_loader import TrainingLoader
 
 # The keys of items that are no arguments of the model, but are read by the trainer and by `ContrastiveCollator`.
 _OF_TRAINER = ("pair_ids", "caption_image", "skipped")
@@ -90,59 +85,27 @@ class LoaderParts:
     """The parts of a training loader that are needed while it is read; None for parts that it does not have.
 
     Attributes:
-        rows: the dataset, if it has a length and a method ``set_epoch``.
-        sampler: that of a dataset with a length.
-        stream: the dataset, if it has no length.
-        stream_loader: the loader itself, for an `ImageTextStream` or a `Replayed`.
+        own: the loader itself, if it is a `TrainingLoader`.
+        stream: the dataset, if Trainer's loader reads it, and it has no length.
         dispatcher: the loader itself, for a stream that the main process reads for all.
         worker_seeds: the loader's generator, if it is a `WorkerSeeds`.
     """
 
     def __init__(self, loader: Any = None) -> None:
-        self._loader, dataset = loader, getattr(loader, "dataset", None)
-        batches = getattr(loader, "batch_sampler", None)
-        sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # accelerate's is around torch's
-        self.rows = dataset if isinstance(dataset, RowsOfEpoch) else None
-        self.sampler = sampler if isinstance(sampler, WindowSampler) else None
-        self.stream = dataset if isinstance(dataset, IterableDataset) else None
-        self.stream_loader = loader if isinstance(loader, StreamLoader) else None
+        dataset = getattr(loader, "dataset", None)
+        self.own = loader if isinstance(loader, TrainingLoader) else None
+        self.stream = dataset if self.own is None and isinstance(dataset, IterableDataset) else None
         self.dispatcher = loader if isinstance(loader, DataLoaderDispatcher) else None
         generator = getattr(getattr(loader, "base_dataloader", loader), "generator", None)
         self.worker_seeds = generator if isinstance(generator, WorkerSeeds) else None
 
-    def data_of_another(self, data: Any) -> Any:
-        """The data of another loader like this one, which reads this training set; None if only this one can read it.
-
-        These are the rows that this loader has, for which features may have been cached, or else the stream itself.
-        """
-        if self._loader is None or self.stream_loader is not None:
-            return None
-        return self._loader.dataset if self.stream is None else data
-
-    def begin_at(self, at: Position) -> None:
-        """Lets the training go on from a position, before which global batches may have had other sizes."""
-        if self.sampler is not None:
-            self.sampler.begin_at(at.epoch, at.rows, at.samples)
-
     def begin_epoch(self, epoch: int, seed: int) -> None:
-        """Begins a pass over the data, in a training with this seed."""
+        """Begins a pass over a stream that Trainer's loader reads, in a training with this seed."""
         # torch's loaders draw seeds for their workers; the number of draws depends on the options and on resuming. If
         # they came from the random state that dropout uses, they would change the training.
         if self.worker_seeds is not None:
             self.worker_seeds.manual_seed(seed + epoch)
-        # accelerate passes the epoch on to plain samplers only, not through the loader of a resumed epoch.
-        if self.sampler is not None:
-            self.sampler.set_epoch(epoch)
-        if self.rows is not None:
-            self.rows.begin_epoch(epoch)
         set_epoch(self.stream, epoch)
-
-    def set_sides(self, sides: StepSides | None, step: int, windows: int) -> None:
-        """Lets the images have these sides from this step on, before which ``windows`` of the epoch were trained."""
-        if self.sampler is not None:
-            self.sampler.set_sides(sides, step - windows)
-        if self.stream_loader is not None:
-            self.stream_loader.set_sides(sides, step)
 
 
 def check_data_seed(dataset: Any, data_seed: int | None) -> None:
@@ -162,28 +125,44 @@ def check_data_seed(dataset: Any, data_seed: int | None) -> None:
         )
 
 
-def stream_loader(
-    dataset: Any, setup: Setup, states: Sequence[Mapping[str, Any]], plan: BatchPlan | None
-) -> StreamLoader | None:
-    """The training loader of a stream, of new and old pairs, or of a plan; see `StreamLoader`. None for other data."""
-    if plan is None and not isinstance(dataset, (ImageTextStream, Replayed)):
-        return None
+def training_loader(
+    dataset: Any, collator: Any, setup: Setup, plan: BatchPlan, states: Sequence[Mapping[str, Any]]
+) -> TrainingLoader:
+    """The training loader of a dataset that `is_own`; see `TrainingLoader`.
+
+    Args:
+        dataset: the training set.
+        collator: of its rows.
+        setup: of the training.
+        plan, states: as for `TrainingLoader`.
+
+    Raises:
+        ValueError: as `TrainingLoader`; or the main process should read a dataset with a length for all.
+    """
     args = setup.args
+    if getattr(args.accelerator_config, "dispatch_batches", False) and not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "accelerator_config has dispatch_batches=True, which is only for streams: the main process would read "
+            "all rows, and a resumed run would not find its position. Omit it, so that every process reads its own "
+            "rows."
+        )
     device = None if args.offload_inputs else args.device
-    collate = CheckingCollator(with_teachers(of_training(setup.collator, args), setup), setup.encoder.vocabulary)
-    return StreamLoader(dataset, collate, args, device=device, states=states, plan=plan)
+    collate = CheckingCollator(with_teachers(collator, setup), setup.encoder.vocabulary)
+    return TrainingLoader(dataset, collate, args, plan, device=device, states=states)
 
 
 def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
     """Raises a ValueError if the global batches of a training on this dataset cannot grow as ``args`` ask for."""
-    plan = plan_of(args, len(dataset) if has_length(dataset) else None)
-    if plan is None or not isinstance(dataset, IterableDataset):
+    if args.global_batch_schedule is None:
         return
-    if not isinstance(dataset, ImageTextStream):
-        kind = "new and old pairs" if isinstance(dataset, Replayed) else f"a {type(dataset).__name__}"
+    if not is_own(dataset):
         raise ValueError(
-            f"global_batch_schedule needs a dataset with a length or an ImageTextStream, got {kind}. Leave it out."
+            "global_batch_schedule needs a dataset with a length or an ImageTextStream, got a "
+            f"{type(dataset).__name__}. Leave it out."
         )
+    plan = plan_of(args, dataset)
+    if not any(isinstance(part, ImageTextStream) for part in parts_of(dataset)):
+        return
     micro_batch, own = args.per_device_train_batch_size, plan.size(0) // args.world_size
     if own < micro_batch:
         raise ValueError(
@@ -193,75 +172,41 @@ def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
         )
 
 
-def initial_values(
-    args: InfCLTrainingArguments, loader: Any, plan: BatchPlan | None, values: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """Trainer's initial values of a training, computed from full windows and trained samples only.
+def check_keyed(dataset: Any, args: InfCLTrainingArguments) -> None:
+    """Raises a ValueError if the pairs of a training set cannot be told apart, which ``leave_out`` needs."""
+    if args.leave_out is not None and not is_own(dataset):
+        raise ValueError(
+            f"leave_out={args.leave_out!r} has to recognise each pair when it comes again, but those of a "
+            f"{type(dataset).__name__} have no keys. Train on a dataset with a length or an ImageTextStream, or leave "
+            "it out."
+        )
+
+
+class WithoutEpochs(Dataset[Any]):
+    """A dataset with a length, to be evaluated: loaders of accelerate find no method ``set_epoch`` here.
+
+    They would call it whenever they are iterated, and change the epoch of a training on the same dataset.
 
     Args:
-        args: the arguments of the training.
-        loader: the training loader.
-        plan: of global batches that grow. For Trainer's loop, each is then one batch.
-        values: what `Trainer.set_initial_training_values` returns.
+        dataset: the dataset, of which this one has the rows.
     """
-    epochs, windows, examples, _, batch, micro_batches, max_steps = values
-    if plan is not None:
-        windows = max(1, plan.windows(plan.first()[0]))
-        return plan.epochs, windows, examples, plan.samples, args.global_batch_size, windows, plan.steps
-    if isinstance(getattr(loader, "dataset", None), IterableDataset) and has_length(loader):
-        windows = max(1, len(loader) // args.gradient_accumulation_steps)
-        micro_batches = windows * args.gradient_accumulation_steps
-        if args.max_steps < 0:
-            max_steps = math.ceil(args.num_train_epochs * windows)
-        epochs = sys.maxsize  # the length may be a guess, so that max_steps takes more passes
-    return epochs, windows, examples, max_steps * batch, batch, micro_batches, max_steps
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.dataset[row]
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        return rows_of(self.dataset, rows)
 
 
-def rest_of_training(
-    args: InfCLTrainingArguments, loader: Any, record: RunRecord, values: tuple[Any, ...], *, changed: bool
-) -> tuple[Position, tuple[Any, ...]]:
-    """Where a training without a plan goes on, and the values of `initial_values` for what is left of it.
-
-    That is what is left of ``num_train_epochs`` or, if that is given, the steps that are left of ``max_steps``. A pass
-    that has begun counts by its pairs, since its global batches may have had other sizes.
-
-    Args:
-        args: the arguments of the training.
-        loader: the training loader.
-        record: that of the checkpoint.
-        values: those of the whole training.
-        changed: whether it was ever resumed with changes; otherwise its values stay.
-    """
-    epochs, windows, examples, _, batch, micro_batches, steps = values
-    parts, sized, step = LoaderParts(loader), has_length(loader), record.step
-    from_any_pair = sized and (parts.sampler is not None or parts.stream_loader is not None)
-    data = loader.dataset
-    pairs = getattr(data, "pairs_of_pass", None) or len(data) if from_any_pair else None
-    at = resumed_position(record, batch, windows if sized else sys.maxsize, pairs)
-    begin = replace(at, windows=0, rows=0) if args.ignore_data_skip else at
-    if not changed or step is None:  # earlier versions did not record it
-        return begin, values
-    if not sized:
-        windows = max(windows, at.windows + steps - step)  # of the only pass
-        micro_batches = windows * args.gradient_accumulation_steps
-    elif args.max_steps < 1:
-        steps = step + max(0, steps - at.epoch * windows - at.windows)
-    if sized and parts.stream is None:
-        epochs = at.epoch + math.ceil((at.windows + steps - step) / windows)
-    return begin, (epochs, windows, examples, steps * batch, batch, micro_batches, steps)
-
-
-def sampler_of(dataset: Any, args: InfCLTrainingArguments) -> WindowSampler | None:
-    """The order of the rows of a training set that has a length."""
-    if dataset is None or not has_length(dataset):
-        return None
-    shuffle = args.train_sampling_strategy == "random"
-    return WindowSampler(dataset, args.global_batch_size, shuffle=shuffle, seed=args.seed_of_data)
-
-
-def with_epochs(dataset: Any) -> Any:
-    """A dataset with a length, as one whose rows change with the epoch if it has a method ``set_epoch``."""
-    return RowsOfEpoch(dataset) if has_epochs(dataset) and not isinstance(dataset, RowsOfEpoch) else dataset
+def without_epochs(dataset: Any) -> Any:
+    """A dataset with a length, `WithoutEpochs` if it has a method ``set_epoch``."""
+    return WithoutEpochs(dataset) if has_epochs(dataset) and not isinstance(dataset, WithoutEpochs) else dataset
 
 
 def normalised(inputs: dict[str, Any], collator: Any, prepare: Callable[[Tensor], Any]) -> dict[str, Any]:
@@ -319,20 +264,14 @@ def loader_of_stream(
     return loader if is_training else stream_for_evaluation(loader, args.device)
 
 
-def adapt_training_loader(dataloader: Any, setup: Setup) -> None:
-    """Gives Trainer's training loader, accelerate's around torch's, seeds of its own and checks of its tokens.
+def adapted(dataloader: Any, setup: Setup) -> Any:
+    """Trainer's training loader, accelerate's around torch's, with seeds of its own and checks of its tokens.
 
     Raises:
-        ValueError: the main process would read the rows of all processes, and that does not work for this data.
+        ValueError: with ``offload_inputs``, the main process would read the rows of all processes.
     """
     source = LoaderParts(dataloader)
     if source.dispatcher is not None:
-        if source.stream is None:
-            raise ValueError(
-                "accelerator_config has dispatch_batches=True, which is only for streams: the main process would read "
-                "all rows, and a resumed run would not find its position. Omit it, so that every process reads its own "
-                "rows."
-            )
         if setup.args.offload_inputs:
             raise ValueError(
                 "offload_inputs keeps batches in host memory, but the main process reads this stream and sends the "
@@ -344,6 +283,7 @@ def adapt_training_loader(dataloader: Any, setup: Setup) -> None:
     loader.collate_fn = CheckingCollator(with_teachers(loader.collate_fn, setup), setup.encoder.vocabulary)
     if setup.args.offload_inputs:
         dataloader.device = None
+    return dataloader
 
 
 def stream_for_evaluation(loader: DataLoader, device: torch.device) -> DataLoaderDispatcher:
@@ -385,13 +325,6 @@ def rows_of_one_process(
 def _has_more_texts_than_images(batch: Mapping[str, Any]) -> bool:
     texts, images = batch.get("input_ids"), images_of(batch)
     return isinstance(texts, Tensor) and isinstance(images, Tensor) and len(texts) > len(images)
-
-
-def pairs_to_train(
-    setup: Setup, prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]], interruptions: Interruptions
-) -> Any:
-    """The training set `with_cached_features` and, if it has a length, `with_keys`; collective."""
-    return with_keys(with_cached_features(setup, prepare_inputs, interruptions), setup.args)
 
 
 def with_cached_features(

@@ -6,39 +6,38 @@ only on its number in the run, so the global batches are the same on any number 
 
 from __future__ import annotations
 
-import copy
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..data import ImageTextStream
-from ..data.keyed import keyed_rows, rows_of
 from ..data.pairs import as_pair_id
-from ..data.stream_batches import Share, StepSides
-from ..data.wrapped import gives, has_epochs, set_epoch
+from ..data.stream_batches import MicroBatches, StepSides
+from ..data.wrapped import gives
 from ..options.arguments import InfCLTrainingArguments
-from .sampling import SizedRow, WindowSampler
+from ..options.batch_schedule import BatchSchedule
+from .batch_plan import BatchPlan
+from .shares import SourceShare, share_of
+from .table_rows import TableRows
 
-DEFAULT_SHARE = 0.5
 # Apart from the seeds of the new pairs' epochs, or sets of one length would always meet in pairs; torch uses 32 bits.
 _SEED_OF_OLD = 2**31
 # What all items of a batch must have if some have it, and what those of a table without it get.
 _FILLED: dict[str, Callable[[str], Any]] = {"pair_id": as_pair_id, "skipped": lambda place: 0}
 
 Items = list[Any]
-Tag = dict[str, Any]
+Tag = Mapping[str, Any]
 
 
 class Replayed(IterableDataset[Any]):
     """New and old pairs as one training set, with the same number of old pairs in every global batch.
 
-    That number is ``replay_share`` of the global batch, rounded to whole pairs. Epochs count the new pairs. The old
-    ones are drawn in passes of their own, each of which shuffles them anew. Of a table, the rows left over at the end
-    of a pass or an epoch wait for the next one, so no pair is twice in a global batch.
+    That number is ``replay_share`` of the global batch, which may grow, rounded to whole pairs. Epochs count the new
+    pairs. The old ones are drawn in passes of their own, each of which shuffles them anew. Of a table, the rows left
+    over at the end of a pass or an epoch wait for the next one, so no pair is twice in a global batch.
 
     Args:
         new, old: an `ImageTextStream`, or any dataset with a length. If only one of them gives ids of its pairs, as a
@@ -64,9 +63,12 @@ class Replayed(IterableDataset[Any]):
 
     @property
     def old(self) -> int:
-        """The old pairs of a global batch."""
-        share = self._args.replay_share
-        return round(self._args.global_batch_size * (DEFAULT_SHARE if share is None else share))
+        """The old pairs of a global batch; of the last one if it grows."""
+        return self.old_of(self._args.global_batch_size)
+
+    def old_of(self, size: int) -> int:
+        """The old pairs of a global batch of this size."""
+        return round(size * share_of(self._args.replay_share))
 
     @property
     def share(self) -> float:
@@ -76,14 +78,8 @@ class Replayed(IterableDataset[Any]):
     @property
     def samples_per_epoch(self) -> int | None:
         """The new and the old pairs of an epoch, which ends with the new pairs; None if these are without end."""
-        batch = self._args.global_batch_size
-        return None if self.pairs_of_pass is None else self.pairs_of_pass // batch * batch
-
-    @property
-    def pairs_of_pass(self) -> int | None:
-        """The same, with those that fill no global batch."""
         new, batch = self.datasets[0], self._args.global_batch_size
-        return len(new) * batch // (batch - self.old) if has_length(new) else None
+        return len(new) // (batch - self.old) * batch if has_length(new) else None
 
     def __len__(self) -> int:
         if (samples := self.samples_per_epoch) is None:
@@ -95,7 +91,8 @@ class Replayed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """The items of the global batches without end, the new ones of each first."""
-        for items, _ in self.batches(self._args.global_batch_size, list):
+        size, share = self._args.global_batch_size, share_of(self._args.replay_share)
+        for items, _ in self.batches(BatchPlan.endless(size, size, replay_share=share), list):
             yield from items
 
     def with_datasets(self, datasets: Sequence[Any]) -> Replayed:
@@ -105,15 +102,26 @@ class Replayed(IterableDataset[Any]):
 
     def check(self) -> None:
         """Raises a ValueError for sets and a batch that cannot be mixed; see the class."""
-        args, batch = self._args, self._args.global_batch_size
-        if not 0 < self.old < batch:
+        args = self._args
+        for batch in BatchSchedule.of_arguments(args).sizes:
+            self._check_batch(batch)
+            if args.replay_as == "own" and self.old_of(batch) % args.world_size:
+                raise ValueError(
+                    f"replay_as='own' needs equally many old pairs on each process, but the {self.old_of(batch)} of a "
+                    f"global batch are not a multiple of {args.world_size} processes. Choose another replay_share, or "
+                    "'negatives'."
+                )
+
+    def _check_batch(self, batch: int) -> None:
+        old = self.old_of(batch)
+        if not 0 < old < batch:
             raise ValueError(
-                f"replay_share={args.replay_share} of a global batch of {batch} pairs is {self.old} old pairs after "
+                f"replay_share={self._args.replay_share} of a global batch of {batch} pairs is {old} old pairs after "
                 "rounding. A global batch needs old and new ones: choose another share or a larger batch."
             )
         for name, option, dataset, pairs in (
-            ("training", "train_dataset", self.datasets[0], batch - self.old),
-            ("replay", "replay_dataset", self.datasets[1], self.old),
+            ("training", "train_dataset", self.datasets[0], batch - old),
+            ("replay", "replay_dataset", self.datasets[1], old),
         ):
             is_stream = isinstance(dataset, ImageTextStream)
             if is_stream and (name == "replay" or not has_length(dataset)):
@@ -126,70 +134,90 @@ class Replayed(IterableDataset[Any]):
             if len(dataset) < pairs:
                 raise ValueError(
                     f"The {name} set has {len(dataset):,} pairs, fewer than its {pairs:,} of each global batch of "
-                    f"{batch:,} pairs, of which {self.share:.3g} are old (replay_share). Lower the batch, or change "
+                    f"{batch:,} pairs, of which {old / batch:.3g} are old (replay_share). Lower the batch, or change "
                     "the share."
                 )
-        if args.replay_as == "own" and self.old % args.world_size:
-            raise ValueError(
-                f"replay_as='own' needs equally many old pairs on each process, but the {self.old} of a global batch "
-                f"are not a multiple of {args.world_size} processes. Choose another replay_share, or 'negatives'."
-            )
 
     def batches(
         self,
-        batch_size: int,
+        plan: BatchPlan,
         collate: Callable[[Items], Any],
         *,
-        world_size: int = 1,
-        accumulation_steps: int = 1,
         states: Sequence[Mapping[str, Any]] = (),
         **where: Any,
-    ) -> ReplayBatches:
-        """The micro-batches of one process; the arguments are those of `StreamBatches`."""
+    ) -> MixedRows:
+        """The micro-batches of one process; the arguments are those of `MixedRows` and `micro_batches_of`."""
         self.check()
-        parts: list[Any] = []
-        shuffles = self._args.train_sampling_strategy == "random"
+        parts: list[MicroBatches] = []
         for number, dataset in enumerate(self.datasets):
-            share = Share(batch_size, accumulation_steps * world_size, self.old, is_old=number == 1)
-            own = [state["parts"][number] for state in states]
-            if isinstance(dataset, ImageTextStream):
-                parts.append(
-                    dataset.batches(
-                        share, world_size=world_size, accumulation_steps=accumulation_steps, states=own, **where
-                    )
-                )
-                continue
-            seed = self._args.seed_of_data + number * _SEED_OF_OLD
-            sampler = WindowSampler(dataset, share.pairs, shuffle=shuffles or number == 1, seed=seed)
-            filled = [key for key in _FILLED if gives(self, key) and not gives(dataset, key)]
-            parts.append(
-                TableBatches(
-                    dataset, share, sampler, filled, world_size=world_size, state=own[0] if own else None, **where
-                )
-            )
-        return ReplayBatches(parts, collate)
+            is_old = number == 1
+            share, own = SourceShare(plan, is_old), [state["parts"][number] for state in states]
+            order = {
+                "shuffle": is_old or self._args.train_sampling_strategy == "random",
+                "seed": self._args.seed_of_data + number * _SEED_OF_OLD,
+                "filled": {key: make for key, make in _FILLED.items() if gives(self, key) and not gives(dataset, key)},
+            }
+            parts.append(micro_batches_of(dataset, share, list, order, states=own, **where))
+        return MixedRows(parts, collate, plan, where.get("world_size", 1))
 
 
-class ReplayBatches(IterableDataset[tuple[Any, Tag]]):
-    """The micro-batches of new and old pairs for one process; see `StreamBatches`, whose methods these are.
+def is_own(dataset: Any) -> bool:
+    """Whether a training reads a dataset in micro-batches of this package, from any position, or with Trainer's loader.
+
+    That is a dataset with a length, an `ImageTextStream` or a `Replayed`.
+    """
+    return isinstance(dataset, (ImageTextStream, Replayed)) or not isinstance(dataset, IterableDataset)
+
+
+def micro_batches_of(
+    dataset: Any,
+    share: SourceShare,
+    collate: Callable[[Items], Any],
+    order: Mapping[str, Any],
+    *,
+    states: Sequence[Mapping[str, Any]] = (),
+    **where: Any,
+) -> MicroBatches:
+    """The micro-batches of one process from a table or an `ImageTextStream`.
+
+    Args:
+        dataset: the source.
+        share: its part of each micro-batch.
+        collate: turns a list of items into a batch.
+        order: the arguments of `TableRows` that decide about the order and the items of a table.
+        states: the `state` of every process of the checkpoint to resume from, for sources that have one.
+        **where: ``rank``, ``world_size``, ``num_workers`` and ``keyed``.
+    """
+    if isinstance(dataset, ImageTextStream):
+        return dataset.batches(share, collate, states=states, **where)
+    return TableRows(dataset, share, collate, **order, state=states[0] if states else None, **where)
+
+
+class MixedRows(MicroBatches):
+    """The micro-batches of new and old pairs for one process.
 
     Args:
         parts: those of the new pairs and of the old ones, not collated.
         collate: turns the items of both, the new ones first, into a batch. The batch also gets ``new_images``, the
             number of new ones.
+        plan: of the training.
+        world_size: the number of processes.
     """
 
-    def __init__(self, parts: Sequence[Any], collate: Callable[[Items], Any]) -> None:
-        self._parts, self._collate = parts, collate
+    def __init__(
+        self, parts: Sequence[MicroBatches], collate: Callable[[Items], Any], plan: BatchPlan, world_size: int = 1
+    ) -> None:
+        self._parts, self._collate, self._plan, self._world_size = parts, collate, plan, world_size
+        self._consumed = 0  # micro-batches from where the plan begins, of all processes
 
-    def __iter__(self) -> Iterator[tuple[Any, Tag]]:
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for (new, tag), (old, tag_of_old) in zip(*self._parts, strict=True):
             began = time.perf_counter()
             batch = self._collate([*new, *old])
             if isinstance(batch, Mapping):
                 batch = {**batch, "new_images": len(new)}
             seconds = time.perf_counter() - began + tag["seconds"] + tag_of_old["seconds"]
-            yield batch, {"parts": [tag, tag_of_old], "seconds": seconds}
+            yield batch, {"parts": [tag, tag_of_old], "seconds": seconds, "pairs": len(new) + len(old)}
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         for part in self._parts:
@@ -198,107 +226,18 @@ class ReplayBatches(IterableDataset[tuple[Any, Tag]]):
     def consume(self, tag: Tag) -> None:
         for part, tag_of_part in zip(self._parts, tag["parts"], strict=True):
             part.consume(tag_of_part)
+        self._consumed += self._world_size
 
     def state(self) -> dict[str, Any]:
-        return {"parts": [part.state() for part in self._parts]}
+        """Those of both; where the batch grows also ``rows``, the new pairs of the pass, whose share has varied."""
+        state: dict[str, Any] = {"parts": [part.state() for part in self._parts]}
+        if self._plan.grows:
+            step = self._plan.begin.step + self._plan.steps_after(self._consumed)
+            state["rows"] = self._plan.reached(step).rows
+        return state
 
     def counts(self) -> dict[str, int]:
         """As those of `StreamBatches`, with ``skipped`` and ``shards`` of streams only; and ``replayed`` samples."""
         new, old = (part.counts() for part in self._parts)
         both = {name: new.get(name, 0) + old.get(name, 0) for name in {**new, **old}}
         return {**both, "replayed": old["samples"]}
-
-
-class TableBatches(IterableDataset[tuple[Items, Tag]]):
-    """The endless micro-batches of a dataset with a length for one process; see `StreamBatches`.
-
-    Args:
-        dataset: the table.
-        share: the part of each micro-batch.
-        sampler: the rows of each pass, for full global batches.
-        filled: keys of `_FILLED` that the items lack.
-        rank, world_size, num_workers, keyed: as for `StreamBatches`.
-        state: of the checkpoint to resume from, which any process wrote.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        share: Share,
-        sampler: WindowSampler,
-        filled: Sequence[str],
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        keyed: bool = False,
-        state: Mapping[str, int] | None = None,
-    ) -> None:
-        self._dataset, self._share, self._sampler, self._filled = dataset, share, sampler, filled
-        self._keyed = keyed
-        self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
-        at = state or {"samples": 0, "windows": 0, "pass": 0, "rows": 0}
-        self._first_window, self._first_pass, self._earlier = at["windows"], at["pass"], at["samples"]
-        # Before, windows may have had other sizes.
-        self._windows_before = sampler.begin_at(at["pass"], at["rows"], at["samples"])
-        self._shift = at["rows"] - self._windows_before * share.pairs  # of the rows of the first pass
-        self._consumed = at["windows"] * share.micro_batches  # of the whole run, of all processes
-        self._sides: tuple[StepSides | None, int] = None, 0  # and the step of micro-batch 0
-        self._pass: tuple[int, list[int]] = (-1, [])  # the pass whose order was needed last
-
-    def set_sides(self, sides: StepSides | None, step: int) -> None:
-        self._sides = sides, step - self._consumed // self._share.micro_batches
-
-    def consume(self, tag: Tag) -> None:
-        self._consumed += self._world_size
-
-    def state(self) -> dict[str, int]:
-        """The position between two global batches, equal on all processes."""
-        window = self._consumed // self._share.micro_batches
-        number, first = self._place(window)
-        samples = self._earlier + (window - self._first_window) * self._share.pairs
-        rows = first + (self._shift if number == self._first_pass else 0)
-        return {"samples": samples, "windows": window, "pass": number, "rows": rows}
-
-    def counts(self) -> dict[str, int]:
-        """``samples``: those consumed by all processes since the run began, on rank 0, and none on the others."""
-        return {"samples": self.state()["samples"] if self._rank == 0 else 0}
-
-    def __iter__(self) -> Iterator[tuple[Items, Tag]]:
-        info = get_worker_info()
-        # Several workers may read different passes at the same time, and the epoch of a dataset is in shared memory.
-        dataset = copy.deepcopy(self._dataset) if info and has_epochs(self._dataset) else self._dataset
-        first = self._consumed + (info.id if info else 0) * self._world_size + self._rank
-        for number in itertools.count(first, self._workers * self._world_size):
-            began = time.perf_counter()
-            items = self._items(dataset, number)
-            yield items, {"seconds": time.perf_counter() - began}
-
-    def _items(self, dataset: Any, number: int) -> Items:
-        passes, first = self._place(number // self._share.micro_batches)
-        before, size = self._share.before(number), self._share.of(number)
-        rows = self._order(passes)[first + before : first + before + size]
-        sides, first_step = self._sides
-        if sides is not None:
-            side = sides.smaller_at(first_step + number // self._share.micro_batches)
-            rows = [SizedRow(row, side) for row in rows]
-        set_epoch(dataset, passes)
-        items = [self._complete(item, row) for item, row in zip(rows_of(dataset, rows), rows, strict=True)]
-        return keyed_rows(items, rows) if self._keyed else items
-
-    def _complete(self, item: Any, row: int) -> Any:
-        place = f"row {row} of {'old' if self._share.is_old else 'new'} pairs"
-        return {**item, **{key: _FILLED[key](place) for key in self._filled}} if self._filled else item
-
-    def _order(self, number: int) -> list[int]:
-        """The rows of a pass."""
-        if self._pass[0] != number:
-            self._sampler.set_epoch(number)
-            self._pass = number, list(self._sampler)
-        return self._pass[1]
-
-    def _place(self, window: int) -> tuple[int, int]:
-        """The pass that a global batch of the run belongs to, and its first place in the order of that pass."""
-        windows = len(self._sampler) // self._share.pairs
-        passes, number = divmod(window - self._first_window + self._windows_before, windows)
-        return self._first_pass + passes, number * self._share.pairs

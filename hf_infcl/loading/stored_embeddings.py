@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,14 @@ class StoredEmbeddings:
     @property
     def rows(self) -> int:
         """The rows of the data that have embeddings: their images', or of captions alone all rows."""
-        return len(self._arrays("images")[0]) if "images" in self.kinds else int(self.record["data"]["rows"])
+        if "images" not in self.kinds:
+            return int(self.record["data"]["rows"])
+        return len(self._arrays("images")[0]) // (self.views or {"count": 1})["count"]
+
+    @property
+    def views(self) -> dict[str, Any] | None:
+        """How many views of each image have embeddings, and what draws them; None for the images as they are."""
+        return self.record["data"].get("views")
 
     def _arrays(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sorted hashes, the row of each, and the embeddings."""
@@ -117,6 +123,12 @@ class StoredEmbeddings:
         return found, known
 
 
+def folders_of(folder: str) -> list[str]:
+    """The folders of embeddings: one for each set that `infcl embed --dataset` has read, or the folder itself."""
+    parts = [] if Path(folder, RECORD).exists() else Path(folder).glob(f"*/{RECORD}")
+    return sorted(str(path.parent) for path in parts) or [folder]
+
+
 def of_caption(key: str, caption: str) -> str:
     """What the embedding of a caption is found by: the place of its row, and the caption."""
     return f"{key}\0{caption}"
@@ -131,41 +143,6 @@ def hashed(keys: Iterable[str]) -> np.ndarray:
 def index_of(folder: Path, kind: str) -> tuple[Path, Path, Path]:
     """The files of a kind: the sorted hashes, the row of each, and the embeddings, whose file is written last."""
     return folder / f"{kind}.hashes.npy", folder / f"{kind}.rows.npy", folder / f"{kind}.npy"
-
-
-def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
-    """Makes one file of the embeddings of all parts, with its index, and removes the parts.
-
-    Args:
-        folder: that of the files.
-        kind: "images" or "texts".
-        parts: in order, files of embeddings; beside each, the file of `keys_of` has the hashes of its keys.
-    """
-    hashes_path, rows_path, path = index_of(folder, kind)
-    if path.exists():
-        return
-    pieces = [piece for part in parts if len(piece := np.load(part, mmap_mode="r"))]
-    hashes = np.concatenate([np.empty(0, np.uint64), *[np.load(keys_of(part)) for part in parts]])
-    order = hashes.argsort(kind="stable")
-    np.save(hashes_path, hashes[order])
-    np.save(rows_path, order.astype(np.uint32 if len(order) < 2**32 else np.int64))
-    partial = path.with_name(f"_{os.getpid()}.{path.name}")
-    shape = len(hashes), pieces[0].shape[1] if pieces else 1
-    joined = np.lib.format.open_memmap(partial, "w+", pieces[0].dtype if pieces else np.float32, shape)
-    first = 0
-    for piece in pieces:
-        joined[first : first + len(piece)] = piece
-        first += len(piece)
-    joined.flush()
-    os.replace(partial, path)
-    for part in parts:
-        part.unlink()
-        keys_of(part).unlink()
-
-
-def keys_of(part: Path) -> Path:
-    """The file of the hashes of the keys of a part."""
-    return part.with_name(f"_keys.{part.name}")
 
 
 # ---- The data that was embedded ----

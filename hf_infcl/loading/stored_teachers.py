@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..data import ImageTextDataset, ImageTextStream
 from ..data.wrapped import parts_of
 from ..windows.setup import Setup
 from ..windows.teachers import StoredTeacher, words_of
-from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences
+from .stored_embeddings import StoredEmbeddings, described_shards, described_table, differences, folders_of
 from .teacher_inputs import StoredInputs
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     if not folders:
         return [], False
     sets = [_DataSet(part, number, sides) for number, part in enumerate(_leaves(setup.data))]
-    opened = [StoredEmbeddings(folder) for folder in folders]
+    opened = [StoredEmbeddings(one) for folder in folders for one in folders_of(folder)]
     kinds = [KINDS[side] for side in sides]
     for stored in opened:
         if lacking := [kind for kind in kinds if kind not in stored.kinds]:
@@ -48,7 +48,8 @@ def stored_teachers(folders: Sequence[str], setup: Setup, sides: Sequence[str]) 
     partial = leaves_out or any(one.lacking(stored, kinds) for one in sets for stored in opened)
     partial = partial or any(one.lacking(stored, kinds) is None for one in sets for stored in opened)
     for one in sets:
-        one.part.name_places(one.number)
+        own_views = [stored.views for stored in opened if one.lacking(stored, kinds) is not None]
+        one.name_places(own_views if "image" in sides else [], resized=setup.args.image_size_schedule is not None)
     teachers = []
     for number, stored in enumerate(opened):
         own = [one.number for one in sets if one.lacking(stored, kinds) is not None]
@@ -73,6 +74,14 @@ def _leaves(data: Any) -> Iterator[ImageTextDataset | ImageTextStream]:
                 "teacher_embeddings are found by the rows of an ImageTextDataset or the samples of an ImageTextStream, "
                 f"but the training set has a {type(part).__name__}. Use one of these, or a teacher that is a model."
             )
+
+
+def views_of(part: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any] | None:
+    """What decides about so many views of the images of a table or a stream; None for the images as they are."""
+    if count is None:
+        return None
+    seed = part.seed if isinstance(part, ImageTextStream) else part.options["seed"]
+    return {"count": count, "seed": seed, **{name: part.options[name] for name in ("augmentation", "min_side")}}
 
 
 class _DataSet:
@@ -101,6 +110,23 @@ class _DataSet:
             self._described = described_table(len(part), part.encoded, part.captions)
         else:
             self._described = described_shards(shard.url for shard in part.shards)
+
+    def name_places(self, views: Sequence[Mapping[str, Any] | None], *, resized: bool) -> None:
+        """Lets the items say where they are from, and their augmentations come again if the teachers have views."""
+        count = next((one["count"] for one in views if one is not None), None)
+        own = views_of(self.part, count)
+        if any(one != own for one in views):
+            raise ValueError(
+                "The stored views of images must be those of the training, and the same for all teachers of a set. The "
+                f"training has {own}, and the teachers {' and '.join(map(str, views))}. Embed with the options of the "
+                "training."
+            )
+        self.part.name_places(self.number, count)
+        if own is not None and resized:
+            raise ValueError(
+                "With image_size_schedule other crops are drawn than those whose embeddings were stored. Leave it out, "
+                "or embed the images as they are (no --views)."
+            )
 
     def lacking(self, stored: StoredEmbeddings, kinds: Sequence[str]) -> frozenset[str] | int | None:
         """The shards, or the number of rows, that a folder of this set lacks; None if it is of other data."""

@@ -99,7 +99,8 @@ class StoredInputs:
         counts = np.array([len(item["caption"]) for item in items])
         known, found = has_set.copy(), {}
         if "image" in self._sides:
-            found["images"], of_images = self._embeddings.find("images", keys)
+            of_views = [item["place"][2] for item in items]
+            found["images"], of_images = self._embeddings.find("images", of_views if self._embeddings.views else keys)
             known &= of_images
         if "text" in self._sides:
             captions = [of_caption(key, c) for key, item in zip(keys, items, strict=True) for c in item["caption"]]

@@ -44,9 +44,10 @@ class TrainingData:
         args: the arguments of the training.
         resumed: the record of the checkpoint that the training resumes from, if any.
         collator: the data collator, which knows how captions are padded.
-        course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images; a
-            `BatchPlan` if its global batches grow. None before it begins.
-        begin: where a training without a `BatchPlan` goes on; None for a new one.
+        course: the samples of the steps of the training, over which ``image_size_schedule`` changes the images. None
+            before it begins.
+        plan: of its global batches; None if all have one size and nothing is known of the passes over the data.
+        begin: where a resumed training goes on, with all rows of the pass.
 
     Attributes:
         window: the micro-batches that are trained now.
@@ -61,10 +62,12 @@ class TrainingData:
         resumed: RunRecord | None = None,
         collator: Any = None,
         course: Course | None = None,
+        plan: BatchPlan | None = None,
         begin: Position | None = None,
     ) -> None:
         self.window, self.source, self.wait = Window([]), LoaderParts(loader), DataWait()
-        self._plan = course if isinstance(course, BatchPlan) else None
+        division = args.per_device_train_batch_size, args.world_size
+        self._plan = plan or BatchPlan.endless(args.global_batch_size, *division)
         self._images = args.global_batch_size // args.world_size  # of a window
         self._args, self._processes = args, Processes()
         self._text_padding: Mapping[str, int] | None = getattr(of_training(collator, args), "text_padding", None)
@@ -74,20 +77,18 @@ class TrainingData:
             self._skipped = 0
         self._has_warned_of_wait, self._loaded = False, 0  # the batches of the loader that the window was made of
         self._sides, self._begin = args.image_sizes(course), begin
-        if begin is not None:
-            self.source.begin_at(begin)
-        self.begin_epoch(0)
+        self._epoch = _Epoch()
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         rows, begin = windows * self._args.global_batch_size, self._begin
-        if self._plan is not None:
-            rows = self._plan.position(step).rows
-        elif begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
+        if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
             rows = begin.rows
         self._epoch = _Epoch(epoch, windows, rows)
-        self.source.set_sides(self._sides, step, windows)
-        self.source.begin_epoch(epoch, self._args.seed)
+        if self.source.own is None:
+            self.source.begin_epoch(epoch, self._args.seed)
+        else:
+            self.source.own.begin_epoch(epoch, windows, step, self._sides)
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.
@@ -101,7 +102,7 @@ class TrainingData:
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
         self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
-        if self._plan is None:
+        if not self._plan.grows:
             return {}
         return dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), self._plan.windows(epoch))
 
@@ -109,7 +110,6 @@ class TrainingData:
         self,
         read: Callable[[Any, int, torch.device], tuple[list[Any], Any]],
         epoch_iterator: Any,
-        num_batches: int,
         step: int,
         *,
         equal_ids: str,
@@ -121,8 +121,7 @@ class TrainingData:
 
         Args:
             read: takes a number of batches from an iterator: `Trainer.get_batch_samples`.
-            epoch_iterator: that of Trainer's loop. A stream's loader has one that lasts for the whole training.
-            num_batches: those that Trainer's loop asks for.
+            epoch_iterator: that of Trainer's loop. A `TrainingLoader` has one that lasts for the whole training.
             step: the number of trained optimizer steps.
             equal_ids: ``"exclude"`` or ``"positive"``.
             interruptions: of the training.
@@ -133,8 +132,7 @@ class TrainingData:
             AskedToEndError: any process has received a signal to end.
         """
         interruptions.phases.enter("loading data", step)
-        if self._plan is not None:
-            self._images = self._plan.size(step) // self._processes.world_size
+        self._images = self._plan.size(step) // self._processes.world_size
         self.window = Window([])  # the batches of the last one take memory
         source, rows = self.source, 0
         batches: list[Any] = []
@@ -142,9 +140,8 @@ class TrainingData:
             return self.window
         try:
             with self.wait.waiting():
-                iterator = epoch_iterator if source.stream_loader is None else source.stream_loader.lasting()
-                number = num_batches if self._plan is None else self.micro_batches(step)
-                batches, _ = read(iterator, number, self._args.device)
+                iterator = epoch_iterator if source.own is None else source.own.lasting()
+                batches, _ = read(iterator, self._plan.micro_batches(step), self._args.device)
             check_window(batches, equal_ids)
             rows = sum(len(images_of(batch)) for batch in batches)
         except Exception as error:
@@ -167,8 +164,7 @@ class TrainingData:
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
-        gives_full_batches = source.sampler is not None or source.stream_loader is not None
-        if gives_full_batches and any(count == self.micro_batches(step) for _, count in agreed):
+        if source.own is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
             raise ValueError(
                 f"The data collator has left rows out, or added some: the processes got {seen} rows of {self._images} "
                 "each for a global batch. It must return every row that it receives. Remove bad rows from the dataset "
@@ -180,13 +176,9 @@ class TrainingData:
         self._epoch.exhausted = True
         return self.window
 
-    def micro_batches(self, step: int) -> int:
-        """The micro-batches of each process in the window of a step."""
-        return self._args.gradient_accumulation_steps if self._plan is None else self._plan.micro_batches(step)
-
     def batches_of_loop(self) -> list[Any]:
         """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        count = self._loaded if self._plan is None else 1
+        count = 1 if self._plan.grows else self._loaded
         if count == len(self.window):
             return self.window.batches
         # The loop would keep the images of what it gets during the step.
@@ -205,31 +197,23 @@ class TrainingData:
         self._epoch.rows += self._images * self._processes.world_size
         if skipped := [int(batch["skipped"].sum()) for batch in self.window.batches if "skipped" in batch]:
             self._skipped = (self._skipped or 0) + sum(skipped)
-        if self.source.stream_loader is not None:
-            self.source.stream_loader.consume()
+        if self.source.own is not None:
+            self.source.own.consume()
 
     def epochs(self, step: int, counted: float) -> float:
         """The passes trained before a step, where Trainer has counted its steps, as if they were equally large."""
-        return counted if self._plan is None else self._plan.epochs_before(step)
+        return self._plan.epochs_before(step) if self._plan.grows else counted
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
-        size = self._images // max(1, self._loaded)  # of the loader's micro-batches, which may have been split
-        places = [divmod(sum(self.window.sizes[0][:index]) + row, size) for index, row in places]
-        if self.source.stream_loader is not None:
-            return self.source.stream_loader.rows_at(places)
-        if self.source.sampler is None or not places:
+        if self.source.own is None:
             return []
-        order, args = list(self.source.sampler), self._args
-        first = self._epoch.windows * args.gradient_accumulation_steps
-        return [
-            order[((first + index) * args.world_size + args.process_index) * args.per_device_train_batch_size + row]
-            for index, row in places
-        ]
+        size = self._images // max(1, self._loaded)  # of the loader's micro-batches, which may have been split
+        return self.source.own.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""
-        loader, stream = self.source.stream_loader, None
+        loader, stream = self.source.own, None
         if loader is not None:  # for each process, the part of the stream that it has trained on
             stream = [json.loads(state) for state in self._processes.gather_text(json.dumps(loader.state()))]
             stream = None if None in stream else stream
@@ -253,11 +237,10 @@ class TrainingData:
         These are skipped_samples since the training began, if the data reports them, and data_wait, the share of the
         time since the last log that the slowest process waited for data, without evaluations and checkpoints. With
         several captions per image, or negative captions, texts_per_image is their number in the last window of the
-        main process.
+        main process. loader_samples_per_second is the rate that the workers of a `TrainingLoader` can reach.
 
-        For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, stream_shards,
-        the shards opened since then, and loader_samples_per_second, the rate that the workers can reach. With replay,
-        replay_samples are the old pairs trained since the run began.
+        For an `ImageTextStream`, there are also stream_samples, the samples trained since the run began, and
+        stream_shards, the shards opened since then. With replay, replay_samples are the old pairs trained since then.
         """
         logs: dict[str, float] = {}
         if (skipped := self._skipped_samples()) is not None:
@@ -265,7 +248,7 @@ class TrainingData:
         texts = sum(self.window.sizes[1])
         if texts != self._images and len(self.window):
             logs["texts_per_image"] = round(texts / self._images, 3)
-        wait, loader = self.wait, self.source.stream_loader
+        wait, loader = self.wait, self.source.own
         progress = None if loader is None else loader.progress()
         numbers = [wait.share_since_last(), wait.share(), *(progress or {}).values()]
         recent, overall, *sums = zip(*self._processes.agree(numbers), strict=True)
@@ -292,5 +275,5 @@ class TrainingData:
     def close(self) -> None:
         """Lets go of the last window, and ends the workers of a stream."""
         self.window = Window([])
-        if self.source.stream_loader is not None:
-            self.source.stream_loader.close()
+        if self.source.own is not None:
+            self.source.own.close()

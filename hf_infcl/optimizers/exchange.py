@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..processes.collectives import Processes
+from ..processes.collectives import Processes, gather_into
 
 Transfers = Generator[None, None, Tensor]
 Updates = Callable[[slice], Sequence[Tensor]]  # the matrices of a range, [rows, columns] each, or this process's rows
@@ -54,8 +54,7 @@ def orthogonalise_shared(
     if mine:
         done[: len(mine)] = function(torch.stack(list(mine)))
     everything = done.new_empty((processes.world_size * each, *shape))
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter before torch 2.13
-    transfer = all_gather(everything, done, group=processes.group, async_op=True)
+    transfer = gather_into(everything, done, group=processes.group, async_op=True)
     yield
     transfer.wait()
     return everything[:count]

@@ -178,12 +178,14 @@ def divided(groups: Iterable[dict[str, Any]], parts: Mapping[nn.Parameter, tuple
 
 
 NAMES = {"muon": "Muon", "adamw": "AdamW"}
+_ALL = "all parameters"  # the name of a group that has none
 
 
 def table_of_groups(groups: Iterable[dict[str, Any]], optimizer: str = "AdamW") -> str:
     """Which parameters the groups of an optimizer hold, with their rates and weight decays.
 
-    Groups that differ in the learning rate alone, such as the layers of a tower, share a line. With a schedule, the
+    Groups with one name, such as the layers of a tower with their rates, or the matrices and the biases of which only
+    the former decay, share a line. A last sentence tells of single numbers, such as logit_scale. With a schedule, the
     rates are those that it starts from.
 
     Args:
@@ -191,36 +193,62 @@ def table_of_groups(groups: Iterable[dict[str, Any]], optimizer: str = "AdamW") 
         optimizer: updates the groups that name no algorithm.
     """
     rows = [("parameters", "updated by", "tensors", "values", "learning rate", "weight decay")]
-    for (name, algorithm, decay), alike in _alike(groups, optimizer).items():
+    single = []
+    for (name, algorithm), alike in sorted(_alike(groups, optimizer).items(), key=_by_tower_and_rate):
         parameters = [p for group in alike for p in group["params"]]
-        numbers = f"{len(parameters):,}", f"{sum(p.numel() for p in parameters):,}"
-        rows.append((name, algorithm, *numbers, _rates(alike), f"{decay:g}"))
+        values = sum(p.numel() for p in parameters)
+        if values <= len(parameters):
+            count = f"{values} value{'s' if values > 1 else ''}"
+            single.append(f"{'others' if name == _ALL else name} ({count}, learning rate {_rates(alike)})")
+        else:
+            rows.append((name, algorithm, f"{len(parameters):,}", f"{values:,}", _rates(alike), _decays(alike)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # Words to the left, numbers to the right.
     form = "  ".join(f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths))
-    return "\n".join(form.format(*row) for row in rows)
+    table = [form.format(*row) for row in rows] if len(rows) > 1 else []
+    return "\n".join([*table, *([f"Besides: {'; '.join(single)}."] if single else [])])
 
 
 def words_of_groups(groups: Iterable[dict[str, Any]]) -> dict[str, str]:
     """What Muon and AdamW update, in words; nothing for the groups of another optimizer."""
     words: dict[str, list[str]] = {}
-    for (name, algorithm, _), alike in _alike((g for g in groups if "algorithm" in g), "").items():
+    for (name, algorithm), alike in _alike((g for g in groups if "algorithm" in g), "").items():
         count = sum(len(group["params"]) for group in alike)
         words.setdefault(f"updated by {algorithm}", []).append(f"{name} ({count:,}, learning rate {_rates(alike)})")
     return {title: "; ".join(named) for title, named in words.items()}
 
 
-def _alike(groups: Iterable[dict[str, Any]], optimizer: str) -> dict[tuple[str, str, float], list[dict[str, Any]]]:
-    """The groups that are not empty, by name, algorithm and weight decay."""
-    found: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+def _alike(groups: Iterable[dict[str, Any]], optimizer: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The groups that are not empty, by name and algorithm."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for group in groups:
         if group["params"]:
             algorithm = NAMES[group["algorithm"]] if "algorithm" in group else optimizer
-            key = group.get("name") or "all parameters", algorithm, group.get("weight_decay", 0.0)
-            found.setdefault(key, []).append(group)
+            found.setdefault((group.get("name") or _ALL, algorithm), []).append(group)
     return found
 
 
+def _by_tower_and_rate(named: tuple[tuple[str, str], list[dict[str, Any]]]) -> tuple[str, float]:
+    (name, _), groups = named
+    tower = name.split()[0]
+    return tower if tower in ("image", "text") else "", min(map(_rate, groups))
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))
+
+
 def _rates(groups: Iterable[dict[str, Any]]) -> str:
-    rates = sorted({float(group.get("initial_lr", group["lr"])) for group in groups})
+    rates = sorted(set(map(_rate, groups)))
     return " to ".join(f"{rate:g}" for rate in (rates if len(rates) < 2 else (rates[0], rates[-1])))
+
+
+def _decays(groups: Iterable[dict[str, Any]]) -> str:
+    """The weight decays, with the number of values that have each if they differ."""
+    values: dict[float, int] = {}
+    for group in groups:
+        decay = group.get("weight_decay", 0.0)
+        values[decay] = values.get(decay, 0) + sum(p.numel() for p in group["params"])
+    if len(values) == 1:
+        return f"{next(iter(values)):g}"
+    return ", ".join(f"{decay:g} for {count:,}" for decay, count in sorted(values.items(), reverse=True) if decay)

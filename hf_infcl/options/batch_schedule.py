@@ -19,13 +19,21 @@ class Course:
     Attributes:
         steps: of the whole training, from its first on.
         samples: its pairs.
+        grows: whether global batches have several sizes that were planned.
+        has_changed: whether a training that was resumed had another size before.
     """
 
     steps: int
     samples: int
+    grows = False
+    has_changed = False
 
     def samples_before(self, step: int) -> int:
         """The pairs trained before a step."""
+        raise NotImplementedError
+
+    def size(self, step: int) -> int:
+        """The pairs of the global batch of a step."""
         raise NotImplementedError
 
     def first_step(self, share: float) -> int:
@@ -46,9 +54,6 @@ class EqualBatches(Course):
         steps: of the whole training.
         begin: the steps trained before it was resumed.
         earlier: their pairs, in global batches that may have had other sizes; 0 if they are not known.
-
-    Attributes:
-        has_changed: whether they had other sizes.
     """
 
     def __init__(self, size: int, steps: int, begin: int = 0, earlier: int = 0) -> None:
@@ -61,6 +66,9 @@ class EqualBatches(Course):
         if step < self._begin:
             return self._earlier * step // self._begin
         return self._earlier + (step - self._begin) * self._size
+
+    def size(self, step: int) -> int:
+        return self._size
 
     def first_step(self, share: float) -> int:
         return super().first_step(share) if self.has_changed else round(share * self.steps)
@@ -90,6 +98,12 @@ class BatchSchedule:
         """
         of = "global batches with their shares of the samples", "batches of at least one pair"
         return cls(*stages_of("global_batch_schedule", words, *of, "256:0.25 512:0.25 1024"))
+
+    @classmethod
+    def of_arguments(cls, args: Any) -> BatchSchedule:
+        """That of ``global_batch_schedule``; without it, one stage."""
+        words = args.global_batch_schedule
+        return cls((args.global_batch_size,), ()) if words is None else cls.of(words)
 
     def mean_size(self) -> float:
         """The samples per step of a whole training."""

@@ -301,12 +301,6 @@ def check_command(data: Any, args: Any) -> None:
         raise ExclusiveOptionsError(
             f"Only shards that are read with --streaming can have {names}.", *(*given, "streaming")
         )
-    if data.replay_dataset and args.global_batch_schedule is not None:
-        raise ExclusiveOptionsError(
-            "--global_batch_schedule needs one set of pairs, and --replay_dataset mixes old ones into it. Omit one of "
-            "them.",
-            *("replay_dataset", "global_batch_schedule"),
-        )
     check_replay(data, args)
     if args.cache_features is not None:
         _check_cached(data, args)

@@ -18,8 +18,8 @@ class CourseOptions:
     save_formats: list[str] = option(
         default=["transformers"],
         help=(
-            "Formats of the saved models: transformers, and also open_clip for OpenCLIP's files beside those, "
-            "in checkpoints too."
+            "Formats of the saved models: transformers, or transformers and open_clip. OpenCLIP's files are "
+            "then beside those of transformers, in checkpoints too."
         ),
         decides=False,
     )
@@ -89,12 +89,10 @@ class CourseOptions:
         default=False,
         help="Log the average of earlier losses instead of one that is not finite.",
         decides=False,
-        first=False,
     )
     # The collator needs the raw columns of images and captions.
     remove_unused_columns: bool = option(
         default=False,
         help="Drop columns that neither the model's forward nor the loss uses.",
         decides=True,
-        first=False,
     )

@@ -56,18 +56,17 @@ class Facts:
         decides: whether it decides what is trained, so that a resume with another value is a change.
         one_machine: whether machines of one training may set it differently.
         plans: whether `infcl plan` reads it.
-        first: whether the short help of a training lists it.
         choices: the values that it may have, besides its default, or a function that returns them where importing
             them takes long; empty for any.
         within: the numbers that it may be, besides None where that is the default.
         needs: another option without which it has no effect, as ``name`` or ``name=value``.
-        card: its row in a model card, where it is set; empty for none.
+        card: its row in a model card, where it has another value than its default; after a colon the words of the row,
+            with {} for the value. Empty for none.
     """
 
     decides: bool
     one_machine: bool = False
     plans: bool = False
-    first: bool = True
     choices: Collection[str] | Callable[[], Collection[str]] = ()
     within: Range | None = None
     needs: str = ""

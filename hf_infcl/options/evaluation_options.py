@@ -35,16 +35,16 @@ class EvaluationOptions:
     eval_pictures: int = field(
         default=0,
         metadata={
-            "help": "Number of images of --eval_dataset to draw with their best captions at each evaluation, into "
-            "pictures.png in --output_dir, which is pushed with the model. 0 draws none."
+            "help": "Images of --eval_dataset to draw with the captions that they find. Each evaluation draws them "
+            "into pictures.png in --output_dir, which is pushed with the model."
         },
     )
     eval_benchmark: list[str] | None = field(
         default=None,
         metadata={
             "aliases": ["--benchmark"],
-            "help": "Named benchmarks to measure, such as imagenet1k flickr30k vtab+, from the Hub "
-            "(clip-benchmark/wds_imagenet1k) or --benchmark_folder. Their own files name classes and prompts.",
+            "help": "Named benchmarks to measure, such as imagenet1k flickr30k vtab+. They are read from the Hub "
+            "(clip-benchmark/wds_imagenet1k) or --benchmark_folder, and their own files name classes and prompts.",
         },
     )
     benchmark_folder: str | None = field(
@@ -61,7 +61,7 @@ class EvaluationOptions:
     )
     templates: list[str] = field(
         default_factory=lambda: ["a photo of a {}."],
-        metadata={"help": "Prompts with {} for the name of the class, or a file with one in each line."},
+        metadata={"help": "Prompts with {} for the class, or a file of them; 'a photo of a {}.' by default."},
     )
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class StartOptions(GuardOptions):
     average_with_start: str | None = field(
         default=None,
         metadata={
-            "help": "Save the average of the weights before and after the training: 0.5 is halfway, or 'auto'. This "
+            "help": "Save the average of the weights before and after: 0.5 is halfway, or 'auto'. This "
             "measures 0, 0.1 ... 1 and takes the greatest gain on --eval_dataset and --zero_shot_dataset at which "
             "every --guard_dataset stays within --guard_tolerance; of gains within the interval of the greatest, "
             "that with the lowest loss. The weights of the end stay in the last checkpoint."

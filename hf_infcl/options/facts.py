@@ -45,8 +45,19 @@ def check_values(options: Any, declared: Any = None, chosen: Callable[[Facts], b
                 raise ExclusiveOptionsError(message, name, needed)
 
 
+def changed_options(options: Any, chosen: Callable[[Facts], Any], declared: Any = None) -> dict[str, Any]:
+    """The values of those chosen options that do not have their default, by name; arguments as in `check_values`."""
+    declared = options if declared is None else declared
+    facts, found = facts_by_name(declared), {}
+    for one in fields(declared):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if chosen(facts[one.name]) and (value := getattr(options, one.name)) != default:
+            found[one.name] = value
+    return found
+
+
 def values_of_card(args: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, row, value) of each option that is set and has a row in a model card."""
-    for name, facts in facts_by_name(args).items():
-        if facts.card and (value := getattr(args, name)) is not None:
-            yield name, facts.card, value
+    facts = facts_by_name(args)
+    for name, value in changed_options(args, lambda of_one: of_one.card).items():
+        yield name, facts[name].card, value

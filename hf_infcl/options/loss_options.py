@@ -39,7 +39,7 @@ class LossOptions:
 
     objective: str | None = option(
         help=(
-            "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP), which needs a model with a "
+            "The loss: softmax (InfoNCE, as CLIP) or sigmoid (as SigLIP). Sigmoid needs a model with a "
             "logit_bias. Defaults to the one that the model was designed for."
         ),
         decides=True,

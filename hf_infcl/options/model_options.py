@@ -12,13 +12,13 @@ class ModelOptions:
 
     model: str = field(
         metadata={
-            "help": "The model: a Hub id or a folder, of transformers or of OpenCLIP, or a .pt of OpenCLIP's training. "
+            "help": "The model: a Hub id, a folder or a .pt, of transformers or of OpenCLIP. "
             "Adapters come with their model, and a training continues them. Required."
         }
     )
     open_clip_model: str | None = field(
         default=None,
-        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or a JSON file with its config."},
+        metadata={"help": "For a .pt: OpenCLIP's name of the model, such as ViT-B-32, or its config as JSON."},
     )
 
 
@@ -44,6 +44,10 @@ class LoraOptions:
     lora_targets: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Names of the layers that get adapters, such as q_proj v_proj."},
+    )
+    lora_logit_scale: bool = field(
+        default=False,
+        metadata={"help": "Train logit_scale and logit_bias beside new adapters. They are then in the adapter's file."},
     )
     lora_merge: bool = field(
         default=False,

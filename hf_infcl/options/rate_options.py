@@ -72,10 +72,12 @@ class RateOptions:
     )
     optimizer: str | None = option(
         help=(
-            "'muon': Muon (arXiv 2502.16982) for the matrices of the layers and projections, and the AdamW of "
-            "optim for the rest. For training from random weights. By default optim updates all parameters."
+            "'muon': Muon (arXiv 2502.16982) for the matrices of layers, and AdamW for the rest. Projections are "
+            "such matrices, too; the rest has the AdamW of optim. For training from random weights. By default optim "
+            "updates all parameters."
         ),
         decides=True,
+        plans=True,
         choices=("muon",),
     )
     muon_learning_rate: float | None = option(
@@ -96,8 +98,8 @@ class RateOptions:
     )
     ema_decay: float | None = option(
         help=(
-            "Evaluate and save an exponential moving average of the trained weights with this decay, such as "
-            "0.999, in place of the last ones. It is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The "
+            "Evaluate and save a moving average of the weights with this decay, such as 0.999. It takes the "
+            "place of the last weights. The decay is smaller in the first steps, min(decay, (1 + n) / (10 + n)). The "
             "average takes the memory of the weights beside Adam's moments, in whose file checkpoints keep the last "
             "weights, so that a resumed training continues to the bit. Running statistics of batch norms stay the "
             "last."
@@ -105,6 +107,7 @@ class RateOptions:
         decides=True,
         plans=True,
         within=SHARE,
+        card="saved weights: exponential moving average of those that were trained, decay {}",
     )
     ema_device: str | None = option(
         help=(
@@ -112,6 +115,7 @@ class RateOptions:
             "weights per step, to the same bits. Defaults to the memory of the weights."
         ),
         decides=False,
+        plans=True,
         needs="ema_decay",
         choices=("cpu",),
     )

@@ -21,11 +21,12 @@ class TeacherOptions:
             "frozen, has its own processor, tokenizer and image size, and runs once per step."
         ),
         decides=True,
+        plans=True,
     )
     teacher_embeddings: list[str] | None = option(
         help=(
-            "Folders with embeddings of teachers, of `infcl embed --format npy`. They are read beside the pairs, for "
-            "the images as they are, and cost a training nothing but the reading."
+            "Folders with embeddings of teachers, of `infcl embed --dataset`. They are read beside the pairs, for "
+            "the images as they are or for as many augmented views, and cost a training nothing but the reading."
         ),
         decides=False,
         one_machine=True,
@@ -38,15 +39,14 @@ class TeacherOptions:
             "Its mean over the batch, summed over both towers, is minimised with the loss; with several teachers, the "
             "mean of their distances."
         ),
-        first=False,
         decides=True,
         within=FINITE,
     )
     teacher_side: str = option(
         default="both",
         help="Which embeddings the teachers teach: both, image or text.",
-        first=False,
         decides=True,
+        plans=True,
         choices=("both", "image", "text"),
     )
     teacher_missing: str = option(
@@ -55,7 +55,6 @@ class TeacherOptions:
             "What to do with pairs without a stored embedding: 'refuse' to train, or leave them to the 'contrastive' "
             "loss. They are counted before the first step."
         ),
-        first=False,
         decides=True,
         choices=("refuse", "contrastive"),
         needs="teacher_embeddings",
@@ -66,9 +65,9 @@ class TeacherOptions:
             "Weight of the contrastive loss beside the teachers. With 0 they alone teach, also images and texts that "
             "do not belong together."
         ),
-        first=False,
         decides=True,
         within=Range(Real, "a number from 0 to 1", lambda value: 0 <= value <= 1),
+        card="weight of the contrastive loss",
     )
     matryoshka_dims: list[int] | None = option(
         help=(
@@ -81,7 +80,6 @@ class TeacherOptions:
     )
     dims: int | None = option(
         help="Dimensions of the embeddings that evaluations use: the first so many, normalised. Defaults to all.",
-        first=False,
         decides=False,
         within=FROM_1,
         card="dimensions of the embeddings in evaluations",

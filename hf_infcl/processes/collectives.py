@@ -215,11 +215,15 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.view(tensors[0].dtype) for tensor in tensors])
 
 
-def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    # torch 2.13 renames the collectives of single tensors and deprecates the old names.
+def gather_into(gathered: Tensor, part: Tensor, **options: Any) -> Any:
+    """`torch.distributed.all_gather_into_tensor`, which torch 2.13 renames; the old name is then deprecated."""
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return all_gather(gathered, part, **options)
+
+
+def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     for out, part in zip(gathered, parts, strict=True):
-        all_gather(out, part, group=group)
+        gather_into(out, part, group=group)
 
 
 def announce_failure(error: Exception, *, ends: bool = True) -> None:

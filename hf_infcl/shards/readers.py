@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .names import IMAGE_EXTENSIONS, apart, dots_in, few, shown
+import numpy as np
+
+from .names import IMAGE_EXTENSIONS, apart, dots_in, few, sample_key, shown
 from .opening import open_shard
 from .tar_layout import BLOCK, DamagedShardError, split_name, tar_members, tar_samples, truncated
 from .tar_tables import tar_table
@@ -321,7 +323,29 @@ def _is_text(kind: Any) -> bool:
 # ---- Both ----
 
 
-Reader = TarReader | ParquetReader
+class KeptSamples:
+    """A reader of one shard that leaves out the samples with some keys.
+
+    Args:
+        reader: reads all samples, or itself leaves some out.
+        shard: the name of the shard.
+        without: [n] int64 in ascending order, the keys.
+    """
+
+    def __init__(self, reader: Any, shard: str, without: np.ndarray) -> None:
+        self.has_lists, self.row, self.pieces = reader.has_lists, reader.row, reader.pieces
+        self._reader, self._shard, self._without = reader, shard, without
+
+    def samples(self, url: str, position: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, Any]]:
+        """As the reader's, without some."""
+        for after, name, sample in self._reader.samples(url, position, stop):
+            key = sample_key(self._shard, name)
+            at = int(np.searchsorted(self._without, key))
+            if at == len(self._without) or self._without[at] != key:
+                yield after, name, sample
+
+
+Reader = TarReader | ParquetReader | KeptSamples
 
 
 def reader_of(urls: Sequence[str], columns: Columns) -> Reader:

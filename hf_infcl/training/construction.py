@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from ..checkpoints.formats import check_formats
@@ -16,8 +17,7 @@ from ..data import ContrastiveCollator, ImageTextDataset, ImageTextStream, ZeroS
 from ..data.transforms import set_image_size
 from ..data.wrapped import check_has_end, most_captions, parts_of
 from ..encoders.dual_encoder import DualEncoder
-from ..loading.keys import check_keyed
-from ..loading.loaders import check_data_seed, check_planned, set_sizes
+from ..loading.loaders import check_data_seed, check_keyed, check_planned, set_sizes
 from ..loading.replay import Replayed
 from ..options.arguments import InfCLTrainingArguments
 from ..options.rate_options import RATES
@@ -110,12 +110,18 @@ def _check_data(args: InfCLTrainingArguments, data_collator: Any, others: Mappin
 
 
 def check_overrides(kind: type, base: type) -> None:
-    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides ``compute_loss``, which is never called."""
-    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in ("training_step", "compute_loss")}
+    """Raises a ValueError if a subclass ``kind`` of ``base`` overrides a method that is never called."""
+    names = "training_step", "compute_loss", "_get_train_sampler"
+    overrides = {name: getattr(kind, name) is not getattr(base, name) for name in names}
     if overrides["compute_loss"] and not overrides["training_step"]:
         raise ValueError(
             f"InfCLTrainer computes the loss of a window itself and would never call {kind.__name__}.compute_loss. "
             "Override training_step to change the training, or use transformers.Trainer."
+        )
+    if overrides["_get_train_sampler"]:
+        raise ValueError(
+            f"InfCLTrainer draws the rows of a global batch itself and would never call {kind.__name__}."
+            "_get_train_sampler. Override get_train_dataloader, or choose a train_sampling_strategy."
         )
 
 
@@ -131,7 +137,7 @@ def setup_of(
     """The `Setup` of a training. Its ``equal_ids`` is the argument, or else what the training set needs."""
     equal_ids = args.equal_ids or ("positive" if most_captions(data) > 1 else "exclude")
     new = data.datasets[0] if isinstance(data, Replayed) else data
-    rows = len(new) if has_length(new) and not isinstance(new, ImageTextStream) else None
+    rows = len(new) if has_length(new) and not isinstance(new, IterableDataset) else None
     return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions, rows)
 
 

@@ -154,7 +154,7 @@ class Evaluator:
         kept: Any = state.stateful_callbacks
         self._scores_before = kept.setdefault("scores_before", {})
         self._classifier: Tensor | None = None
-        self._type_of_set = "dataset"
+        self._type_of_set, self._prefix = "dataset", "eval"
         self.found: Found | None = None
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -247,7 +247,7 @@ class Evaluator:
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
         batches = dataloader if isinstance(dataloader, DataLoaderDispatcher) else AnnouncingDataLoader(dataloader)
         with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder):
-            self._type_of_set = type(dataloader.dataset).__name__
+            self._type_of_set, self._prefix = type(dataloader.dataset).__name__, prefix
             if isinstance(dataloader.dataset, ZeroShotDataset):
                 self._classifier = self._prompt_vectors(dataloader.dataset)
             output = loop(batches)
@@ -348,9 +348,9 @@ class Evaluator:
         if ceilings and self._accelerator.is_main_process:
             highest = ", ".join(f"{name.removesuffix(CEILING)} {value:.4g}" for name, value in ceilings.items())
             logger.warning_once(
-                "Some captions of the evaluation set, as the model reads them up to its limit of tokens, belong to "
-                "several images, so some recalls cannot reach 1. "
-                f"The highest values that any model can reach are {highest}."
+                f"Some captions of the evaluation set of {self._prefix}_*, as the model reads them up to its limit of "
+                "tokens, belong to several images, so some recalls cannot reach 1. The highest values that any model "
+                f"can reach are {highest}."
             )
         return {"loss": loss.item(), **measured(ranks), **every}
 

@@ -76,7 +76,7 @@ def add_own_callbacks(
     handler: CallbackHandler,
     args: InfCLTrainingArguments,
     begin_training: Callable[[], tuple[WindowStep, TrainingData, Progress]],
-    plan: Callable[[], BatchPlan | None],
+    plan: Callable[[], BatchPlan],
 ) -> None:
     """Adds the callbacks of this package to those of a trainer.
 

@@ -14,14 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..checkpoints.pushes import cause
+from ..checkpoints.run_options import OptimizerOptions, restart_rates
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
-from ..loading.batch_plan import BatchPlan
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_schedule import Course, EqualBatches
+from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError
-from ..options.run_options import OptimizerOptions, restart_rates
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon
@@ -111,8 +110,8 @@ class Optimization:
         with errors_of_options(args, "lr_scheduler_type", "lr_scheduler_kwargs", "schedule"):
             schedule = create()
         # A training of epochs ends with its samples; one of max_steps goes on with its steps.
-        has_changed = isinstance(course, EqualBatches) and course.has_changed and args.max_steps < 1
-        if self.creates_scheduler and (has_changed or isinstance(course, BatchPlan)):
+        has_changed = course.has_changed and args.max_steps < 1
+        if self.creates_scheduler and (has_changed or course.grows):
             over_samples(schedule, course, by_batch=args.learning_rate_batch_size is not None)
         self.options = OptimizerOptions(optimizer, schedule, self.options)
         return schedule
@@ -319,7 +318,7 @@ def over_samples(schedule: Any, course: Course, *, by_batch: bool) -> None:
 
     def planned(factor: Callable[[Any], float], grows: bool) -> Callable[[int], float]:
         def factor_of_step(step: int) -> float:
-            own = course.size(step) / course.size(course.steps) if grows and isinstance(course, BatchPlan) else 1.0
+            own = course.size(step) / course.size(course.steps) if grows else 1.0
             return own * factor(course.samples_before(step) / course.samples * course.steps)
 
         return factor_of_step

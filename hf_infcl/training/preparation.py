@@ -92,9 +92,9 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
     if trains and not scale.requires_grad:
         value = dual_encoder.scale_and_bias()[0].item()
         logger.warning(
-            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}. For example, peft freezes "
-            "all parameters except the adapters. To train it, call "
-            f"model.{dual_encoder.temperature_name}.requires_grad_(True). It is then saved in the adapter's file."
+            f"{dual_encoder.temperature_name} is frozen, so logit_scale stays {value:.4g}, as with all that "
+            "peft does not adapt. To train it beside new adapters, pass --lora_logit_scale (in Python, call "
+            f"model.{dual_encoder.temperature_name}.requires_grad_(True)). The adapter's file then holds it, too."
         )
     half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
     wrapper = accelerator.distributed_type

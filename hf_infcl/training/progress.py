@@ -85,17 +85,16 @@ class BarOfSamples(ProgressCallback):
         plan: returns the plan of the training that begins.
     """
 
-    def __init__(self, plan: Callable[[], BatchPlan | None]) -> None:
+    def __init__(self, plan: Callable[[], BatchPlan]) -> None:
         super().__init__()
         self._plan_of = plan
-        self._plan: BatchPlan | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._plan = self._plan_of()
-        if state.is_world_process_zero and self._plan is not None:
+        if state.is_world_process_zero:
             self.training_bar = tqdm(total=self._plan.samples, unit="pairs", unit_scale=True, dynamic_ncols=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         bar: Any = self.training_bar
-        if state.is_world_process_zero and self._plan is not None:
+        if state.is_world_process_zero:
             bar.update(self._plan.samples_before(state.global_step) - bar.n)

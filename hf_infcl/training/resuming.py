@@ -16,16 +16,15 @@ from transformers.utils import logging
 from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
-from ..data import ImageTextStream
+from ..checkpoints.run_options import options_of_arguments, options_of_data, options_of_model
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
 from ..loading.batch_plan import BatchPlan, Position
-from ..loading.loaders import initial_values, rest_of_training
-from ..loading.replay import Replayed
+from ..loading.positions import loop_values, plan_of
+from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.facts import facts_by_name
-from ..options.run_options import options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
@@ -172,7 +171,7 @@ class Resumption:
         checkpoint: the same.
         record: the record of the checkpoint; None if there is no checkpoint, or another trainer wrote it.
         changes: phrases about what differs from the run of the checkpoint.
-        begin: where a training without a `BatchPlan` goes on, as soon as `rest` has found it; None without a record.
+        begin: where the training goes on, as soon as `rest` has found it; None without a record.
     """
 
     def __init__(self, checkpoint: str | None = None, *, allows_changes: bool = False) -> None:
@@ -204,7 +203,7 @@ class Resumption:
         if checkpoint is None:
             return
         kind = "new and old pairs" if isinstance(data, Replayed) else "a stream"
-        if isinstance(data, (Replayed, ImageTextStream)) and _position_of(record) != kind:
+        if isinstance(data, IterableDataset) and is_own(data) and _position_of(record) != kind:
             raise ValueError(
                 f"{checkpoint} holds no position in {kind}, because it was not written by a training on such data. "
                 "Start a new run from its model."
@@ -327,12 +326,19 @@ class Resumption:
             state.best_model_checkpoint = self.checkpoint
         return control.should_training_stop
 
-    def rest(self, args: InfCLTrainingArguments, loader: Any, plan: BatchPlan | None, values: Any) -> tuple[Any, ...]:
-        """Trainer's initial values, as `initial_values` and, for what is left of the training, `rest_of_training`."""
-        record, found = self.record, initial_values(args, loader, plan, values)
-        if plan is None and record is not None:
-            changed = bool(self.stages) or record.samples_seen != (record.step or 0) * args.global_batch_size
-            self.begin, found = rest_of_training(args, loader, record, found, changed=changed)
+    def plan(self, args: InfCLTrainingArguments, data: Any) -> BatchPlan:
+        """The global batches of a training on a dataset, from the checkpoint on."""
+        return plan_of(args, data, self.record, changed=self.changed(args))
+
+    def changed(self, args: InfCLTrainingArguments) -> bool:
+        """Whether the run was ever resumed with changes, or has trained global batches of other sizes."""
+        record = self.record
+        trained = record is not None and record.samples_seen != (record.step or 0) * args.global_batch_size
+        return bool(self.stages) or trained
+
+    def rest(self, args: InfCLTrainingArguments, loader: Any, plan: BatchPlan, values: Any) -> tuple[Any, ...]:
+        """Trainer's initial values for what is left of the training; see `loop_values`."""
+        self.begin, found = loop_values(args, loader, plan, self.record, values, changed=self.changed(args))
         return found
 
     def first_position(
@@ -340,7 +346,6 @@ class Resumption:
         state: TrainerState,
         args: InfCLTrainingArguments,
         lengths: tuple[int, int, int],
-        plan: BatchPlan | None,
         counted: tuple[int, int],
     ) -> tuple[int, int]:
         """The completed epochs, and the batches of the next one that Trainer's loop has trained.
@@ -354,7 +359,6 @@ class Resumption:
             args: the arguments of the training.
             lengths: the steps of the training, those of a pass over the data, and the passes, which are what
                 ``Trainer._init_training_state`` is given first.
-            plan: of global batches that grow.
             counted: Trainer's own numbers, for checkpoints without a record.
 
         Raises:
@@ -366,8 +370,6 @@ class Resumption:
         if reason := why_complete(state, steps, args.early_stopping_patience):
             self._tell_complete(state, args, steps, reason)
             return epochs, 0
-        if plan is not None:
-            return plan.first()
         if self.begin is None:
             return counted
         return self.begin.epoch, self.begin.windows * args.gradient_accumulation_steps

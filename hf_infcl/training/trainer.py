@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
 from ..encoders.dual_encoder import DualEncoder
 from ..evaluation import Found
 from ..loading import loaders
-from ..loading.batch_plan import BatchPlan, course_of, plan_of
+from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
+from ..loading.positions import course_of
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import find_micro_batches
 from ..micro_batches.repeating import run_repeating
@@ -153,12 +154,13 @@ class InfCLTrainer(Trainer):
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
         args, record, loader = self.args, self.resumption.record, self.callback_handler.train_dataloader
-        course = course_of(args, self.state, record, self.batch_plan if loader is not None else None)
-        self.training_data = TrainingData(loader, args, record, self.data_collator, course, self.resumption.begin)
+        plan = None if loader is None else self.batch_plan
+        course, begin = course_of(args, self.state, record, plan), self.resumption.begin
+        self.training_data = TrainingData(loader, args, record, self.data_collator, course, plan, begin)
         own = type(self).get_train_dataloader is InfCLTrainer.get_train_dataloader
-        if own and (data := self.training_data.source.data_of_another(self.train_dataset)) is not None:
+        if own and self.training_data.source.stream is not None:
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
-            self.callback_handler.train_dataloader = self._training_loader(data)
+            self.callback_handler.train_dataloader = self._training_loader()
         self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
         self.window_step = WindowStep(
             *(self.setup, self.model_wrapped, record),
@@ -211,10 +213,9 @@ class InfCLTrainer(Trainer):
         return setup_of(self.dual_encoder, self.accelerator, *of_run)
 
     @property
-    def batch_plan(self) -> BatchPlan | None:
-        """The global batches of ``global_batch_schedule``, from the checkpoint on that the training resumes from."""
-        pairs: Any = self.train_dataset
-        return plan_of(self.args, len(pairs) if has_length(pairs) else None, self.resumption.record)
+    def batch_plan(self) -> BatchPlan:
+        """The global batches of the training, from the checkpoint on that it resumes from."""
+        return self.resumption.plan(self.args, self.train_dataset)
 
     def call_model_init(self, trial: Any = None) -> Any:
         model = super().call_model_init(trial)
@@ -255,20 +256,21 @@ class InfCLTrainer(Trainer):
     # ---- Data ----
 
     def get_train_dataloader(self) -> DataLoader:
-        """A new training loader, which may be looked into. With ``offload_inputs`` batches stay in host memory."""
-        pairs = loaders.pairs_to_train(self.setup, self._prepare_inputs, self.interruptions)
-        loader: Any = loaders.stream_loader(pairs, self.setup, self.resumption.stream_positions, self.batch_plan)
-        return self._training_loader(pairs) if loader is None else loader
+        """A new training loader, which begins where the training does, and may be looked into."""
+        pairs = loaders.with_cached_features(self.setup, self._prepare_inputs, self.interruptions)
+        if pairs is None or not loaders.is_own(pairs):
+            return self._training_loader()
+        collator = loaders.of_training(self.data_collator, self.args)
+        if hasattr(pairs, "remove_columns"):  # a table of datasets
+            pairs = self._remove_unused_columns(pairs, "training")
+        elif not isinstance(pairs, IterableDataset):
+            collator = self._get_collator_with_removed_columns(collator, "training")
+        return loaders.training_loader(pairs, collator, self.setup, self.batch_plan, self.resumption.stream_positions)
 
-    def _training_loader(self, pairs: Any) -> DataLoader:
-        """Trainer's loader of a training set that is no `ImageTextStream`."""
-        with replaced(self, train_dataset=pairs, data_collator=loaders.of_training(self.data_collator, self.args)):
-            dataloader = super().get_train_dataloader()
-        loaders.adapt_training_loader(dataloader, self.setup)
-        return dataloader
-
-    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
-        return loaders.sampler_of(self.train_dataset if train_dataset is None else train_dataset, self.args)
+    def _training_loader(self) -> DataLoader:
+        """Trainer's loader of a stream of another class than `ImageTextStream`."""
+        with replaced(self, data_collator=loaders.of_training(self.data_collator, self.args)):
+            return loaders.adapted(super().get_train_dataloader(), self.setup)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -278,7 +280,7 @@ class InfCLTrainer(Trainer):
         self, dataset: Any, description: str, batch_size: int, *args: Any, is_training: bool = False, **kwargs: Any
     ) -> DataLoader:
         if not isinstance(dataset, IterableDataset):
-            of_rows: Any = partial(super()._get_dataloader, loaders.with_epochs(dataset), description, batch_size)
+            of_rows: Any = partial(super()._get_dataloader, loaders.without_epochs(dataset), description, batch_size)
             return of_rows(*args, is_training=is_training, **kwargs)
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
         loader = loaders.loader_of_stream(dataset, collate, self.args, batch_size, is_training=is_training)
@@ -291,11 +293,11 @@ class InfCLTrainer(Trainer):
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
         counted = super()._init_training_state(*args)
-        return self.resumption.first_position(self.state, self.args, args[:3], self.batch_plan, counted)
+        return self.resumption.first_position(self.state, self.args, args[:3], counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         # No forward may run here, because on resume Trainer restores the random state after this call.
-        asked: Any = super().get_batch_samples, epoch_iterator, num_batches, self.state.global_step
+        asked: Any = super().get_batch_samples, epoch_iterator, self.state.global_step
         self.training_data.fetch(*asked, equal_ids=self.setup.equal_ids, interruptions=self.interruptions)
         return self.training_data.batches_of_loop(), None
 
@@ -308,10 +310,7 @@ class InfCLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
-
-        Trainer's loop calls this for each micro-batch that `get_batch_samples` returned, which are those of the window.
-        """
+        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`."""
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")

@@ -58,6 +58,14 @@ class WithoutNoisyPairs(PairSelection):
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
         self.border: float | None = None  # once it has begun
         self._counts = [0, 0]  # pairs left out, and all new ones, since the last log
+        self._logged = [0, 0]  # the same before it
+
+    @property
+    def card(self) -> Mapping[str, str]:
+        worst = "those that did not seem to belong together"
+        which = worst if self._share is None else f"the worst {self._share:.3g} of each step"
+        left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
+        return {"pairs left out": f"{which}, {left / pairs:.1%} of all" if pairs else which}
 
     def select(
         self, window: Window, features: Features, logit_scale: Tensor, logit_bias: Tensor | None
@@ -113,15 +121,18 @@ class WithoutNoisyPairs(PairSelection):
     def logs(self) -> dict[str, float]:
         """``left_out``: the share of the new pairs that took no part, since the last log."""
         left, pairs = self._counts
+        self._logged = [self._logged[0] + left, self._logged[1] + pairs]
         self._counts = [0, 0]
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.averages.state_dict(), "border": self.border or 0.0, "counts": list(self._counts)}
+        numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
+        return {**self.averages.state_dict(), **numbers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
         self.border, self._counts = state["border"] or None, list(state["counts"])
+        self._logged = list(state.get("logged", self._logged))  # earlier checkpoints have none
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
 from hf_infcl.data import images as decoding
-from hf_infcl.loading.sampling import SizedRow
+from hf_infcl.loading.table_rows import SizedRow
 
 from . import common
 from .common import RESULTS, Row

@@ -30,7 +30,7 @@ def fine_tune(
         weights: the file of the base's weights, which its training writes and its fine-tunings read.
         run, data, origin, toy, compiled: as for `train`; only the base is compiled.
     """
-    data = {**data, "sets": _by_source(data["sets"])}
+    data = {**data, "sets": sets_of_clip_art(data["sets"])}
     if run.way == "base":
         sources = run.sources.split(",") if run.sources else EMOJI
         rows, model = train(run, data, origin, sources=sources, toy=toy, compiled=compiled)
@@ -65,7 +65,7 @@ def _averages(row: Row, start: dict[str, Tensor], tuned: Any, data: dict) -> Ite
         yield {**row, **found, "path": path, "alpha": alpha}
 
 
-def _by_source(sets: dict) -> dict:
+def sets_of_clip_art(sets: dict) -> dict:
     """The sets of held-out concepts, of clip art in place of all; those of emoji are the guard."""
     found = dict(sets)
     for name in ("validation", "concepts"):

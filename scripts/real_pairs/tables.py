@@ -10,9 +10,11 @@ learning rate is the one that is best on the validation set at the first seed; t
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for real_pairs
@@ -82,6 +84,7 @@ def main() -> None:
         "Hard negatives": hard_negatives(rows),
         "Fine-tuning": fine_tuning(rows),
         "Averages with the start": averages(rows),
+        "Wrong captions and teachers": wrong_and_taught(args.results / "wrong_and_taught.csv"),
         "Cost": cost(rows),
         "Cost of the optimizers, compiled": cost(rows, COST_OF_OPTIMIZERS),
     }
@@ -346,6 +349,27 @@ def averages(rows: list[Row]) -> str:
         body.append([base, name_of_way(setting), str(front.seeds), *told])
     heads = [f"α = {alpha:g}" if path == "line" else f"by depth, {alpha:g}" for path, alpha in columns]
     return markdown(["base", "kept / gained", "seeds", *heads], body)
+
+
+def wrong_and_taught(path: Path) -> str:
+    """The means over the seeds of each setting of wrong_and_taught.py, whose newest run of a seed counts."""
+    if not path.exists():
+        return ""
+    found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = defaultdict(dict)  # by setting and seed
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            wrong, cleaned = float(row["wrong"]), float(row["cleaned"] or 0)
+            kept = "right pairs" if row["oracle"] == "True" else f"cleaned at {cleaned:g}" if cleaned else "all"
+            taught = f"{row['teacher']}, {row['taught_by']}, β {row['weight']}, {row['side']}" if row["teacher"] else ""
+            options = " ".join(f"`{name}` {value}" for name, value in json.loads(row["options"]).items())
+            length = [row["trained_on"], row["size"], OPTIMIZERS[row["optimizer"]], f"{int(row['samples']):,}"]
+            found[(*length, f"{wrong:.0%}", kept, taught, options)][row["seed"]] = row
+    body = []
+    for setting, rows in sorted(found.items()):
+        figures = ([float(row[name]) for row in rows.values()] for name in ("vendor_recall@1", "concepts_recall@5"))
+        body.append([*setting, str(len(rows)), *(f"{sum(values) / len(values):.1f}" for values in figures)])
+    head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options", "seeds"]
+    return markdown([*head, STYLE, CONCEPTS], body)
 
 
 def cost(rows: list[Row], experiment: str = "5_cost") -> str:

@@ -33,6 +33,16 @@ Row = dict[str, Any]
 VISION = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 7, "num_attention_heads": 5}
 TEXT = {"hidden_size": 320, "intermediate_size": 1280, "num_hidden_layers": 3, "num_attention_heads": 5}
 TOY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = (VISION, TEXT)
+TINY = (  # 5 M
+    {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 5, "num_attention_heads": 3},
+    {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 3},
+)
+LARGE = (  # 39 M
+    {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "num_attention_heads": 8},
+    {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 6},
+)
+SIZES = {"tiny": TINY, "small": SMALL, "large": LARGE}
 
 
 @dataclass(frozen=True)
@@ -107,20 +117,23 @@ class Run:
 # ---- Model and trainers ----
 
 
-def new_model(data: dict, seed: int, objective: str = "softmax", *, toy: bool = False) -> CLIPModel:
+def new_model(
+    data: dict, seed: int, objective: str = "softmax", *, toy: bool = False, size: str = "small"
+) -> CLIPModel:
     """A CLIP with random weights; with the sigmoid objective it has SigLIP's temperature and bias at their start."""
+    vision, words = (TOY, TOY) if toy else SIZES[size]
     start, end, padding = SPECIAL.values()
     text = {"vocab_size": data["vocabulary"], "max_position_embeddings": LENGTH}
     config = CLIPConfig(
         text_config={
-            **(TOY if toy else TEXT),
+            **words,
             **text,
             "bos_token_id": start,
             "eos_token_id": end,
             "pad_token_id": padding,
         },
         vision_config={
-            **(TOY if toy else VISION),
+            **vision,
             "image_size": data["images"].shape[-1],
             "patch_size": 16 if toy else 8,
         },

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Trains with wrong captions and with teachers, on one GPU, several runs at a time; appends to wrong_and_taught.csv.
+"""Trains with wrong captions and with teachers, several runs at a time; writes wrong_and_taught.csv.
 
     python scripts/real_pairs/wrong_and_taught.py --corpus outputs/real_pairs --output_dir outputs/wrong_and_taught
 
-Each run is the small CLIP of the experiments, 1,024 pairs × 576 steps (589,824 samples), Muon at 4e-3. ``wrong`` is the
-share of the training pairs that have the captions of another pair, the same ones in all runs. With ``oracle`` these are
-removed before the training. ``teacher`` says how a teacher teaches, with β = 1: it is the same model after 1,179,648
-samples, which knows the right captions; "stored" are its embeddings of the images as they are, "online" those of the
-augmented images. The columns are those of experiments.py: recall in another style (vendor), on new concepts and on the
-validation set, in per cent, both directions averaged; ``auc`` and ``auc_of_ledger`` tell how well the averages of the
-rule and of the ledger separate right from wrong pairs at the end, and ``border`` is what the rule has chosen.
+Each run is a CLIP of the experiments (``size``), 1,024 pairs × 576 steps (589,824 samples), with Muon at 4e-3 or AdamW
+at 5e-4. ``wrong`` is the share of the training pairs that have the captions of another pair, the same ones in all runs.
+With ``oracle`` these are removed before the training; with ``cleaned`` those are that the ledger of a training with
+``leave_out`` and the same captions calls wrong with at least this probability. ``teacher`` says how a teacher teaches:
+"stored" are its embeddings of the images as they are, "online" those of the augmented images. ``taught_by`` is the
+teacher, which knows the right captions: a model of this size after this many times the samples. What is ``trained_on``
+emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
+The columns are those of experiments.py: recall in another style (vendor), on new concepts and on the validation
+set, in per cent, both directions averaged; ``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of
+the ledger separate right from wrong pairs at the end, and ``border`` is what the rule has chosen.
 """
 
 from __future__ import annotations
@@ -35,53 +38,96 @@ from torch import Tensor
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics
 from hf_infcl.passes.grad_cache import Features
+from hf_infcl.tools.scoring.ledger import probability_wrong
 from hf_infcl.windows.extensions import of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs
-from hf_infcl.windows.terms import TeacherDistance
-from real_pairs import training
+from hf_infcl.windows.terms import SIDES, TeacherDistance
+from real_pairs import fine_tuning, training
 from real_pairs.in_memory import normalised, prepare, to_device
 
-SAMPLES, BATCH, RATE = 589_824, 1024, 4e-3
-PLAIN: dict[str, Any] = {"wrong": 0.0, "oracle": False, "teacher": "", "options": {}}
+SAMPLES, BATCH = 589_824, 1024
+TUNING_SAMPLES, TUNING_BATCH = 65_536, 512
+RATES = {"muon": 4e-3, "adamw": 5e-4}
+PLAIN: dict[str, Any] = {
+    **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0},
+    **{"trained_on": "all", "teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
+}
+NOISY = {"leave_out": "noisy"}
+
+
+def stored_by(teacher: str, **more: Any) -> dict[str, Any]:
+    return {"teacher": "stored", "taught_by": teacher, "weight": 1.0, **more}
 
 
 def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The runs of the chosen parts, the longest first."""
-    noisy = {"leave_out": "noisy"}
-    parts = {
+    """The runs of the chosen parts. Those that save a model, on which others wait, begin first."""
+    adamw, tiny, tuned = {"optimizer": "adamw"}, {"size": "tiny"}, {"trained_on": "clip art"}
+    same = "small 4"
+    parts: dict[str, list[dict[str, Any]]] = {
+        "teachers": [
+            {"seed": 100, "times": 4, "rate": 2e-3, "save": same},
+            {"seed": 100, "size": "large", "times": 4, "rate": 2e-3, "save": "large 4"},
+        ],
+        "base": [{"seed": 0, "save": "emoji", "trained_on": "emoji"}],
         "wrong": [
-            *({"wrong": w, "seed": s, "options": noisy} for s in (0, 1, 2) for w in (0.2, 0.5)),
-            *({"wrong": w, "seed": 0} for w in (0.2, 0.5, 0.1, 0.0)),
-            *({"wrong": w, "seed": 0, "options": noisy} for w in (0.1, 0.0)),
-            *({"wrong": w, "seed": 0, "oracle": True} for w in (0.2, 0.5)),
+            *({"wrong": w, "seed": s, "options": NOISY} for s in (0, 1, 2) for w in (0.2, 0.5, 0.1, 0.0)),
+            *({"wrong": w, "seed": s} for s in (1, 2, 0) for w in (0.2, 0.5, 0.1, 0.0)),
+            *({"wrong": w, "seed": s, "oracle": True} for s in (1, 2, 0) for w in (0.2, 0.5)),
+            *({"wrong": w, "seed": s, "cleaned": p} for s in (1, 2) for w in (0.2, 0.5) for p in (0.5, 0.9)),
+            *({"wrong": 0.0, "seed": 1, "cleaned": p} for p in (0.5, 0.9)),
+        ],
+        "wrong adamw": [
+            *({"wrong": w, "seed": s, "options": NOISY, **adamw} for s in (0, 1) for w in (0.2, 0.5, 0.0)),
+            *({"wrong": w, "seed": s, **adamw} for s in (0, 1) for w in (0.2, 0.5, 0.0)),
+            *({"wrong": w, "seed": 0, "oracle": True, **adamw} for w in (0.2, 0.5)),
         ],
         "taught": [
-            {"seed": 100, "save": True},
-            *({"seed": s, "teacher": "stored"} for s in (0, 1, 2)),
-            {"seed": 0, "teacher": "online"},
-            {"seed": 0, "teacher": "stored", "options": {"matryoshka_dims": [32, 64, 128]}},
-            {"seed": 0, "options": {"matryoshka_dims": [32, 64, 128]}},
-            {"seed": 0, "wrong": 0.5, "teacher": "stored"},
-            {"seed": 0, "wrong": 0.5, "teacher": "stored", "options": noisy},
-            {"seed": 0, "teacher": "stored", "options": {"contrastive_weight": 0.0}},
-            {"seed": 1},
+            *({"seed": s, **tiny} for s in (0, 1)),
+            *({"seed": s, **stored_by(same)} for s in (0, 1, 2)),
+            *({"seed": s, **stored_by(same), **tiny} for s in (0, 1, 2)),
+            *({"seed": s, **stored_by(same), "teacher": "online"} for s in (0, 1)),
+            *({"seed": s, **stored_by(same, weight=w)} for s in (0, 1) for w in (4.0, 0.3)),
+            *({"seed": 0, **stored_by(same), "side": side} for side in ("image", "text")),
+            *({"seed": s, **stored_by(same), **adamw} for s in (0, 1)),
+            {"seed": 0, **stored_by(same), "options": {"contrastive_weight": 0.0}},
+            *({"seed": 0, **stored_by(same), "options": o} for o in ({"matryoshka_dims": [32, 64, 128]},)),
+            *({"seed": 0, "wrong": 0.5, **stored_by(same), "options": o} for o in ({}, NOISY)),
+        ],
+        "taught by large": [
+            {"seed": 0, "times": 4, **stored_by(same)},
+            *({"seed": s, **stored_by("large 4", weight=w)} for s in (0, 1) for w in (1.0, 4.0)),
+            *({"seed": s, **stored_by("large 4"), **tiny} for s in (0, 1)),
+        ],
+        "tuned": [
+            *({"wrong": w, "seed": s, **tuned} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "options": NOISY} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
+            *({"wrong": w, "seed": s, **tuned, "oracle": True} for s in (0, 1) for w in (0.2, 0.5)),
+            *({"seed": s, **tuned, **stored_by(same)} for s in (0, 1)),
+            *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
-    return [{**PLAIN, **job} for name in names for job in parts[name]]
+    jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
+    return sorted(jobs, key=lambda job: "save" not in job)
 
 
-def with_wrong_captions(data: dict[str, Any], share: float) -> tuple[dict[str, Any], Tensor]:
-    """The data in which this share of the pairs has the captions of another pair; and which, [pairs] bool."""
-    drawn, pairs, device = torch.Generator().manual_seed(99), len(data["counts"]), data["counts"].device
+def needed_by(job: Mapping[str, Any]) -> list[str]:
+    """The files of other runs without which a run cannot begin."""
+    averages, teacher = f"averages {job['wrong']}.pt", job["taught_by"]
+    kind = "model" if job["teacher"] == "online" else "stored"
+    needed = {
+        averages: job["cleaned"],
+        f"{kind} {teacher}.pt": teacher,
+        "model emoji.pt": job["trained_on"] == "clip art",
+    }
+    return [name for name, needs in needed.items() if needs]
+
+
+def captions_of(pairs: int, share: float) -> Tensor:
+    """The pair whose captions each pair has, [pairs]: for this share another one."""
+    drawn, captions = torch.Generator().manual_seed(99), torch.arange(pairs)
     wrong = torch.randperm(pairs, generator=drawn)[: int(pairs * share)]
-    other = wrong[torch.randperm(len(wrong), generator=drawn)].to(device)
-    wrong = wrong.to(device)
-    changed = {name: data[name].clone() for name in ("tokens", "counts")}
-    for name, rows in changed.items():
-        rows[wrong] = data[name][other]
-    is_wrong = torch.zeros(pairs, dtype=torch.bool, device=device)
-    is_wrong[wrong] = True
-    return {**data, **changed}, is_wrong
+    captions[wrong] = wrong[torch.randperm(len(wrong), generator=drawn)]
+    return captions
 
 
 class FromBatch:
@@ -134,49 +180,76 @@ class Observed(training.InfCLTrainer):
 
 
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
-    samples = 2 * SAMPLES if job.get("save") else SAMPLES
+    tuning, device = job["trained_on"] == "clip art", data["images"].device
+    batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (BATCH, SAMPLES * job["times"])
     run = training.Run(
         experiment="wrong_and_taught",
         method="InfCLTrainer",
-        batch=64 if toy else BATCH,
-        micro_batch=64 if toy else BATCH,
+        batch=64 if toy else batch,
+        micro_batch=64 if toy else batch,
         samples=640 if toy else samples,
-        learning_rate=3e-3 if job.get("save") else RATE,
+        learning_rate=1e-3 if tuning else job.get("rate", RATES[job["optimizer"]]),
         seed=job["seed"],
         evaluations=1,
-        optimizer="muon",
+        optimizer=job["optimizer"],
         options=json.dumps(job["options"]),
     )
-    changed, is_wrong = with_wrong_captions(data, job["wrong"])
+    captions = captions_of(len(data["counts"]), job["wrong"]).to(device)
+    changed = {**data, "tokens": data["tokens"][captions], "counts": data["counts"][captions]}
+    is_wrong = captions != torch.arange(len(captions), device=device)
     guests: dict[str, Any] = {}
-    sources = None
-    if job["oracle"]:
-        changed["sources"] = ["wrong" if bad else "right" for bad in is_wrong.tolist()]
-        sources = ["right"]
-    if job["teacher"]:
-        teacher = training.new_model(data, 0, toy=toy).to(data["images"].device)
-        teacher.load_state_dict(torch.load(folder / "teacher.pt", weights_only=True))
-        if job["teacher"] == "online":
-            guests["teacher"] = teacher
-        else:
-            changed["stored"] = stored(teacher, changed)
-            guests["extensions"] = [TeacherDistance([FromBatch()], 1.0)]
+    sources = {"all": None, "emoji": fine_tuning.EMOJI, "clip art": fine_tuning.CLIP_ART}[job["trained_on"]]
+    removed = is_wrong if job["oracle"] else torch.zeros_like(is_wrong)
+    if job["cleaned"]:
+        averages = torch.load(folder / f"averages {job['wrong']}.pt", weights_only=True)
+        removed = torch.from_numpy(probability_wrong(averages.numpy()) >= job["cleaned"]).to(device)
+    if removed.any():
+        gone = removed.tolist()
+        changed["sources"] = ["removed" if bad else name for bad, name in zip(gone, data["sources"], strict=True)]
+        sources = sources or sorted(set(data["sources"]))
+    if job["teacher"] == "online":
+        teacher = training.new_model(data, 0, toy=toy, size=job["taught_by"].split()[0]).to(device)
+        teacher.load_state_dict(torch.load(folder / f"model {job['taught_by']}.pt", weights_only=True))
+        guests["teacher"] = teacher
+    elif job["teacher"]:
+        images, texts = torch.load(folder / f"stored {job['taught_by']}.pt", weights_only=True)
+        changed["stored"] = images.to(device).float(), texts.to(device).float()[captions]
+        sides = SIDES if job["side"] == "both" else [job["side"]]
+        guests["extensions"] = [TeacherDistance([FromBatch()], job["weight"], sides)]
+    model = training.new_model(data, job["seed"], toy=toy, size=job["size"])
+    if tuning:
+        changed["sets"] = fine_tuning.sets_of_clip_art(data["sets"])
+        model.load_state_dict(torch.load(folder / "model emoji.pt", weights_only=True))
+    elif data["images"].is_cuda:
+        training.compile_layers(model, texts=True)
     training.TRAINERS["InfCLTrainer"] = Observed
-    rows, model = training.train(run, changed, {}, sources=sources, toy=toy, compiled=data["images"].is_cuda, **guests)
-    if job.get("save"):
-        torch.save(model.state_dict(), folder / "teacher.partial")
-        os.replace(folder / "teacher.partial", folder / "teacher.pt")
-    found = {name: value for name, value in job.items() if name != "save"} | {"options": json.dumps(job["options"])}
+    rows, model = training.train(run, changed, {}, model=model, sources=sources, toy=toy, **guests)
+    if name := job.get("save"):
+        save([part.half().cpu() for part in stored(model, data)], folder / f"stored {name}.pt")
+        save(model.state_dict(), folder / f"model {name}.pt")
+    found = {name: value for name, value in job.items() if name in (*PLAIN, "seed")} | {"options": run.options}
     found |= {"seconds": rows[-1]["seconds"], "samples": rows[-1]["samples_seen"]}
     for name, k in (("vendor", 1), ("concepts", 5)):
         found[f"{name}_recall@{k}"] = 50 * sum(rows[-1][f"{name}_{way}_recall@{k}"] for way in ("image", "text"))
     found["validation"] = 100 * training.score(rows[-1])
     if "matryoshka_dims" in job["options"] or job["teacher"]:
         for width in (32, 64, 128):
-            found |= at_width(model, data, width)
+            found |= at_width(model, changed, width)
     for selection in of_kind(Observed.last.extensions, WithoutNoisyPairs):
-        found |= _of_selection(selection, is_wrong)
+        seen = [source in sources if sources else True for source in changed["sources"]]
+        found |= _of_selection(selection, is_wrong[torch.tensor(seen, device=device)])
+        if job["seed"] == 0 and not tuning and job["optimizer"] == "muon" and not job["teacher"]:
+            save(selection.averages.state_dict()["averages"][1], folder / f"averages {job['wrong']}.pt")
+    if removed.any() and not job["oracle"]:
+        found |= {"removed": int(removed.sum()), "wrong_kept": int((is_wrong & ~removed).sum())}
     return found
+
+
+def save(content: Any, path: Path) -> None:
+    """Others may wait for the file, which therefore appears whole."""
+    partial = path.with_suffix(".partial")
+    torch.save(content, partial)
+    os.replace(partial, path)
 
 
 def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, Any]:
@@ -192,7 +265,7 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
     return found
 
 
-def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: float, toy: bool) -> None:
+def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: float, toy: bool, saves: bool) -> None:
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64
@@ -201,9 +274,8 @@ def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: floa
     data["sources"] = data.get("sources") or ["any"] * len(data["counts"])
     while time.time() < end:
         with lock:
-            waits = not (folder / "teacher.pt").exists()
-            free = [i for i in range(len(jobs)) if not taken[i]]
-            number = next((i for i in free if not (jobs[i]["teacher"] and waits)), None)
+            free = [i for i in range(len(jobs)) if not taken[i] and (saves or "save" not in jobs[i])]
+            number = next((i for i in free if all((folder / name).exists() for name in needed_by(jobs[i]))), None)
             if number is not None:
                 taken[number] = 1
         if number is None:
@@ -219,11 +291,14 @@ def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["wrong", "taught"], choices=["wrong", "taught"])
+    every = ["teachers", "base", "wrong", "wrong adamw", "taught", "taught by large", "tuned"]
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {every}; all by default")
     parser.add_argument("--corpus", type=Path, help="the folder that real_pairs.py has written")
     parser.add_argument("--tensors", help="what in_memory.prepare returned for it, saved by torch")
     parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--processes", type=int, default=5, help="runs at a time")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[5], help="runs at a time on each GPU; the last trains the teachers"
+    )
     parser.add_argument("--seconds", type=float, default=3600, help="no run begins later than this")
     parser.add_argument("--toy", action="store_true", help="ten steps of a tiny model, to try things out")
     args = parser.parse_args()
@@ -232,12 +307,16 @@ def main() -> None:
     tensors = args.tensors or str(args.output_dir / "tensors.pt")
     if not Path(tensors).exists():
         torch.save(prepare(args.corpus), tensors)
-    context, jobs = mp.get_context("spawn"), jobs_of(args.parts)
+    context, jobs = mp.get_context("spawn"), jobs_of(args.parts or every)
     taken, lock = context.Array("i", len(jobs), lock=False), context.Lock()
     words = (jobs, taken, lock, tensors, args.output_dir, end, args.toy)
-    processes = [context.Process(target=work, args=words) for _ in range(args.processes)]
-    for process in processes:
-        process.start()
+    last = len(args.processes) - 1
+    processes = []
+    for gpu, count in enumerate(args.processes):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # of the processes that are started now
+        for _ in range(count):
+            processes.append(context.Process(target=work, args=(*words, gpu == last)))
+            processes[-1].start()
     for process in processes:
         process.join()
     rows = [json.loads(line) for line in (args.output_dir / "rows.jsonl").read_text().splitlines()]

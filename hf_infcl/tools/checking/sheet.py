@@ -57,11 +57,11 @@ def _draw_row(
     pen = ImageDraw.Draw(sheet)
     large: Any = ImageFont.load_default(size=14)
     small: Any = ImageFont.load_default(size=10)
-    pen.text((_GAP, top), textwrap.shorten(title, 110, placeholder=" ..."), "black", large)
+    pen.text((_GAP, top), textwrap.shorten(title, 110, placeholder=" …"), "black", large)
     for number, (thumbnail, caption) in enumerate(shown):
         row, column = divmod(number, COLUMNS)
         left, above = _GAP + column * cell[0], top + _TITLE + row * cell[1]
         sheet.paste(Image.open(io.BytesIO(thumbnail)), (left, above))
-        short = textwrap.shorten(caption, lines * _LETTERS, placeholder=" ...")
+        short = textwrap.shorten(caption, lines * _LETTERS, placeholder=" …")
         text = "\n".join(textwrap.wrap(short, _LETTERS)[:lines])
         pen.multiline_text((left, above + SIDE + 1), text, "#444444", small, spacing=2)

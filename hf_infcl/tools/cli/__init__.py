@@ -62,6 +62,9 @@ def _run(command: str | None, words: list[str]) -> None:
     namespace, given = reader.read(words)
     # Imported here, because importing torch takes seconds, and neither `--help` nor a mistyped option needs it.
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
+    from .launched import warn_once
+
+    warn_once()
 
     if command == "train":
         from .train import train as run

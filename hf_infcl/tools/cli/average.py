@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import find_adapter_config_file
 
 from ...checkpoints.average_choice import Measured
+from ...checkpoints.average_options import alpha_of
 from ...checkpoints.average_search import described, find_average, measured_at, not_trained, with_halves
 from ...checkpoints.average_weights import adapters_of_zero, interpolated, running_statistics
 from ...conversion.models import load
@@ -21,8 +22,7 @@ from ...encoders.adapters import adapter_state
 from ...options.arguments import InfCLTrainingArguments
 from ...options.evaluation_options import EvaluationOptions
 from ...training.trainer import InfCLTrainer
-from ..publishing import write_averages
-from .averages import alpha_of
+from ..publishing import quieten, write_averages
 from .datasets import check_columns, evaluation_datasets, guard_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
@@ -93,6 +93,7 @@ def average(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
         if sets := gains | with_halves(*halves):
             check_columns(columns, sets)
             trainer = InfCLTrainer(moving.model, args, eval_dataset=sets, processing_class=moving.processor)
+            quieten(trainer)
 
     def measure(alpha: float) -> Measured:
         assert trainer is not None

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from ..checking import (
     write_report,
 )
 from ..planning import GPUS, choice_of, counts_of
+from ..planning.answers import fitting, line
 from ..scoring.ledger import Ledger
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
@@ -96,12 +97,13 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         results[key] = facts, findings
         print(*facts_lines(facts, workers=max(1, workers), seconds=time.perf_counter() - began), sep="\n")
         print(*finding_lines(findings), sep="\n")
-    line, options_of_loading = loading_of(config, args, results[TRAINED][0])
-    print(line)
+    workers_line, options_of_loading = loading_of(config, args, results[TRAINED][0])
+    print(workers_line)
     every = [finding for _, findings in results.values() for finding in findings]
     length = length_of(sets[TRAINED], results[TRAINED][0], data)
     to_add = options_to_add([*(finding.options for finding in every), *options_of_loading, *length])
     write_report(Path(args.output_dir), results, to_add)
+    print(line_of_answer(vars(namespace), *results[TRAINED]))
     sys.exit(int(any(finding.spoils for finding in every)))
 
 
@@ -149,7 +151,9 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     gpu = GPUS["h200" if "h200" in name else "h100"]
     try:
-        counts, choice = counts_of(config, args, patch_dropout=args.patch_dropout), choice_of(args)
+        choice = choice_of(args)
+        of_model = {"checkpointing": choice.checkpointing, "patch_dropout": args.patch_dropout}
+        counts = counts_of(config, args, **of_model)
     except ValueError as error:
         return f"The workers that a GPU needs were not predicted. {error}", []
     rate = choice.rows / sum(planning.seconds(counts, choice, gpu).values())
@@ -169,6 +173,13 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
     if args.dataloader_num_workers < min(needed, there):
         options.append(f"--dataloader_num_workers {min(needed, there)}")
     return line, options
+
+
+def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequence[Finding]) -> str:
+    """What to write for such a training set."""
+    texts = len(facts.tokens) / max(1, len(facts.caption_ids))
+    foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
+    return line(fitting(options, pairs=facts.pairs, texts=texts, foreign=foreign))
 
 
 def length_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[str]:

@@ -22,13 +22,13 @@ class DataOptions:
     )
     split: str = field(default="train", metadata={"help": "Split of the training data."})
     on_bad_sample: str = field(
-        default="raise", metadata={"help": "What to do with a broken image or an empty caption: 'raise' or 'skip'."}
+        default="raise", metadata={"help": "For a broken image or an empty caption: 'raise' or 'skip'."}
     )
     augmentation: str = field(
         default="none",
         metadata={
-            "help": "'none'; 'crop' for random crops of 0.9 to 1 of the image, as CLIP is trained from scratch; or "
-            "'flip_crop', which also flips half of the images left to right."
+            "help": "Random changes of the images: 'none', 'crop' or 'flip_crop'. 'crop' takes 0.9 to 1 of the image, "
+            "as CLIP is trained from scratch; 'flip_crop' also flips half of the images left to right."
         },
     )
     min_side: int | None = field(
@@ -62,7 +62,7 @@ class DataOptions:
     )
     captions_per_image: int = field(
         default=1,
-        metadata={"help": "Number of captions drawn per epoch from an image's list; all of them are its positives."},
+        metadata={"help": "Captions drawn per epoch from an image's list. All of them are its positives."},
     )
     negative_caption_column: str | None = field(
         default=None,
@@ -86,8 +86,8 @@ class DataOptions:
     replay_dataset: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Old pairs of which every global batch gets --replay_share, so that the model does not forget "
-            "them: Hub ids or folders, or with --replay_streaming shards. Several are read as one set. Options of the "
+            "help": "Old pairs that the model should not forget. Every global batch gets --replay_share of "
+            "them. Hub ids or folders, or with --replay_streaming shards; several are read as one set. Options of the "
             "training data, such as --augmentation, apply to them as well."
         },
     )
@@ -107,7 +107,7 @@ class DataOptions:
         metadata={
             "help": "Train without the wrong pairs of a ledger. Give the file that `infcl score` has written and the "
             "least probability of what is left out, such as _ledger.parquet:0.9. Of several ledgers, each is of the "
-            "set that those before it leave."
+            "set that those before it leave. Of a stream, only what is left out takes memory: 8 bytes for each pair."
         },
     )
     check_samples: int | None = field(
@@ -119,7 +119,7 @@ class DataOptions:
     )
     overwrite_output_dir: bool = field(
         default=False,
-        metadata={"help": "Delete checkpoints and results of an earlier run in output_dir before the training."},
+        metadata={"help": "Delete the checkpoints and results of an earlier run first."},
     )
 
     def __post_init__(self) -> None:
@@ -194,7 +194,4 @@ class PlanOptions:
         default=None, metadata={"help": "Pairs of the training set, for the time of an epoch."}
     )
     epochs: float = field(default=1.0, metadata={"help": "Epochs of the training."})
-    plot: Path | None = field(
-        default=None, metadata={"help": "Draw memory and time against the global batch into this file."}
-    )
     measure: bool = field(default=False, metadata={"help": "Also time two micro-batches on this machine's GPU."})

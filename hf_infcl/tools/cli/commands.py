@@ -8,6 +8,7 @@ from pathlib import Path
 from ...options.declared import facts_of_training, of_transformers
 from ...options.evaluation_options import AverageOptions, EvaluationOptions, GuardOptions, StartOptions
 from ...options.model_options import LoraOptions, ModelOptions, TrainedModelOptions
+from ...options.short_help import FIRST
 from ..embedding.options import EmbedOptions
 from ..scoring.options import ScoreOptions
 from .command_options import CheckOptions, ColumnOptions, DataOptions, PlanOptions
@@ -29,8 +30,6 @@ COMMANDS = {
 # transformers has renamed it, and keeps the old name, which the help does not list then.
 CHECKPOINTING = of_transformers() & {"activation_checkpointing"} or {"gradient_checkpointing"}
 _OLD_NAMES = {"activation_checkpointing", "gradient_checkpointing"} - CHECKPOINTING
-# The options of a training that its short help lists: this package's own, and twenty that most trainings set.
-OF_TRAINING = {name for name, facts in facts_of_training().items() if facts.first} - _OLD_NAMES
 # The options of a training that decide about an evaluation alone.
 OF_EVALUATION = {
     *("objective", "strategy", "backend", "equal_ids", "max_text_tokens", "dims"),
@@ -43,6 +42,8 @@ OF_EMBEDDING = {
     *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),
     "dataloader_num_workers",
 }
+# The options of data that its short help lists.
+OF_EMBEDDED = {"dataset", "split", "streaming", "on_bad_sample", "augmentation", "replay_dataset", "exclude"}
 # The options of a training that decide about its plan.
 OF_PLAN = {name for name, facts in facts_of_training().items() if facts.plans} - _OLD_NAMES
 
@@ -53,7 +54,7 @@ def train_parser() -> Parser:
         "train",
         "Train a dual encoder (CLIP, SigLIP, ...) with the exact contrastive loss of the global batch.",
         *(TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
-        shown=OF_TRAINING,
+        shown=FIRST,
         recipes=True,
     )
 
@@ -113,13 +114,17 @@ def embed_parser() -> Parser:
     return Parser(
         "embed",
         "Write the normalised embeddings of images and texts, with their keys, on one process or several. A second run "
-        "computes what the first one has not.",
-        *(EmbedOptions, ColumnOptions),
-        shown=OF_EMBEDDING,
+        "computes what the first one has not. For --teacher_embeddings, give the whole command of a training, or its "
+        "file, instead of DATA: its --dataset and --replay_dataset are embedded as the training reads them.",
+        *(EmbedOptions, TrainedModelOptions, LoraOptions, DataOptions, ColumnOptions, EvaluationOptions, StartOptions),
+        shown=OF_EMBEDDING | OF_EMBEDDED,
+        optional={"model", "dataset"},
+        accepts=(TrainedModelOptions, LoraOptions, DataOptions, EvaluationOptions, StartOptions),
         places={
-            "model": "The model: a Hub id or a folder.",
-            "data": "A folder or a Hub id; with --streaming tar or parquet shards.",
+            "encoder": "The model that embeds: a Hub id or a folder.",
+            "[data]": "A folder or a Hub id; with --streaming tar or parquet shards.",
         },
+        recipes=True,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...conversion.models import load, load_config
 from ...training.trainer import InfCLTrainer
+from ..publishing import quieten
 from ..publishing.comparison import comparison, lines_of_comparison, write_comparison
 from .datasets import check_columns, describe_sets, evaluation_datasets
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
@@ -31,6 +32,7 @@ def compare(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> N
             trainer = None  # its model makes room for the next
             model, processor, conversion = load(name)
             trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+            quieten(trainer)
         if trainer.is_world_process_zero():
             print(*conversion, *(describe_sets(datasets) if not results else ()), sep="\n")
         with mistakes_in_one_line(parser.prog, of_libraries=False):

@@ -14,43 +14,53 @@ from ...data import ImageTextDataset, ImageTextStream, ZeroShotDataset, load_pai
 from ...data.columns import find_caption_column, find_image_column, find_label_column
 from ...data.images import few_names, is_string
 from ...data.labelled import lines_of, names_by_label
-from ...data.overlap import shared_images
 from ...data.tables import Table
 from ...options.arguments import InfCLTrainingArguments
 from ...options.combinations import check_replay
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
+from ...options.sets import facts_of
 from ..benchmarks import benchmark_sets
 from ..publishing import source_name
-from ..scoring.excluding import rows_kept
+from ..scoring.excluding import rows_kept, stream_kept
 from .command_options import ColumnOptions, DataOptions
+
+_CLASSES = ("label_column", "class_names", "templates")  # facts of a set of classes, not of pairs
 
 
 def training_set(
     data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
 ) -> ImageTextDataset | ImageTextStream:
     """The pairs to train on: a table, or a stream of shards."""
-    options = {**_options_of_items(data, args), **columns.of_pairs}
+    own = facts_of(data.dataset[0])
+    named = {name: own[name] for name in (*columns.of_pairs, "negative_caption_column") if name in own}
+    options = {**_options_of_items(data, args), **columns.of_pairs, **named}
+    place = {"split": own.get("split", data.split), "name": own.get("name", data.dataset_name)}
+    weights = weights_of(data)
     if data.streaming:
-        if data.exclude:
-            raise ValueError("--exclude is for tables. --leave_out noisy finds the wrong pairs of a stream.")
+        _check_alike("dataset", data.dataset)
         if args.max_steps <= 0 and data.samples_per_epoch is None:
             raise ValueError("A stream has no length. Pass --max_steps or --samples_per_epoch.")
-        return ImageTextStream(
+        stream = ImageTextStream(
             data.dataset,
-            weights=data.dataset_weights,
-            split=data.split,
-            name=data.dataset_name,
+            weights=weights,
             shuffle_buffer=data.shuffle_buffer,
             lanes=data.lanes,
             samples_per_epoch=data.samples_per_epoch,
+            **place,
             **options,
         )
+        for asked in data.exclude or ():
+            stream = stream_kept(stream, asked)
+        return stream
     with _named("dataset", data.dataset[0]) as name:
-        rows = load_pairs(data.dataset[0], split=data.split, name=data.dataset_name, image_column=columns.image_column)
+        if weights is not None:
+            raise ValueError("A weight is the share of one of several sets that are streamed, and this is a table.")
+        rows = load_pairs(data.dataset[0], **place, image_column=options["image_column"])
         for option, find in (("image_column", find_image_column), ("caption_column", find_caption_column)):
-            if options[option] == getattr(ColumnOptions, option):  # the default, not what the user has named
+            # The default, not what the user has named.
+            if option not in named and options[option] == getattr(ColumnOptions, option):
                 options[option] = find(rows.features)
-        if columns.pair_id_column == columns.caption_column:
+        if columns.pair_id_column == columns.caption_column and "pair_id_column" not in named:
             options["pair_id_column"] = options["caption_column"]
         dataset = ImageTextDataset(rows, **options)
         for asked in data.exclude or ():
@@ -71,26 +81,65 @@ def replay_set(
     if not data.replay_dataset:
         return None
     options = _options_of_items(data, args)
-    own_columns = data.replay_image_column, data.replay_caption_column
-    if not data.replay_streaming:
+    streamed = {facts_of(source).get("streaming", data.replay_streaming) for source in data.replay_dataset}
+    if len(streamed) > 1:
+        raise ValueError("--replay_dataset names tables and streams, which are not mixed. Let all of them be one kind.")
+    if streamed == {False}:
         tables = [_old_pairs(source, data, columns, options) for source in data.replay_dataset]
         return tables[0] if len(tables) == 1 else ConcatDataset(tables)
-    images, captions = own_columns[0] or columns.image_column, own_columns[1] or columns.caption_column
-    ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
-    options |= {"image_column": images, "caption_column": captions, "pair_id_column": ids}
+    _check_alike("replay_dataset", data.replay_dataset)
+    own = _own(data.replay_dataset[0], data, "replay")
+    images, captions = own["image_column"] or columns.image_column, own["caption_column"] or columns.caption_column
+    options |= {"image_column": images, "caption_column": captions, "pair_id_column": _ids(own, captions, columns)}
     with _named("replay_dataset", " ".join(data.replay_dataset)) as name:
         order: dict[str, Any] = {"shuffle_buffer": data.shuffle_buffer, "lanes": data.lanes}
-        return _with_name(ImageTextStream(data.replay_dataset, split=data.replay_split, **order, **options), name)
+        order |= {"split": own["split"], "name": own.get("name")}
+        return _with_name(ImageTextStream(data.replay_dataset, **order, **options), name)
+
+
+def weights_of(data: DataOptions) -> list[float] | None:
+    """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
+    own: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
+    if not any(own):
+        return data.dataset_weights
+    if not all(own) or data.dataset_weights is not None:
+        raise ValueError("Give every --dataset its weight, or all of them with --dataset_weights.")
+    return own
+
+
+def _check_alike(option: str, sources: Sequence[str]) -> None:
+    """Raises a ValueError if sets that are read as one stream have different facts, except for their weights."""
+    first, *others = [{k: v for k, v in facts_of(source).items() if k != "weight"} for source in sources]
+    for other in others:
+        if other != first:
+            raise ValueError(
+                f"The sets of --{option} are streamed as one and read alike, but one states {first} and another "
+                f"{other}. Let all of them state the same."
+            )
+
+
+def _own(source: str, options: Any, of: str) -> dict[str, Any]:
+    """The facts of a set, and those that the options state for it or for all of its kind, such as ``guard_split``."""
+    names = ("split", "image_column", "caption_column")
+    return facts_of(source, **{name: getattr(options, f"{of}_{name}", None) for name in names})
+
+
+def _ids(own: Mapping[str, Any], captions: str, columns: ColumnOptions) -> str | None:
+    """The column of pair ids that a set states, or else that of the training, also where this is its captions."""
+    ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
+    found: str | None = own.get("pair_id_column", ids)
+    return found
 
 
 def _old_pairs(source: str, data: DataOptions, columns: ColumnOptions, options: dict[str, Any]) -> ImageTextDataset:
     """A table of old pairs. It need not have ids, negative captions or lists of captions, as the new pairs do."""
-    images, captions = data.replay_image_column, data.replay_caption_column
+    own = _own(source, data, "replay")
     with _named("replay_dataset", source) as name:
-        rows = load_pairs(source, split=data.replay_split, image_column=images or columns.image_column)
-        images = _column(rows, "replay_image_column", images, columns.image_column, find_image_column)
-        captions = _column(rows, "replay_caption_column", captions, columns.caption_column, find_caption_column)
-        ids = captions if columns.pair_id_column == columns.caption_column else columns.pair_id_column
+        named = own["image_column"] or columns.image_column
+        rows = load_pairs(source, split=own["split"], name=own.get("name"), image_column=named)
+        images = _column(rows, "replay", "image_column", own, columns.image_column, find_image_column)
+        captions = _column(rows, "replay", "caption_column", own, columns.caption_column, find_caption_column)
+        ids = _ids(own, captions, columns)
         options = {**options, "image_column": images, "caption_column": captions, "pair_id_column": ids}
         for option in ("pair_id_column", "negative_caption_column"):
             options[option] = options[option] if options[option] in rows.column_names else None
@@ -135,16 +184,15 @@ def guard_datasets(
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
         with _named("guard_dataset", source) as shown:
-            rows = _rows(source, guards.guard_split, guards.guard_image_column or columns.image_column, data)
+            own = _own(source, guards, "guard")
+            rows = _rows(source, own, columns, data)
             rows = rows if half is None else halves(rows)[half]
-            captions = find_caption_column(rows.features, guards.guard_caption_column or columns.caption_column)
-            if (
-                captions not in rows.column_names
-                and find_label_column(rows.features, evaluation.label_column) in rows.column_names
-            ):
-                found[name] = _labelled(rows, "guard", guards.guard_image_column, columns, evaluation, None)
+            captions = find_caption_column(rows.features, own["caption_column"] or columns.caption_column)
+            labels = find_label_column(rows.features, evaluation.label_column)
+            if own.keys() & set(_CLASSES) or (captions not in rows.column_names and labels in rows.column_names):
+                found[name] = _labelled(rows, "guard", own, columns, evaluation)
             else:
-                found[name] = _pairs(rows, "guard", guards.guard_image_column, guards.guard_caption_column, columns)
+                found[name] = _pairs(rows, "guard", own, columns)
             _with_name(found[name], shown)
     chosen = None if half is None else lambda rows: halves(rows)[half]
     return found | benchmark_sets(guards.guard_benchmark, evaluation.benchmark_folder, "guard_", chosen)
@@ -163,15 +211,14 @@ def evaluation_datasets(
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     if options.eval_dataset:
         with _named("eval_dataset", options.eval_dataset) as shown:
-            images, captions = options.eval_image_column, options.eval_caption_column
-            rows = _rows(options.eval_dataset, options.eval_split, images or columns.image_column, data)
-            found["pairs"] = _with_name(_pairs(rows, "eval", images, captions, columns), shown)
+            own = _own(options.eval_dataset, options, "eval")
+            rows = _rows(options.eval_dataset, own, columns, data)
+            found["pairs"] = _with_name(_pairs(rows, "eval", own, columns), shown)
     if options.zero_shot_dataset:
         with _named("zero_shot_dataset", options.zero_shot_dataset) as shown:
-            images = options.zero_shot_image_column
-            rows = _rows(options.zero_shot_dataset, options.zero_shot_split, images or columns.image_column, data)
-            names = None if options.class_names is None else lines_of(options.class_names)
-            found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", images, columns, options, names), shown)
+            own = {"class_names": options.class_names} | _own(options.zero_shot_dataset, options, "zero_shot")
+            rows = _rows(options.zero_shot_dataset, own, columns, data)
+            found["zero_shot"] = _with_name(_labelled(rows, "zero_shot", own, columns, options), shown)
     return found | benchmark_sets(options.eval_benchmark, options.benchmark_folder)
 
 
@@ -186,18 +233,6 @@ def describe_sets(sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Ite
                 line += f" The classes begin with {', '.join(f'{known} = {name}' for known, name in named)}."
             line += f" The prompts begin with {', '.join(map(repr, dataset.prompts()[:3]))}."
         yield line
-
-
-def overlaps(trained: Any, sets: Mapping[str, ImageTextDataset | ZeroShotDataset]) -> Iterator[str]:
-    """A warning for each guard set that has images of the training set; streams are not looked into."""
-    guards = {name: dataset for name, dataset in sets.items() if name.startswith("guard")}
-    for name, guard in guards.items() if isinstance(trained, ImageTextDataset) else ():
-        shared, looked_for = shared_images(trained, guard)
-        if shared:
-            yield (
-                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, are also trained on, so they "
-                "cannot show what is forgotten. Name a set that the training does not contain."
-            )
 
 
 def what_was_measured(sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,40 +262,35 @@ def _with_name(dataset: Any, name: str) -> Any:
     return dataset
 
 
-def _rows(source: str, split: str | None, image_column: str, data: DataOptions | None) -> Any:
-    table = Table(source)
-    found = split or table.split_to_evaluate()
-    if split is None and data is not None and (source, found) in [(trained, data.split) for trained in data.dataset]:
-        raise ValueError(f"Its only split, {found!r}, is trained on. Name another set, or the split if this is meant.")
-    return table.load(found, image_column)
+def _rows(source: str, own: Mapping[str, Any], columns: ColumnOptions, data: DataOptions | None) -> Any:
+    table = Table(source, own.get("name"))
+    split = own["split"] or table.split_to_evaluate()
+    trained = [] if data is None else [(one, facts_of(one, split=data.split)["split"]) for one in data.dataset]
+    if own["split"] is None and (source, split) in trained:
+        raise ValueError(f"Its only split, {split!r}, is trained on. Name another set, or the split if this is meant.")
+    return table.load(split, own["image_column"] or columns.image_column)
 
 
-def _pairs(
-    rows: Any, option: str, image_column: str | None, caption_column: str | None, columns: ColumnOptions
-) -> ImageTextDataset:
-    ids = columns.pair_id_column
-    captions = _column(rows, f"{option}_caption_column", caption_column, columns.caption_column, find_caption_column)
-    if ids == columns.caption_column:
-        ids = captions
+def _pairs(rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions) -> ImageTextDataset:
+    captions = _column(rows, option, "caption_column", own, columns.caption_column, find_caption_column)
+    ids = _ids(own, captions, columns)
+    if ids not in rows.column_names and "pair_id_column" not in own:
+        ids = None
     return ImageTextDataset(
         rows,
-        image_column=_column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column),
+        image_column=_column(rows, option, "image_column", own, columns.image_column, find_image_column),
         caption_column=captions,
-        pair_id_column=ids if ids in rows.column_names else None,
+        pair_id_column=ids,
         all_captions=True,
     )
 
 
 def _labelled(
-    rows: Any,
-    option: str,
-    image_column: str | None,
-    columns: ColumnOptions,
-    options: EvaluationOptions,
-    class_names: Sequence[str] | None,
+    rows: Any, option: str, own: Mapping[str, Any], columns: ColumnOptions, options: EvaluationOptions
 ) -> ZeroShotDataset:
-    images = _column(rows, f"{option}_image_column", image_column, columns.image_column, find_image_column)
-    labels = _column(rows, "label_column", None, options.label_column, find_label_column)
+    images = _column(rows, option, "image_column", own, columns.image_column, find_image_column)
+    labels = _column(rows, "", "label_column", own, options.label_column, find_label_column)
+    class_names = None if own.get("class_names") is None else lines_of(own["class_names"])
     if class_names is not None and (known := getattr(rows.features[labels], "names", None)) is not None:
         class_names = names_by_label(class_names, known)
     return ZeroShotDataset(
@@ -268,20 +298,22 @@ def _labelled(
         image_column=images,
         label_column=labels,
         class_names=class_names,
-        templates=lines_of(options.templates),
+        templates=lines_of(own.get("templates", options.templates)),
     )
 
 
-def _column(rows: Any, option: str, own: str | None, of_training: str, find: Callable[..., str]) -> str:
-    """The column that the option names; or else that of the training set, or the usual one.
+def _column(
+    rows: Any, option: str, fact: str, own: Mapping[str, Any], of_training: str, find: Callable[..., str]
+) -> str:
+    """The column that the set or an option names; or else that of the training set, or the usual one.
 
     Raises:
         ValueError: the set has none of these.
     """
-    column = own or find(rows.features, of_training)
+    column: str = own.get(fact) or find(rows.features, of_training)
     if column not in rows.column_names:
         raise ValueError(
             f"It has no column {column!r}. Its columns are {few_names(rows.column_names)}. Name the right one with "
-            f"--{option}."
+            f"--{option}{'_' if option else ''}{fact}, or for this set alone behind its name: '?{fact}=NAME'."
         )
     return column

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ...checkpoints.average_options import check_average
 from ...evaluation.metrics import METRICS, metrics_of_kind
-from ...loading.batch_plan import plan_of
+from ...loading.positions import plan_of
 from ...loading.replay import Replayed
 from ...micro_batches.trials import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
@@ -21,7 +22,6 @@ from ...options.evaluation_options import EvaluationOptions, StartOptions
 from ...training.optimization import check_optimizer_options
 from ..benchmarks import benchmark_key, expanded
 from ..planning.report import number
-from .averages import check_average
 from .command_options import DataOptions
 from .datasets import guard_names
 
@@ -113,11 +113,7 @@ def benchmark_keys(namespace: argparse.Namespace) -> list[str]:
 
 def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
     """The number of steps of a training on so many pairs per epoch."""
-    if args.max_steps > 0:
-        return args.max_steps
-    if (plan := plan_of(args, pairs)) is not None:
-        return plan.steps
-    return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))
+    return plan_of(args, pairs or None).steps
 
 
 def in_steps(chosen: Mapping[str, Any], steps: int) -> str:
@@ -139,7 +135,7 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0
         print("Chosen by default:", in_steps(chosen, steps_of(args, epoch)))
-    if (plan := plan_of(args, len(pairs) if has_length(pairs) else None)) is not None:
+    if (plan := plan_of(args, pairs)).grows:
         stages = (f"{size:,} pairs for {number(n, 'step')}" for size, _, _, n in plan.stages())
         print("The global batch grows:", ", ".join(stages))
         return

@@ -11,13 +11,17 @@ from transformers.utils import logging
 
 from ...conversion.pretrained import base_of_adapters
 from ...data import ImageTextDataset, ZeroShotDataset
-from ...encoders.adapters import has_adapters, words_of_adapters
+from ...encoders.adapters import has_adapters, layers_of_adapters, words_of_adapters
+from ...encoders.dual_encoder import DualEncoder
 from ...loading.replay import Replayed
 from ...options.evaluation_options import EvaluationOptions, GuardOptions
 from ...options.model_options import ModelOptions
+from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..publishing import Evaluation, Source, TrainingFacts, escaped, source_name, training_facts
+from ..publishing.markdown import code, joined
 from .command_options import ColumnOptions, DataOptions
+from .datasets import weights_of
 
 logger = logging.get_logger(__name__)
 
@@ -38,6 +42,7 @@ def describe_run(
     eval_datasets: Any = trainer.eval_dataset or {}
     collator: Any = trainer.data_collator
     trains, base = trained_part(trainer.dual_encoder.model, model.model)
+    frozen = _frozen_temperature(trainer.dual_encoder)
     return functools.partial(
         training_facts,
         trainer,
@@ -54,6 +59,7 @@ def describe_run(
         settings={
             **({"converted": f"from OpenCLIP's format. {escaped(' '.join(conversion))}"} if conversion else {}),
             **trains,
+            **frozen,
             "augmentation": data.augmentation,
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
             "image preprocessing": collator.image_backend,
@@ -62,23 +68,35 @@ def describe_run(
 
 
 def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
-    """The row of the card on adapters, if only they train, and if they are those of the start, the model under them."""
+    """The card's rows on adapters, if only they train, and if they are those of the start, the model under them."""
     if not has_adapters(model):
         return {}, None
     words, base = words_of_adapters(model), base_of_adapters(start)
-    return {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}, base
+    layers, alpha = layers_of_adapters(model)
+    rows = {"trained weights": words if base is None else f"{words}, those of {source_name(start)[0]}"}
+    rows["layers with adapters"] = joined(list(map(code, layers))) + (f"; alpha {alpha:g}" if alpha else "")
+    return rows, base
+
+
+def _frozen_temperature(encoder: DualEncoder) -> dict[str, str]:
+    """A row with logit_scale, if it keeps the value that the model came with."""
+    if encoder.temperature_parameters[0].requires_grad:
+        return {}
+    return {"logit_scale": f"{encoder.scale_and_bias()[0].item():.4g}, frozen"}
 
 
 def sources_of(options: DataOptions) -> list[Source]:
     """The training data for the card, with the licences that the Hub states."""
-    weights = options.dataset_weights
+    weights = weights_of(options)
     shares = [None] * len(options.dataset) if weights is None else [weight / sum(weights) for weight in weights]
     return [_source(dataset, options.split, share) for dataset, share in zip(options.dataset, shares, strict=True)]
 
 
 def _source(dataset: str, split: str, share: float | None = None) -> Source:
     name, is_on_hub = source_name(dataset)
-    return Source(name, is_on_hub, split, _licence(name) if is_on_hub else None, share)
+    return Source(
+        name, is_on_hub, facts_of(dataset, split=split)["split"], _licence(name) if is_on_hub else None, share
+    )
 
 
 def _licence(dataset: str) -> str | None:

@@ -3,69 +3,110 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...conversion.models import load, stated_licence
-from ...data import ImageTextStream, load_pairs
-from ...shards.opening import find_shards
+from ...options.arguments import InfCLTrainingArguments
+from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
-from ..embedding.sources import ItemSource, ShardSource, TableSource, shard_columns
-from .command_options import ColumnOptions
+from ..embedding.sources import source_of, sources_of_training
+from .command_options import ColumnOptions, DataOptions
+from .commands import OF_EMBEDDING
+from .datasets import replay_set, training_set
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
+
+# What a training's file says of the machine and of chance. The rest is about the student.
+_OF_FILE = {"bf16", "use_cpu", "per_device_eval_batch_size", "dataloader_num_workers", "seed", "data_seed"}
 
 
 def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Embeds the data, and prints what was written."""
-    options, columns, args = parser.build(namespace)
+    if namespace.data is None:
+        if namespace.dataset is None:
+            parser.error("Name the data to embed: DATA, or --dataset as in the training that will read the embeddings.")
+        folders = [*(namespace.teacher_embeddings or [])]
+        parser.keep_only(namespace, OF_EMBEDDING | _OF_FILE | {"report_to"}, _OF_FILE)
+        if not parser.typed("output_dir") and len(folders) != 1:
+            parser.error("Name the folder for the embeddings with --output_dir, or with --teacher_embeddings.")
+        namespace.output_dir = namespace.output_dir if parser.typed("output_dir") else folders[0]
+        namespace.format = namespace.format if "format" in given else "npy"
+    options, _, _, data, columns, _, _, args = parser.build(namespace)
     tell_deepspeed_of_cpu(args)
     with mistakes_in_one_line(parser.prog, of_libraries=True):
         if args.fsdp or args.deepspeed:
             raise ValueError("Every process embeds with the whole model. Omit the options of FSDP and DeepSpeed.")
-        source = source_of(namespace.data, options, columns, given)
-        model, processor, conversion = load(namespace.model)
+        if namespace.data is None:
+            sources = sources_of_training(*_sets_to_embed(options, data, columns, args), options.views)
+        else:
+            if options.views is not None:
+                raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
+            own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
+            stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
+            source = source_of(
+                namespace.data,
+                own["image_column"],
+                own["caption_column"],
+                options.key_column,
+                stated,
+                split=own["split"],
+                name=own["name"],
+                streaming=data.streaming,
+                on_bad_sample=data.on_bad_sample,
+            )
+            sources = {"": source}
+        model, processor, conversion = load(namespace.encoder)
         trainer = InfCLTrainer(model.eval(), args, processing_class=processor)
         collator: Any = trainer.data_collator
         if trainer.is_world_process_zero():
-            print(*conversion, *[f"{namespace.data} has {' and '.join(source.kinds)}."], sep="\n")
-    with mistakes_in_one_line(parser.prog, of_libraries=False):
-        counts = embedded(
-            source,
-            args.output_dir,
-            trainer.dual_encoder,
-            collator,
-            prepare=trainer._prepare_inputs,
-            autocast=trainer.accelerator.autocast,
-            dtype=trainer.accelerator.mixed_precision,
-            format=options.format,
-            half=options.half_precision,
-            licence=stated_licence(namespace.model) if options.format == "npy" else None,
-            batch_size=args.per_device_eval_batch_size,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-        )
+            named = {name or namespace.data: " and ".join(source.kinds) for name, source in sources.items()}
+            print(*conversion, *[f"{name} has {kinds}." for name, kinds in named.items()], sep="\n")
+    licence = stated_licence(namespace.encoder) if options.format == "npy" else None
+    counts: dict[str, int] = {}
+    for name, source in sources.items():
+        with mistakes_in_one_line(parser.prog, of_libraries=False):
+            found = embedded(
+                source,
+                Path(args.output_dir, name),
+                trainer.dual_encoder,
+                collator,
+                prepare=trainer._prepare_inputs,
+                autocast=trainer.accelerator.autocast,
+                dtype=trainer.accelerator.mixed_precision,
+                format=options.format,
+                half=options.half_precision,
+                licence=licence,
+                batch_size=args.per_device_eval_batch_size,
+                num_workers=args.dataloader_num_workers,
+                pin_memory=args.dataloader_pin_memory,
+            )
+        counts = {kind: counts.get(kind, 0) + count for kind, count in found.items()}
     if trainer.is_world_process_zero():
         skipped = f"; {counts['skipped']:,} rows were left out" if counts["skipped"] else ""
+        use = f" `infcl train --teacher_embeddings {args.output_dir}` reads them." if namespace.data is None else ""
         print(
             f"{counts['images']:,} images and {counts['texts']:,} texts were embedded{skipped}. All embeddings are in "
-            f"{Path(args.output_dir)}."
+            f"{Path(args.output_dir)}.{use}"
         )
     leave(trainer)
 
 
-def source_of(data: str, options: EmbedOptions, columns: ColumnOptions, given: set[str]) -> ItemSource:
-    """The images and captions that the options name."""
-    if options.streaming:
-        if options.key_column:
-            raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
-        shards = find_shards(data, split=options.split)
-        images, captions = shard_columns(shards, columns.image_column, columns.caption_column, sorted(given))
-        chosen: dict[str, Any] = {"image_column": images, "caption_column": captions}
-        return ShardSource(ImageTextStream(data, split=options.split, on_bad_sample=options.on_bad_sample, **chosen))
-    table = load_pairs(data, split=options.split, image_column=columns.image_column)
-    names = columns.image_column, columns.caption_column, options.key_column
-    skips = options.on_bad_sample == "skip"
-    return TableSource(table, *names, data, skips=skips, named=sorted(given))
+def _sets_to_embed(
+    options: EmbedOptions, data: DataOptions, columns: ColumnOptions, args: InfCLTrainingArguments
+) -> tuple[Any, Any]:
+    """New and old pairs, as a training reads them but for what changes images and captions."""
+    if options.key_column:
+        raise ValueError("--key_column has no effect with --dataset: a training finds pairs by row or sample. Omit it.")
+    if options.views is None:
+        data = replace(data, augmentation="none", min_side=None)
+    elif options.format != "npy" or data.augmentation == "none":
+        raise ValueError(
+            "--views are embeddings of augmented images for a training, which need --format npy and an --augmentation "
+            f"other than none, got {options.format} and {data.augmentation}."
+        )
+    data = replace(data, text_dropout=0.0, samples_per_epoch=1 if data.streaming else None)
+    return training_set(data, columns, args), replay_set(data, columns, args)

@@ -9,7 +9,7 @@ from ...conversion.models import load
 from ...training.set_by_set import evaluate_sets
 from ...training.trainer import InfCLTrainer
 from ..benchmarks import lines_of_scores, means_of_groups
-from ..publishing import PicturesCallback
+from ..publishing import PicturesCallback, quieten, rows_of, table_of
 from .datasets import check_columns, describe_sets, evaluation_datasets, what_was_measured
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
 from .parser import Parser
@@ -26,6 +26,7 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
         check_columns(columns, datasets)
         model, processor, conversion = load(model_options.model, model_options.open_clip_model)
         trainer = InfCLTrainer(model, args, eval_dataset=datasets, processing_class=processor)
+    quieten(trainer)
     if trainer.is_world_process_zero():
         print(*conversion, *describe_sets(datasets), sep="\n")
     if evaluation.eval_pictures:
@@ -33,9 +34,9 @@ def evaluate(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> 
     with mistakes_in_one_line(parser.prog, of_libraries=False):
         metrics = evaluate_sets(trainer, datasets)
     metrics |= means_of_groups(metrics, datasets, evaluation.eval_benchmark)
-    trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics | what_was_measured(datasets), combined=False)
     if trainer.is_world_process_zero():
+        print(*table_of(rows_of(metrics, datasets, every=True)), sep="\n")
         print(*lines_of_scores(metrics, datasets, evaluation.eval_benchmark), sep="\n")
         print(f"The results were written to {Path(args.output_dir) / 'eval_results.json'}.")
     leave(trainer)

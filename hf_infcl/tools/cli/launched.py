@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +71,25 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
     if not files or PACKAGE not in Path(files[-1]).parents:
         return None
     return re.split(rf"^(?:\w+\.)*{kind[1]}: ", traceback, flags=re.MULTILINE)[-1]
+
+
+# Their warnings are of what one process alone has met: its shards, its samples and its signals.
+_OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.processes", "hf_infcl.tools.embedding")
+
+
+def warn_once() -> None:
+    """Leaves the warnings that all launched processes have alike to the first of them."""
+    if os.environ.get("RANK", "0") == "0":
+        return
+
+    def is_of_this_process(record: logging.LogRecord) -> bool:
+        own = not record.name.startswith("hf_infcl.") or record.name.startswith(_OF_ONE_PROCESS)
+        return own or record.levelno > logging.WARNING
+
+    warnings.simplefilter("ignore")
+    for handler in (logging.lastResort, *logging.root.handlers):
+        if handler is not None:
+            handler.addFilter(is_of_this_process)
 
 
 def tell_deepspeed_of_cpu(args: InfCLTrainingArguments) -> None:

@@ -23,6 +23,8 @@ from transformers.hf_argparser import string_to_bool
 
 from ...options.declared import of_transformers, training_options
 from ...options.files import options_in
+from ...options.sets import FACTS_OF_SETS, read_sets
+from ...options.short_help import HELP, OF_ONE_SET
 from .messages import is_missing_package, missing_package, tell
 
 # What other programs call an option whose name has no word in common with theirs.
@@ -41,7 +43,7 @@ ELSEWHERE = {
 }
 
 
-MOST_CHOICES = 12  # of an option that the short help lists
+MOST_CHOICES = 11  # of an option that the short help lists
 
 FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
 
@@ -54,13 +56,14 @@ RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "reci
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows one spelling of an option, and its default unless that is None or False."""
+    """Shows one spelling of an option, and its default unless that is None or False or the text tells it."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, max_help_position=34, **settings)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+        told = action.default is None or action.default is False or "default" in str(action.help)
+        return action.help if told else super()._get_help_string(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -96,9 +99,11 @@ class Parser(HfArgumentParser):
         command: the command's name, for messages.
         description: the first line of the help.
         *options: dataclasses; the options of the training follow them.
-        shown: the options of the training that ``--help`` lists; ``--help all`` lists every one.
+        shown: the options of the training that ``--help`` lists beside those of the dataclasses; ``--help all`` lists
+            every one. A mapping of titles to names lists these alone, in their order.
         optional: required options of the dataclasses that this command can do without.
-        places: what each word means that stands before the options, by its name.
+        accepts: those of the dataclasses of which ``--help`` also lists only the options that are shown.
+        places: what each word means that stands before the options, by its name; one in brackets may be left out.
         recipes: whether --recipe may name one of `RECIPES` in place of a file of options.
     """
 
@@ -107,8 +112,9 @@ class Parser(HfArgumentParser):
         command: str,
         description: str,
         *options: Any,
-        shown: Collection[str],
+        shown: Collection[str] | Mapping[str, Collection[str]],
         optional: Collection[str] = (),
+        accepts: Collection[Any] = (),
         places: Mapping[str, str] | None = None,
         recipes: bool = False,
     ) -> None:
@@ -127,7 +133,8 @@ class Parser(HfArgumentParser):
             *("-h", "--help"), action=_PrintHelp, nargs="?", choices=["all"], help="--help all describes every option."
         )
         for name, meaning in places.items():
-            super().add_argument(name, metavar=name.upper(), help=meaning)
+            number = "?" if name.startswith("[") else None
+            super().add_argument(name.strip("[]"), nargs=number, metavar=name.strip("[]").upper(), help=meaning)
         if recipes:
             super().add_argument(
                 "--recipe",
@@ -135,7 +142,7 @@ class Parser(HfArgumentParser):
                 help="Start from the options of a recipe of the package. Further options override them, and those that "
                 "they exclude. Each file in hf_infcl/recipes says what it is for.",
             )
-        self._shown = shown
+        self._shown, self._accepts = shown, (*accepts, self._declared[-1])
         self._file = ""  # the name of the file of options, and the names of the options that only it sets
         self._of_file: set[str] = set()
         self._typed: dict[str, str] = {}  # those on the command line, and for one that gave way the one that decided
@@ -155,6 +162,7 @@ class Parser(HfArgumentParser):
         """Adds an option of the training. These have no group of their own, so they go into one of two."""
         ours, theirs = self._of_training
         name = _name(names[0])
+        settings |= {"help": HELP[name]} if name in HELP else {}
         if settings.get("action") == "store_false":  # --no_NAME, which is --NAME false
             settings["help"] = argparse.SUPPRESS
         if settings.get("type") is string_to_bool and "nargs" not in settings:
@@ -164,16 +172,25 @@ class Parser(HfArgumentParser):
 
     def shorten(self) -> None:
         """Makes the help list the options that are shown, each with the first sentence of its description."""
-        hidden = {f.name for f in fields(self._declared[-1])} - set(self._shown)
+        known = {action.dest: action for action in reversed(self._actions)}
+        hidden = {f.name for declared in self._accepts for f in fields(declared)} - set(self._shown) | OF_ONE_SET
+        if isinstance(self._shown, Mapping):
+            del self._action_groups[2:]  # the first two are those of the help and of --recipe
+            for title, names in self._shown.items():
+                self.add_argument_group(title)._group_actions += [known[name] for name in names if name in known]
+            hidden = self._kinds.keys() - {name for names in self._shown.values() for name in names}
         for action in self._actions:
             if action.dest in hidden:
                 action.help = argparse.SUPPRESS
             elif action.help and action.dest != "help":
-                few = f" {_among(action)}" if action.choices and len(list(action.choices)) <= MOST_CHOICES else ""
-                action.help = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0] + few
+                told = re.split(r"(?<=[.]) (?=[A-Z0-9`'-])", action.help, maxsplit=1)[0]
+                choices = list(map(str, action.choices or ()))
+                few = len(choices) <= MOST_CHOICES and not all(choice in told for choice in choices)
+                action.help = f"{told} {_among(action)}" if few else told
         self.epilog = (
-            f"`{self.prog} --help all` describes these options further, and {len(hidden)} others of "
-            "transformers.TrainingArguments. In a file, they are keys with the same names."
+            f"`{self.prog} --help all` describes these options further, and {len(hidden & known.keys())} others. In a "
+            "file, they are keys with the same names. A set may state how it is read, behind its name: "
+            "'my/tables?split=validation&caption_column=title'."
         )
 
     def error(self, message: str) -> NoReturn:
@@ -203,7 +220,22 @@ class Parser(HfArgumentParser):
         for action in self._actions:
             if action.dest in values:
                 action.required = False
-        return self.parse_args(words, argparse.Namespace(**values)), {*self._typed, *self._of_file}
+        namespace = self.parse_args(words, argparse.Namespace(**values))
+        try:
+            read_sets(namespace)
+        except ValueError as error:
+            self.error(str(error))
+        return namespace, {*self._typed, *self._of_file}
+
+    def typed(self, name: str) -> bool:
+        """Whether the command line, and not only the file, has an option."""
+        return name in self._typed
+
+    def keep_only(self, namespace: argparse.Namespace, kept: Collection[str], of_file: Collection[str]) -> None:
+        """Sets the options of the training to their defaults, but for some of the command line, and of the file."""
+        for name in (f.name for f in fields(self._declared[-1])):
+            if name not in kept or (name in self._of_file and name not in of_file):
+                setattr(namespace, name, self.get_default(name))
 
     def _names(self, words: Sequence[str]) -> set[str]:
         return {self._known(_name(word)) for word in words if re.match("--(?!help(=|$))[^-]", word)}
@@ -336,6 +368,8 @@ class Parser(HfArgumentParser):
                 if NoneType not in choices:
                     raise ValueError(f"{path}: {name} must have a value. Omit the line to use the default.")
                 values[name] = None
+            elif name in FACTS_OF_SETS and isinstance(value, (dict, list)):
+                values[name] = text if lists and isinstance(text, list) else [text] if lists else text
             elif isinstance(value, dict):
                 if dict not in [typing.get_origin(choice) or choice for choice in choices]:
                     raise ValueError(f"{path}: {name} must be a single value, not a mapping.")

@@ -36,7 +36,6 @@ def save_results(
         The average that was saved, if one was asked for.
     """
     if trainer.steps_trained > 0:  # otherwise the run before has trained to the end, and ended before its results
-        trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
     trainer.save_model(_internal_call=True)  # without a push, which has to include the results
     found = None
@@ -53,7 +52,6 @@ def save_results(
         )  # the weights are not those of the last step
         measured = {} if others else measured_last(trainer.state, eval_datasets)
         measured = measured or trainer.evaluate()
-        trainer.log_metrics("eval", measured)
         trainer.save_metrics("eval", measured | what_was_measured(eval_datasets))
     trainer.save_state()
     return found

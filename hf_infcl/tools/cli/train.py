@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ...checkpoints.average_options import check_average
 from ...checkpoints.full_disk import full_disk_explained
 from ...checkpoints.starting import merge_into_start, model_to_train
 from ...conversion import compare_formats
@@ -18,12 +19,12 @@ from ...encoders.adapters import ADAPTER_FILES, has_adapters
 from ...processes.preemption import Preempted
 from ...training.trainer import InfCLTrainer
 from ...training.with_start import AverageWithStart
+from ..checking.overlap import overlaps
 from ..planning import check_memory
-from ..publishing import CardCallback, PicturesCallback, doubtful_rate, lines_of_changes, outcome
+from ..publishing import CardCallback, PicturesCallback, Told, doubtful_rate, lines_of_changes, outcome
 from ..scoring.writing import ledger_lines, write_ledger_of_training
-from .averages import check_average
 from .check import short_check
-from .datasets import describe_sets, evaluation_datasets, guard_datasets, overlaps, replay_set, training_set
+from .datasets import describe_sets, evaluation_datasets, guard_datasets, replay_set, training_set
 from .defaults import check_best_metric, intervals, tell_choices
 from .description import describe_run
 from .earlier import (
@@ -35,7 +36,6 @@ from .earlier import (
     weights_of_other_kind,
 )
 from .launched import leave, mistakes_in_one_line, tell_deepspeed_of_cpu
-from .optimizer_table import GroupsTold
 from .parser import Parser
 from .results import save_results, tell_places
 
@@ -88,7 +88,7 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         PicturesCallback(trainer, eval_datasets["pairs"], evaluation.eval_pictures)  # before the card, which shows it
     describe = describe_run(trainer, model_class, model_options, data, columns, evaluation, keep, conversion)
     trainer.add_callback(CardCallback(functools.partial(describe, adapter=adapted)))
-    trainer.add_callback(GroupsTold(trainer))
+    Told(trainer)
     if trainer.is_world_process_zero():
         print(*conversion, sep="\n", end="\n" if conversion else "")
         tell_choices(args, chosen, trainer.train_dataset)

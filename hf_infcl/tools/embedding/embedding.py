@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
+from ...checkpoints.run_options import as_json
 from ...data import ContrastiveCollator
 from ...encoders.adapters import fingerprint_of
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.feature_cache import fingerprint, for_each_missing
-from ...loading.stored_embeddings import index_of, join
-from ...options.run_options import as_json
+from ...loading.stored_embeddings import index_of
 from ...processes.collectives import Processes, failures_announced
-from .output import Rows, begin, write
+from .output import Rows, begin, join, write
 from .sources import Collator, ItemSource
 
 logger = logging.get_logger(__name__)
@@ -148,8 +148,10 @@ def _encoded(
             logger.warning(f"Left out: {reason}")
         counts["skipped"] += len(bad)
         if images is not None:
-            vectors["images"].append(_of_length_1(encoder.encode_images(prepare(images))))
-            items["images"] += [(item["row"], item["key"], None, item["place"]) for item in kept]
+            vectors["images"] += [
+                _of_length_1(encoder.encode_images(prepare(part))) for part in _split(images, batch_size)
+            ]
+            items["images"] += [(item["row"], item["key"], None, place) for item in kept for place in item["images"]]
         if texts is not None:
             vectors["texts"] += [
                 _of_length_1(encoder.encode_texts(prepare(part))) for part in _split(texts, batch_size)
@@ -178,7 +180,7 @@ def _of_length_1(embeddings: Tensor) -> Tensor:
     return F.normalize(embeddings.float(), dim=-1)
 
 
-def _split(texts: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Tokens of at most ``size`` texts at a time: an image may have many captions."""
-    for first in range(0, len(texts["input_ids"]), size):
-        yield {name: values[first : first + size] for name, values in texts.items()}
+def _split(inputs: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Those of at most ``size`` images or texts at a time: an item may have many captions or views."""
+    for first in range(0, len(next(iter(inputs.values()))), size):
+        yield {name: values[first : first + size] for name, values in inputs.items()}

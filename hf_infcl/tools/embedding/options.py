@@ -10,10 +10,6 @@ from typing import ClassVar, Literal
 class EmbedOptions:
     _argument_group_name: ClassVar[str] = "Embeddings"
 
-    split: str = field(default="train", metadata={"help": "Split of the data."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read tar or parquet shards, such as 'shards/{00000..00127}.tar'."}
-    )
     key_column: str | None = field(
         default=None,
         metadata={
@@ -24,13 +20,21 @@ class EmbedOptions:
     format: Literal["parquet", "safetensors", "npy"] = field(
         default="parquet",
         metadata={
-            "help": "The format of the files that are written. npy is mapped into memory: a training reads it with "
-            "--teacher_embeddings."
+            "help": "The format of the files that are written. npy, which --dataset implies, is mapped into memory: a "
+            "training reads it with --teacher_embeddings."
         },
     )
     half_precision: bool = field(
         default=False, metadata={"help": "With npy: 16 instead of 32 bits for each number, half of the disk."}
     )
-    on_bad_sample: Literal["raise", "skip"] = field(
-        default="raise", metadata={"help": "What to do with a broken image: end, or leave it out and count it."}
+    views: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --dataset: embed so many augmented views of each image, those of the first epochs of a "
+            "training with this --augmentation and --seed, which then come again. By default, the images as they are."
+        },
     )
+
+    def __post_init__(self) -> None:
+        if self.views is not None and self.views < 1:
+            raise ValueError(f"views must be at least 1, got {self.views}.")

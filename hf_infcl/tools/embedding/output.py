@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ...loading.stored_embeddings import RECORD, hashed, keys_of, of_caption
+from ...loading.stored_embeddings import RECORD, hashed, index_of, of_caption
 
 
 @dataclass
@@ -20,7 +21,8 @@ class Rows:
     Args:
         keys: of the rows that they belong to.
         captions: the texts; None for images.
-        places: what each row is found by in a training: the number of the row, or the names of shard and sample.
+        places: what each row is found by in a training: the number of the row, the names of shard and sample, or the
+            seed of an augmentation.
         embeddings: [n, D] float32, of length 1.
     """
 
@@ -66,6 +68,41 @@ def _write_safetensors(path: Path, rows: Rows) -> None:
 
 
 _WRITERS = {".parquet": _write_parquet, ".safetensors": _write_safetensors, ".npy": _write_npy}
+
+
+def join(folder: Path, kind: str, parts: Sequence[Path]) -> None:
+    """Makes one file of the embeddings of all parts, with its index, and removes the parts.
+
+    Args:
+        folder: that of the files.
+        kind: "images" or "texts".
+        parts: in order, files of embeddings; beside each, the file of `keys_of` has the hashes of its keys.
+    """
+    hashes_path, rows_path, path = index_of(folder, kind)
+    if path.exists():
+        return
+    pieces = [piece for part in parts if len(piece := np.load(part, mmap_mode="r"))]
+    hashes = np.concatenate([np.empty(0, np.uint64), *[np.load(keys_of(part)) for part in parts]])
+    order = hashes.argsort(kind="stable")
+    np.save(hashes_path, hashes[order])
+    np.save(rows_path, order.astype(np.uint32 if len(order) < 2**32 else np.int64))
+    partial = path.with_name(f"_{os.getpid()}.{path.name}")
+    shape = len(hashes), pieces[0].shape[1] if pieces else 1
+    joined = np.lib.format.open_memmap(partial, "w+", pieces[0].dtype if pieces else np.float32, shape)
+    first = 0
+    for piece in pieces:
+        joined[first : first + len(piece)] = piece
+        first += len(piece)
+    joined.flush()
+    os.replace(partial, path)
+    for part in parts:
+        part.unlink()
+        keys_of(part).unlink()
+
+
+def keys_of(part: Path) -> Path:
+    """The file of the hashes of the keys of a part."""
+    return part.with_name(f"_keys.{part.name}")
 
 
 def begin(folder: Path, record: dict[str, Any]) -> None:

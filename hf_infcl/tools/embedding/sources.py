@@ -9,19 +9,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ...data import ContrastiveCollator, ImageTextStream
+from ...data import ContrastiveCollator, ImageTextDataset, ImageTextStream, load_pairs
 from ...data.columns import find_caption_column, find_image_column
 from ...data.images import BadSampleError, ImageDataset, error_of, with_errors
 from ...data.pairs import usable_captions
 from ...data.streams import place_of
 from ...loading.stored_embeddings import described_shards, described_table
+from ...loading.stored_teachers import views_of
 from ...shards.names import IMAGE_EXTENSIONS
+from ...shards.opening import find_shards
 from ...shards.readers import features_of
 
 if TYPE_CHECKING:
     import datasets
 
-Item = dict[str, Any]  # its row, its key, perhaps its image and its captions; or its row and what makes it bad
+# Its row, its key, its place, perhaps its images by their places and its captions; or its row and what makes it bad.
+Item = dict[str, Any]
 ROWS_OF_PART = 8192  # of a table
 
 
@@ -85,6 +88,47 @@ def shard_columns(
     return image_column if images or several else None, captions
 
 
+def source_of(
+    data: str,
+    image_column: str,
+    caption_column: str,
+    key_column: str | None,
+    named: Sequence[str],
+    *,
+    split: str,
+    name: str | None,
+    streaming: bool,
+    on_bad_sample: Any,
+) -> ItemSource:
+    """The images and captions of a collection: a folder, a Hub id or, ``streaming``, shards; see `TableSource`.
+
+    Raises:
+        ValueError: it cannot be read, or lacks a column.
+    """
+    if not streaming:
+        table, skips = load_pairs(data, split=split, name=name, image_column=image_column), on_bad_sample == "skip"
+        return TableSource(table, image_column, caption_column, key_column, data, skips=skips, named=named)
+    if key_column:
+        raise ValueError("--key_column is for tables: the keys of a stream are the names of its samples. Omit it.")
+    images, captions = shard_columns(find_shards(data, split=split), image_column, caption_column, named)
+    chosen: dict[str, Any] = {"image_column": images, "caption_column": captions}
+    return ShardSource(ImageTextStream(data, split=split, on_bad_sample=on_bad_sample, **chosen))
+
+
+def sources_of_training(new: Any, old: Any, views: int | None) -> dict[str, ItemSource]:
+    """The sets of a training, by the names of their folders.
+
+    Args:
+        new: the training set.
+        old: old pairs: None, a set, or a ConcatDataset of several.
+        views: as for `ShardSource`.
+    """
+    sets = [new, *([] if old is None else getattr(old, "datasets", [old]))]
+    names = ["dataset", *(f"replay_dataset_{number}" for number in range(1, len(sets)))]
+    kinds: list[Any] = [ShardSource if isinstance(one, ImageTextStream) else TrainedTable for one in sets]
+    return {name: kind(one, views) for name, kind, one in zip(names, kinds, sets, strict=True)}
+
+
 class TableSource:
     """A table: images, captions or both.
 
@@ -117,11 +161,10 @@ class TableSource:
         if key_column is not None and key_column not in table.column_names and "key_column" in named:
             raise ValueError(_absent("key_column", key_column, table.column_names))
         images, captions = found_columns(table.features, image_column, caption_column, named)
-        found = {"image_column": images, "caption_column": captions, "key_column": key_column}
-        self._rows = _TableRows(table, **found, folder=folder, skips=skips)
-        self.kinds = tuple(
-            kind for kind, option in (("images", "image_column"), ("texts", "caption_column")) if found[option]
-        )
+        others = {"caption_column": captions, "key_column": key_column}
+        dataset = ImageDataset(table, images, others) if images else None
+        self._rows = _TableRows(table, dataset, captions, key_column, folder=folder, skips=skips)
+        self.kinds = tuple(kind for kind, column in (("images", images), ("texts", captions)) if column)
         self.parts = -(-len(table) // ROWS_OF_PART)
 
     def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
@@ -141,20 +184,35 @@ class TableSource:
         return self._rows.described()
 
 
+class TrainedTable(TableSource):
+    """The images and captions of a training set that is a table.
+
+    Args:
+        dataset: the set.
+        views: the number of its epochs whose augmented images are embedded; None for the images as they are.
+    """
+
+    def __init__(self, dataset: ImageTextDataset, views: int | None = None) -> None:
+        skips = dataset.options["on_bad_sample"] == "skip"
+        self._rows = _TableRows(dataset.table, dataset, dataset.caption_column, None, skips=skips, views=views)
+        self.kinds = "images", "texts"
+        self.parts = -(-len(dataset) // ROWS_OF_PART)
+
+
 class _TableRows(Dataset[Item]):
     def __init__(
         self,
         table: datasets.Dataset,
-        image_column: str | None,
+        images: ImageDataset | None,
         caption_column: str | None,
         key_column: str | None,
         *,
-        folder: str,
+        folder: str = "",
         skips: bool,
+        views: int | None = None,
     ) -> None:
-        others = {"caption_column": caption_column, "key_column": key_column}
-        self._images = ImageDataset(table, image_column, others) if image_column else None
-        columns = dict.fromkeys(column for column in others.values() if column)
+        self._images, self._views = images, views
+        columns = dict.fromkeys(column for column in (caption_column, key_column) if column)
         self._texts = table.with_format(None).select_columns(with_errors(table, columns))
         self._caption_column, self._key_column = caption_column, key_column
         self._folder, self._skips = os.path.abspath(folder), skips
@@ -163,11 +221,17 @@ class _TableRows(Dataset[Item]):
         return len(self._images or self._texts)
 
     def image_fingerprint(self) -> str:
-        return self._texts._fingerprint if self._images is None else self._images.image_fingerprint()
+        if self._images is None:
+            return self._texts._fingerprint
+        return f"{self._images.image_fingerprint()}{self._of_views() or ''}"
 
     def described(self) -> dict[str, Any]:
         captions = self._captions if self._caption_column else None
-        return described_table(len(self), None if self._images is None else self._images.encoded, captions)
+        found = described_table(len(self), None if self._images is None else self._images.encoded, captions)
+        return found | self._of_views()
+
+    def _of_views(self) -> dict[str, Any]:
+        return _of_views(self._images, self._views) if isinstance(self._images, ImageTextDataset) else {}
 
     def _captions(self, row: int) -> list[str]:
         return usable_captions(self._texts[row][self._caption_column])
@@ -188,11 +252,14 @@ class _TableRows(Dataset[Item]):
         if self._images is None:
             return item
         try:
-            item["image"], path = self._images.image_and_path(row)
+            image, path = self._images.image_and_path(row)
         except BadSampleError as error:
             if not self._skips:
                 raise
             return {"row": row, "bad": str(error)}
+        item["images"] = {item["place"]: {"image": image}}
+        if self._views is not None and isinstance(self._images, ImageTextDataset):
+            item["images"] = self._images.views(row, image, self._views)
         if path is not None and self._key_column is None:
             inside = os.path.isabs(path) and os.path.commonpath([path, self._folder]) == self._folder
             item["key"] = os.path.relpath(path, self._folder) if inside else path
@@ -204,30 +271,37 @@ class ShardSource:
 
     Args:
         stream: names the shards and their columns. All captions of an image are embedded, and it may have none.
+        views: the number of passes whose augmented images are embedded; None for the images as they are.
     """
 
-    def __init__(self, stream: ImageTextStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: ImageTextStream, views: int | None = None) -> None:
+        self._stream, self._views = stream, views
         columns = {"images": stream.image_column, "texts": stream.caption_column}
         self.kinds = tuple(kind for kind, column in columns.items() if column is not None)
         self.parts = len(stream.shards)
 
     def read(self, parts: Sequence[int], batch_size: int, **loading: Any) -> Iterator[Iterator[Any]]:
         for part in parts:
-            yield iter(DataLoader(_Samples(self._stream, part), batch_size=batch_size, **loading))
+            yield iter(DataLoader(_Samples(self._stream, part, self._views), batch_size=batch_size, **loading))
 
     def image_fingerprint(self) -> str:
-        return f"{self._stream.content_fingerprint()} {self._stream.options}"
+        of_views = _of_views(self._stream, self._views) or ""
+        return f"{self._stream.content_fingerprint()} {self._stream.options}{of_views}"
 
     def described(self) -> dict[str, Any]:
-        return described_shards(shard.url for shard in self._stream.shards)
+        return described_shards(shard.url for shard in self._stream.shards) | _of_views(self._stream, self._views)
+
+
+def _of_views(data: ImageTextDataset | ImageTextStream, count: int | None) -> dict[str, Any]:
+    """What the description of the data says of augmented images, if these are embedded."""
+    return {} if count is None else {"views": views_of(data, count)}
 
 
 class _Samples(IterableDataset[Item]):
     """The samples of a shard. Each of the workers reads the shard and decodes its share."""
 
-    def __init__(self, stream: ImageTextStream, number: int) -> None:
-        self._stream, self._number = stream, number
+    def __init__(self, stream: ImageTextStream, number: int, views: int | None) -> None:
+        self._stream, self._number, self._views = stream, number, views
 
     def __iter__(self) -> Iterator[Item]:
         info, shard = get_worker_info(), self._stream.shards[self._number]
@@ -244,7 +318,9 @@ class _Samples(IterableDataset[Item]):
             place = place_of(shard.url, key)
             item: Item = {"row": row, "key": place, "place": place}
             if image is not None:
-                item["image"] = image
+                item["images"] = {place: {"image": image}}
+                if self._views is not None:
+                    item["images"] = self._stream.views(self._number, key, image, self._views)
             if self._stream.caption_column is not None:
                 item["caption"] = captions
             yield item
@@ -253,8 +329,8 @@ class _Samples(IterableDataset[Item]):
 class Collator:
     """Turns items into batches.
 
-    A batch is a tuple: the good items without their images, what makes the bad ones bad, and the model's inputs for the
-    images and for the texts, each None if there are none.
+    A batch is a tuple: the good items, of whose images only the places are left, what makes the bad ones bad, and the
+    model's inputs for the images and for the texts, each None if there are none.
 
     Args:
         collator: prepares images and captions for the model.
@@ -266,9 +342,9 @@ class Collator:
     def __call__(self, items: Sequence[Item]) -> tuple[list[Item], list[str], Any, Any]:
         bad = [item["bad"] for item in items if "bad" in item]
         good = [item for item in items if "bad" not in item]
-        images = [{"image": item["image"]} for item in good if "image" in item]
+        images = [image for item in good for image in item.get("images", {}).values()]
         texts = [caption for item in good for caption in item.get("caption", ())]
-        kept = [{name: value for name, value in item.items() if name != "image"} for item in good]
+        kept = [{**item, "images": list(item.get("images", ()))} for item in good]
         return (
             kept,
             bad,

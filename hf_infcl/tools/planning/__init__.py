@@ -1,47 +1,33 @@
-"""Predicts memory and time of a training from the model's config and from rates measured on GPUs."""
+"""Predicts memory and time of a training from the model's config and from rates measured on GPUs.
 
-from .counting import ROWS, Counts, Operation, count
-from .fitting import check_memory, choice_of, counts_of
-from .measuring import measure
-from .prediction import (
-    GIB,
-    GPU,
-    GPUS,
-    USABLE,
-    Choice,
-    best,
-    block_seconds,
-    choices,
-    hiding_bandwidth,
-    is_gathered,
-    is_replayed,
-    link_bytes,
-    loss_seconds,
-    memory,
-    seconds,
-)
+Memory is counted, and within 10% of what was measured. Times are operations over a measured share of the GPU's peak, or
+the launches of the host, and within 25% for most of the measured steps (scripts/benchmarks/results/PLAN.md).
+"""
+
+from .costs import COSTS, GPU, GPUS, RATES, USABLE, Choice, Cost
+from .counting import Counts, Tower, Work, count, measure
+from .planner import Planner, check_memory, choice_of, counts_of
+from .prediction import GIB, best, choices, memory, seconds
 
 __all__ = [
+    "COSTS",
     "GIB",
     "GPU",
     "GPUS",
-    "ROWS",
+    "RATES",
     "USABLE",
     "Choice",
+    "Cost",
     "Counts",
-    "Operation",
+    "Planner",
+    "Tower",
+    "Work",
     "best",
-    "block_seconds",
     "check_memory",
     "choice_of",
     "choices",
     "count",
     "counts_of",
-    "hiding_bandwidth",
-    "is_gathered",
-    "is_replayed",
-    "link_bytes",
-    "loss_seconds",
     "measure",
     "memory",
     "seconds",

@@ -1,15 +1,16 @@
-"""Counts memory and operations of one micro-batch on the meta device, without weights or a GPU.
+"""Counts memory and operations of a model on the meta device, without weights or a GPU; or measures them on one.
 
-The model runs forward and backward on tensors without content, while torch modes record every operation.
+To count them, each tower runs on tensors without content, while torch modes record every operation.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,47 +21,59 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel, PretrainedConfig
 
-from ...encoders.dual_encoder import TEXT_INPUTS, DualEncoder
+from ...encoders.dual_encoder import DualEncoder
 from ...encoders.patch_dropout import PatchDropout
 from ...optimizers.groups import BY_MUON, roles
 
-ROWS = 64  # pairs of the counted micro-batch; memory and operations scale in proportion for other sizes
+ROWS = 64  # pairs of the counted micro-batch
 MOST_TOKENS = 77  # the length of captions, even for text towers that accept longer texts
 
 
-class Operation(NamedTuple):
-    """One kernel.
+@dataclass(frozen=True)
+class Work:
+    """Floating point operations for each pair, and operators that the host launches for all pairs at once."""
+
+    flops: float = 0.0
+    launches: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.launches + other.launches)
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.flops, times * self.launches)
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Memory in bytes, and operations, of a tower with its projection.
 
     Attributes:
-        flops: its floating point operations.
-        nbytes: the bytes that it reads and writes.
-        waits: whether the host reads a value from the device before it launches the kernel, and so waits for all
-            previous kernels.
+        weight_copies: the bf16 copies of the weights that autocast creates in every forward.
+        graph: for each pair, the tensors that a forward keeps for its backward, without those copies.
+        peak: for each pair, the maximum during forward and backward, without weights, their copies and gradients.
+        forward, again, backward: of the first pass, and of the second, in which a frozen tower does not run again.
     """
 
-    flops: float
-    nbytes: float
-    waits: bool = False
+    weight_copies: int
+    graph: float
+    peak: float
+    forward: Work
+    again: Work
+    backward: Work
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Memory and operations of a model and of a micro-batch of `ROWS` pairs. Sizes are in bytes.
+    """What is counted of a model.
 
     Attributes:
         parameters: the number of parameters.
         trained: the number of trained parameters.
         dim: the dimension of the embeddings.
         pixels: the number of values of one image.
-        objective: the objective that the model was designed for.
-        weight_copies: the bf16 copies of the weights that autocast creates in every forward.
-        graph: the tensors that a forward keeps for its backward, including the copies of the weights.
-        peak: the maximum memory during forward and backward, without weights and gradients.
-        forward: the operations of the first pass.
-        again: the operations of the second pass's forward, which skips the frozen tower.
-        backward: the operations of the backward.
+        objective: the one that the model was designed for.
+        image, text: its towers.
         matrices: rows and columns of each matrix that Muon would update.
-        texts: what ``graph``, ``forward`` and ``backward`` contain for the texts; the graph without copies of weights.
     """
 
     parameters: int
@@ -68,95 +81,95 @@ class Counts:
     dim: int
     pixels: int
     objective: str
-    weight_copies: int
-    graph: int
-    peak: int
-    forward: tuple[Operation, ...]
-    again: tuple[Operation, ...]
-    backward: tuple[Operation, ...]
+    image: Tower
+    text: Tower
     matrices: tuple[tuple[int, int], ...] = ()
-    texts: tuple[int, tuple[Operation, ...], tuple[Operation, ...]] = (0, (), ())
+
+    @property
+    def weight_copies(self) -> int:
+        return self.image.weight_copies + self.text.weight_copies
+
+    @property
+    def graph(self) -> float:
+        """As `Tower.graph`, of both towers."""
+        return self.image.graph + self.text.graph
+
+    @property
+    def peak(self) -> float:
+        """As `Tower.peak`: the images run forward before the texts, and backward after them."""
+        return max(self.image.peak, self.image.graph + self.text.peak)
 
 
-def count(
-    config: PretrainedConfig,
-    *,
-    freeze: str | None = None,
-    freeze_layers: int | None = None,
-    patch_dropout: float | None = None,
-    text_tokens: int | None = None,
-    checkpointing: bool = False,
-    autocast: bool = True,
-) -> Counts:
-    """Counts a micro-batch of the model that a config describes.
+@dataclass(frozen=True)
+class Setting:
+    """What options of a training decide about a micro-batch.
 
-    Args:
-        config: the config of a dual encoder, see `DualEncoder`.
-        freeze: the frozen tower, ``"image"`` or ``"text"``.
-        freeze_layers: the frozen layers at the beginning of each tower, as in `InfCLTrainingArguments`.
-        patch_dropout: the share of the patches that is left out.
+    Attributes:
+        freeze, freeze_layers, patch_dropout: as in `InfCLTrainingArguments`.
         text_tokens: the length of captions; by default, the longest that the model reads.
         checkpointing: whether to use gradient checkpointing.
         autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
+    """
+
+    freeze: str | None = None
+    freeze_layers: int | None = None
+    patch_dropout: float | None = None
+    text_tokens: int | None = None
+    checkpointing: bool = False
+    autocast: bool = True
+
+
+def count(config: PretrainedConfig, **options: Any) -> Counts:
+    """Counts a micro-batch of the model that a config describes, of a training with the options of a `Setting`.
 
     Raises:
         ValueError: the model is not a dual encoder, has fewer layers or no patches to drop, or its forward needs the
             content of tensors.
     """
-    encoder = build(config, torch.device("meta"), freeze, freeze_layers, checkpointing, patch_dropout)
-    model = encoder.model
+    setting, meta = Setting(**options), torch.device("meta")
+    encoder, inputs = _build(config, meta, setting), _example_inputs(config, ROWS, meta, setting)
+    model, dtype = encoder.model, torch.bfloat16 if setting.autocast else torch.float32
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
-    inputs = example_inputs(config, text_tokens=text_tokens)
-    seen, casts = _Operations(), _Autocast(torch.bfloat16 if autocast else torch.float32)
-    frozen: set[int] = set()
-    for tower in encoder.frozen_towers().values():
-        _record_range(tower, lambda: len(seen.operations), frozen)
+    frozen = encoder.frozen_towers()
     try:
-        with seen, casts:
-            embeds = encoder.embed(model, inputs)
-            products = [(e * torch.ones_like(e)).sum() for e in embeds if e.requires_grad]
-            graph, forward = seen.live, len(seen.operations)
-            copies = casts.forget()
-            torch.stack(products).sum().backward()
-        texts = _count_texts(encoder, inputs, _Autocast(torch.bfloat16 if autocast else torch.float32))
+        image, dim = _count_tower(lambda: encoder.encode_images(inputs), dtype, frozen="image" in frozen)
+        text, _ = _count_tower(lambda: encoder.encode_texts(inputs, checked=True), dtype, frozen="text" in frozen)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
         ) from error
-    operations = seen.operations
     return Counts(
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        dim=embeds[0].shape[1],
+        dim=dim,
         pixels=inputs["pixel_values"][0].numel(),
         objective=encoder.objective,
-        weight_copies=copies,
-        graph=graph,
-        peak=seen.peak,
-        forward=tuple(operations[:forward]),
-        again=tuple(operation for i, operation in enumerate(operations[:forward]) if i not in frozen),
-        backward=tuple(operations[forward:]),
+        image=image,
+        text=text,
         matrices=tuple(_matrices(model)),
-        texts=texts,
     )
 
 
-def _count_texts(
-    encoder: DualEncoder, inputs: Mapping[str, Tensor], casts: _Autocast
-) -> tuple[int, tuple[Operation, ...], tuple[Operation, ...]]:
-    """`Counts.texts`; nothing for a frozen tower, which keeps no graph."""
-    if "text" in encoder.frozen_towers():
-        return 0, (), ()
-    seen = _Operations()
+def _count_tower(encode: Callable[[], Tensor], dtype: torch.dtype, *, frozen: bool) -> tuple[Tower, int]:
+    """Counts a tower; also returns the dimension of its embeddings."""
+    seen, casts = _Operations(), _Autocast(dtype)
     with seen, casts:
-        found = encoder.model.get_text_features(**{name: inputs[name] for name in TEXT_INPUTS if name in inputs})
-        features = found if isinstance(found, Tensor) else found.pooler_output
-        graph, forward = seen.live, len(seen.operations)
-        graph -= casts.forget()
-        features.sum().backward()
-    return graph, tuple(seen.operations[:forward]), tuple(seen.operations[forward:])
+        embeds = encode()
+        forward, live = seen.work, seen.live
+        copies = casts.forget()
+        if trains := embeds.requires_grad:
+            embeds.sum().backward()
+    tower = Tower(
+        weight_copies=copies if trains else 0,
+        graph=(live - copies) / ROWS if trains else 0.0,
+        peak=(seen.peak - copies) / ROWS,
+        forward=forward,
+        again=Work() if frozen else forward,
+        backward=seen.work + forward * -1,
+    )
+    return tower, embeds.shape[1]
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
@@ -167,33 +180,62 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, int]]:
             yield from [(rows // role.parts, columns)] * role.parts
 
 
-def build(
-    config: PretrainedConfig,
-    device: torch.device,
-    freeze: str | None,
-    freeze_layers: int | None,
-    checkpointing: bool,
-    patch_dropout: float | None = None,
-) -> DualEncoder:
-    """The model of a config as it trains, in fp32 and with random weights; the arguments are as in `count`."""
+def measure(config: PretrainedConfig, rows: int, device: torch.device, **options: Any) -> tuple[float, int]:
+    """Runs two micro-batches forward and backward under autocast with random weights, and measures the second.
+
+    The options are as for `count`. The model is not compiled.
+
+    Returns:
+        The seconds, and the peak GPU memory in bytes including the weights and their gradients (0 on a CPU).
+
+    Raises:
+        ValueError: the GPU has too little memory.
+    """
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = 0.0
+    try:
+        setting = Setting(**options)
+        encoder, batch = _build(config, device, setting), _example_inputs(config, rows, device, setting)
+        for _ in range(2):
+            synchronize()
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16):
+                embeds = encoder.embed(encoder.model, batch)
+            torch.stack([e.float().sum() for e in embeds if e.requires_grad]).sum().backward()
+            del embeds
+            synchronize()
+            seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"A micro-batch of {rows} does not fit into this machine's {torch.cuda.get_device_name(device)}. Omit "
+            "--measure, or plan with the --gpu_memory of this GPU."
+        ) from error
+    return seconds, torch.cuda.max_memory_allocated(device) if on_gpu else 0
+
+
+def _build(config: PretrainedConfig, device: torch.device, setting: Setting) -> DualEncoder:
+    """The model of a config as it trains, in fp32 and with random weights."""
     with device:
         model = AutoModel.from_config(config, dtype=torch.float32)
     encoder = DualEncoder(model)
-    encoder.freeze(freeze)
-    if freeze_layers is not None:
-        encoder.freeze_layers(freeze_layers)
-    if patch_dropout:
-        PatchDropout(encoder, patch_dropout)
+    encoder.freeze(setting.freeze)
+    if setting.freeze_layers is not None:
+        encoder.freeze_layers(setting.freeze_layers)
+    if setting.patch_dropout:
+        PatchDropout(encoder, setting.patch_dropout)
     model.train()
     encoder.eval_frozen_parts()
-    if checkpointing:
+    if setting.checkpointing:
         # The second name is that of transformers before 5.20.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": True, "preserve_rng_state": False})
         for module in model.modules():
             if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
                 module._gradient_checkpointing_func = partial(_checkpoint_of_leaf, checkpoint)
-        if freeze_layers is not None:
+        if setting.freeze_layers is not None:
             encoder.stop_gradients_at_frozen_layers()
     return encoder
 
@@ -203,9 +245,7 @@ def _checkpoint_of_leaf(checkpoint: Callable[..., Any], forward: Callable[..., A
     return checkpoint(forward, hidden if hidden.requires_grad else hidden.detach().requires_grad_(), *args)
 
 
-def example_inputs(
-    config: Any, rows: int = ROWS, device: str | torch.device = "meta", text_tokens: int | None = None
-) -> dict[str, Tensor]:
+def _example_inputs(config: Any, rows: int, device: torch.device, setting: Setting) -> dict[str, Tensor]:
     """The inputs of a micro-batch: black images, and captions of full length that consist of the token 0."""
     vision = config.vision_config
     if not hasattr(vision, "image_size"):
@@ -218,21 +258,14 @@ def example_inputs(
     channels = getattr(vision, "num_channels", 3)
     longest = getattr(config.text_config, "max_position_embeddings", MOST_TOKENS)
     # A model of more positions than usual may have a tokenizer that states fewer, and reads all only if it is told.
-    if text_tokens is not None and text_tokens >= longest + (longest > MOST_TOKENS):
-        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {text_tokens}.")
-    tokens = min(longest, text_tokens or MOST_TOKENS)
+    if (asked := setting.text_tokens) is not None and asked >= longest + (longest > MOST_TOKENS):
+        raise ValueError(f"max_text_tokens must be less than the {longest} tokens of the model, got {asked}.")
+    tokens = min(longest, asked or MOST_TOKENS)
     return {
         "pixel_values": torch.zeros(rows, channels, height, width, device=device),
         "input_ids": torch.zeros(rows, tokens, dtype=torch.long, device=device),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long, device=device),
     }
-
-
-def _record_range(module: nn.Module, position: Callable[[], int], found: set[int]) -> None:
-    """Adds the indices of the operations of a module's forward to a set."""
-    begin: list[int] = []
-    module.register_forward_pre_hook(lambda *_: begin.append(position()))
-    module.register_forward_hook(lambda *_: found.update(range(begin.pop(), position())))
 
 
 class _Autocast(TorchFunctionMode):
@@ -278,24 +311,20 @@ class _Autocast(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Records all operations, and tracks the bytes of the tensors that they create while these are alive."""
+    """Counts all operations, and tracks the bytes of the tensors that they create while these are alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Operation] = []
+        self.work = Work()
         self.live = self.peak = 0
-        self._waits = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.ops.aten._local_scalar_dense.default:
-            self._waits = True
             return True  # the models ask whether all tokens are to be attended to
         out = function(*args, **kwargs)
-        read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        known = {t.untyped_storage()._cdata for t in read}
-        for tensor in written:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
             storage = tensor.untyped_storage()
             if storage._cdata not in known:
                 known.add(storage._cdata)
@@ -304,14 +333,7 @@ class _Operations(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         if not function.is_view:
             flops = flop_registry.get(function._overloadpacket)
-            self.operations.append(
-                Operation(
-                    float(flops(*args, **kwargs, out_val=out)) if flops else 0.0,
-                    float(sum(t.nbytes for t in (*read, *written))),
-                    self._waits,
-                )
-            )
-            self._waits = False
+            self.work += Work(float(flops(*args, **kwargs, out_val=out)) / ROWS if flops else 0.0, 1)
         return out
 
     def _free(self, nbytes: int) -> None:

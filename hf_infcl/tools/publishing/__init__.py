@@ -9,6 +9,7 @@ from .front import FRONT_FILE, plot_front, write_averages
 from .markdown import escaped
 from .outcome import doubtful_rate, outcome
 from .pictures import PICTURES_FILE, PicturesCallback
+from .telling import Told, quieten, rows_of, table_of
 
 __all__ = [
     "CURVES_FILE",
@@ -20,6 +21,7 @@ __all__ = [
     "Evaluation",
     "PicturesCallback",
     "Source",
+    "Told",
     "TrainingFacts",
     "changes",
     "doubtful_rate",
@@ -29,7 +31,10 @@ __all__ = [
     "outcome",
     "plot_curves",
     "plot_front",
+    "quieten",
+    "rows_of",
     "source_name",
+    "table_of",
     "training_facts",
     "write_averages",
     "write_publication",

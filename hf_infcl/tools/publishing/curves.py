@@ -23,7 +23,7 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     A contrastive loss grows with the number of pairs over which it is computed. The losses of global batches and of
     evaluation sets therefore cannot be compared and share no axis. Of two evaluations at one step, only the first is
     drawn, because with ``load_best_model_at_end`` the second uses the weights of an earlier step. The 95% intervals of
-    scores are shaded.
+    scores are shaded. Each axis shows the range of its values.
 
     Args:
         log_history: ``trainer.state.log_history``: dicts with "step" and any of "loss" and "eval_..." keys.
@@ -67,9 +67,10 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
     figure = Figure(figsize=(7, 0.5 + 2.3 * len(panels) + 0.2 * names), layout="constrained", dpi=150)
     axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
     for axis, (label, lines) in zip(axes, panels, strict=True):
+        bottom, top = _limits(lines, intervals, label)
         for index, (name, points) in enumerate(lines.items()):
             colour = COLOURS[index % len(COLOURS)]
-            if name in ceilings:
+            if ceilings.get(name, top) < top:
                 axis.axhline(ceilings[name], color=colour, linestyle="--", linewidth=1)
             if between_at := intervals.get(name):
                 axis.fill_between(
@@ -78,15 +79,29 @@ def plot_curves(log_history: Iterable[Mapping[str, Any]], path: str | Path) -> N
             at_most = f" (at most {ceilings[name]:.2f})" if name in ceilings else ""
             axis.plot(points.keys(), points.values(), color=colour, marker=".", clip_on=False, label=name + at_most)
         axis.set_ylabel(label)
-        finite = [value for points in lines.values() for value in points.values() if math.isfinite(value)]
-        top = 1.02 if label == FRACTION else 1.05 * max(finite, default=0)
-        axis.set_ylim(bottom=0, top=top or None)
+        axis.set_ylim(bottom, top)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0)
     axes[-1].set_xlabel("optimizer step")
     figure.savefig(path)
+
+
+def _limits(
+    lines: Mapping[str, Line], intervals: Mapping[str, Mapping[int, tuple[float, float]]], label: str
+) -> tuple[float, float]:
+    """The lower and the upper end of an axis, a little beyond its values and their intervals; of shares within 0 and 1.
+
+    Curves that change little would be flat lines on an axis from 0. A ceiling far above them has no line.
+    """
+    values = [value for points in lines.values() for value in points.values()]
+    values += [bound for name in lines for bounds in intervals.get(name, {}).values() for bound in bounds]
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
+    low, high = low - margin, high + margin
+    return (max(low, -0.02), min(high, 1.02)) if label == FRACTION else (low, high)
 
 
 def _label(key: str, metric: Metric) -> str:

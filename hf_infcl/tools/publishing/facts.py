@@ -267,8 +267,7 @@ def training_facts(
     on_hub = "/" in repository  # the Hub adds the user's name when it creates a repository
     start_name, start_on_hub = source_name(start)
     best = holds_best(args, state)
-    plan = trainer.batch_plan  # of a growing batch, which a run may end before its last size
-    batch = args.global_batch_size if plan is None else plan.size(max(0, state.global_step - 1))
+    batch = trainer.batch_plan.size(max(0, state.global_step - 1))  # a run may end before its last size
     micro_batch, accumulation = divided_batch(batch, args.per_device_train_batch_size, args.world_size)
     return TrainingFacts(
         name=name,

@@ -45,38 +45,49 @@ def write_averages(folder: Path, average: Averaged, start: str, end: str) -> Non
 
 
 def plot_front(measured: Sequence[Measured], alpha: float, path: str | Path) -> None:
-    """Draws a panel for each guard: the gain of every average against what the guard keeps, in per cent.
+    """Draws the gain of every average, and what each guard keeps, over α and in per cent; 95% intervals are shaded.
 
-    Both halves of the guard are drawn, the one that chooses and the one that reports, each with its numbers α.
+    Of a guard both halves are drawn, the one that chooses and the one that reports. Which of them differ by more than
+    noise can be seen from the intervals, also where a guard has few rows.
 
     Args:
         measured: all averages, with a gain and the same guards.
-        alpha: of the average that is saved, which gets a larger mark.
+        alpha: of the average that is saved, at which a line stands.
         path: the picture, PNG or another format of matplotlib.
     """
     from matplotlib.figure import Figure
 
     guards = list(measured[0].rest)
-    figure = Figure(figsize=(1 + 5.2 * len(guards), 4.6), layout="constrained", dpi=150)
-    axes = figure.subplots(ncols=len(guards), sharey=True, squeeze=False)[0]
-    gained = [100 * (one.gained or 0.0) for one in measured]
-    for axis, guard in zip(axes, guards, strict=True):
-        halves = {
-            "the half that reports": [100 * one.rest[guard] for one in measured],
-            "the half that chooses": [100 * one.validation[guard] for one in measured],
-        }
-        for (label, kept), colour, line in zip(halves.items(), COLOURS, ("-", "--"), strict=False):
-            axis.plot(kept, gained, color=colour, linestyle=line, marker=".", label=label)
-            for one, x, y in zip(measured, kept, gained, strict=True):
-                if one.alpha == alpha:
-                    axis.plot([x], [y], color=colour, marker="o", markersize=10, fillstyle="none")
-                if line == "-":
-                    axis.annotate(f"{one.alpha:g}", (x, y), (5, 5), textcoords="offset points", fontsize=8)
-        axis.set_xlabel(f"kept on {without_formulas(guard)} (%)")
+    figure = Figure(figsize=(1 + 3.8 * (1 + len(guards)), 3.6), layout="constrained", dpi=150)
+    axes = figure.subplots(ncols=1 + len(guards), squeeze=False)[0]
+    alphas = [one.alpha for one in measured]
+    panels: list[tuple[str, list[float], list[tuple[float, float] | None], list[float]]] = [
+        ("gained on what was trained for", [one.gained or 0.0 for one in measured], [_gained(o) for o in measured], [])
+    ]
+    for guard in guards:
+        kept, bounds = [one.rest[guard] for one in measured], [one.rest_bounds.get(guard) for one in measured]
+        panels.append((f"kept on {without_formulas(guard)}", kept, bounds, [o.validation[guard] for o in measured]))
+    for axis, colour, (title, values, bounds, choosing) in zip(axes, COLOURS, panels, strict=False):
+        axis.axvline(alpha, color="#888888", linewidth=1, linestyle=":")
+        shaded = [(a, *between) for a, between in zip(alphas, bounds, strict=True) if between is not None]
+        if shaded:
+            at, low, high = zip(*shaded, strict=True)
+            axis.fill_between(
+                at, *([100 * end for end in ends] for ends in (low, high)), color=colour, alpha=0.15, lw=0
+            )
+        label = "the half that reports" if choosing else None
+        axis.plot(alphas, [100 * value for value in values], color=colour, marker=".", label=label)
+        if choosing:
+            label = "the half that chooses"
+            axis.plot(alphas, [100 * value for value in choosing], color=colour, linestyle="--", lw=1, label=label)
+            axis.legend(frameon=False, fontsize=8)
+        axis.set_title(f"{title} (%)", fontsize=9)
+        axis.set_xlabel("α, from the start (0) to the end (1)", fontsize=9)
         axis.grid(alpha=0.3)
-        axis.margins(0.08)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0, ncols=2)
-    axes[0].set_ylabel("gained: score on what was trained for (%)")
-    figure.suptitle(f"Averages from the start (0) to the end (1); the ring is the saved one, {alpha:g}", fontsize=10)
+    figure.suptitle(f"Averages of the weights; the saved one is at {alpha:g}", fontsize=10)
     figure.savefig(path)
+
+
+def _gained(one: Measured) -> tuple[float, float] | None:
+    return None if one.gained_low is None or one.gained_high is None else (one.gained_low, one.gained_high)

@@ -1,7 +1,8 @@
-"""Draws evaluation images with the captions that the model finds for them."""
+"""Draws evaluation images with their captions and those that the model finds for them."""
 
 from __future__ import annotations
 
+import importlib.util
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers.utils import logging
 PICTURES_FILE = "pictures.png"
 CAPTIONS = 3  # different captions shown for each image
 SEARCHED = 50  # captions with the highest cosines; the different ones are taken from them
-SIDE, WIDTH, LINE = 96, 900, 28  # pixels: the longer side of an image, the largest width, the height of a line
+SIDE, WIDTH, LINE = 96, 900, 25  # pixels: the longer side of an image, the largest width, the height of a line
+_RIGHT, _WRONG = "#00693e", "#a6341b"
 
 logger = logging.get_logger(__name__)
 
@@ -74,7 +76,8 @@ class PicturesCallback(TrainerCallback):
         if measured is None or not (wanted and state.is_world_process_zero):
             return
         images = [self._dataset[row]["image"] for row in self._rows]
-        picture = draw(images, self.best_captions(measured))
+        right = [self._dataset.without_image(row)["caption"] for row in self._rows]
+        picture = draw(images, self.best_captions(measured), right)
         path = Path(args.output_dir, PICTURES_FILE)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,28 +109,58 @@ class PicturesCallback(TrainerCallback):
                 writer.add_image("pictures", np.asarray(picture), state.global_step, dataformats="HWC")
 
 
-def draw(images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]]) -> Image.Image:
-    """A row for each image, with its captions beside it.
+def draw(
+    images: list[np.ndarray], captions: list[list[tuple[str, float, bool]]], right: list[list[str]]
+) -> Image.Image:
+    """A row for each image: its own caption, and below it those that were found, marked as right or wrong.
 
     Args:
         images: uint8 [H, W, 3] each.
         captions: for each image the captions, their cosines, and whether they are its own, the best first.
+        right: the captions of each image, of which the first is shown.
     """
-    font: Any = ImageFont.load_default(size=15)
-    height = SIDE + 16
+    font = _font(14)
+    height = SIDE + 20
     picture = Image.new("RGB", (WIDTH, height * len(images)), "white")
     pen = ImageDraw.Draw(picture)
-    left, right = SIDE + 28, 0.0
-    for number, (image, found) in enumerate(zip(images, captions, strict=True)):
+    left, furthest = SIDE + 28, 0.0
+    for number, (image, found, own) in enumerate(zip(images, captions, right, strict=True)):
         top = number * height + 8
         small = Image.fromarray(image)
         scale = SIDE / max(small.size)
         size = [max(1, round(side * scale)) for side in small.size]
         picture.paste(small.resize((size[0], size[1]), Image.Resampling.BICUBIC), (8, top))
-        for line, (text, cosine, own) in enumerate(found):
-            colour = "#00693e" if own else "#555555"
-            words = textwrap.shorten(text, 84, placeholder=" ...") + ("  (its own)" if own else "")
-            row = f"{cosine:.3f}  {words}"
-            pen.text((left, top + 6 + line * LINE), row, colour, font)
-            right = max(right, left + pen.textlength(row, font))
-    return picture.crop((0, 0, min(WIDTH, round(right) + 8), picture.height))
+        more = f"  (and {len(own) - 1} more)" if len(own) > 1 else ""
+        lines = [(f"right:  {_cut(own[0] if own else '')}{more}", "black")]
+        lines += [(f"{cosine:.3f}  {_cut(text)}", _RIGHT if is_own else _WRONG) for text, cosine, is_own in found]
+        for line, (text, colour) in enumerate(lines):
+            place = left, top + line * LINE
+            if line:
+                _mark(pen, (left, top + line * LINE), colour)
+                place = left + LINE, place[1]
+            pen.text(place, text, colour, font)
+            furthest = max(furthest, place[0] + pen.textlength(text, font))
+    return picture.crop((0, 0, min(WIDTH, round(furthest) + 8), picture.height))
+
+
+def _font(size: int) -> Any:
+    """The font that comes with matplotlib, if it is installed: Pillow's own has neither accents nor other scripts."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return ImageFont.load_default(size=size)
+    import matplotlib
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf")), size)
+
+
+def _cut(text: str) -> str:
+    return textwrap.shorten(text, 80, placeholder=" …")
+
+
+def _mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], colour: str) -> None:
+    """A check mark, or a cross; the font has neither."""
+    x, y = place[0] + 3, place[1] + 4
+    if colour == _RIGHT:
+        pen.line([(x, y + 6), (x + 4, y + 10), (x + 11, y)], colour, 2, joint="curve")
+    else:
+        pen.line([(x + 1, y), (x + 10, y + 10)], colour, 2)
+        pen.line([(x + 1, y + 10), (x + 10, y)], colour, 2)

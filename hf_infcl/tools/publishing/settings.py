@@ -12,39 +12,37 @@ from typing import Any
 from ...optimizers import words_of_groups
 from ...options.combinations import WITHOUT_WARM_UP
 from ...options.facts import values_of_card
-from ...options.selection_options import NOISY
 from .markdown import code, joined
 
 
 def training_settings(trainer: Any) -> dict[str, str]:
     """The rows by name; those of the optimizer only once an `InfCLTrainer` has one."""
-    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer)}
-    if trainer.args.ema_decay is not None:
-        rows["saved weights"] = (
-            f"exponential moving average of those that were trained, decay {trainer.args.ema_decay:g}"
-        )
-    if trainer.args.leave_out is not None:
-        rows["pairs left out"] = _left_out(trainer)
+    rows = {"seed": str(trainer.args.seed), "precision": precision(trainer), **dict(_options(trainer))}
     if "open_clip" in trainer.args.save_formats:
         rows["saved formats"] = "transformers and OpenCLIP"
-    for part in trainer.setup.extensions:
+    begun = getattr(trainer, "window_step", None)
+    for part in trainer.setup.extensions if begun is None else begun.extensions:
         rows |= part.card
-    if trainer.args.contrastive_weight != 1:
-        rows["weight of the contrastive loss"] = f"{trainer.args.contrastive_weight:g}"
+    weight = trainer.args.teacher_weight
+    distances = [e["teacher_loss"] / weight for e in trainer.state.log_history if weight and "teacher_loss" in e]
+    if distances:
+        rows["distance to the teacher"] = f"{distances[0]:.3g} in the first log, {distances[-1]:.3g} in the last"
     if trainer.optimizer is None:
         return rows
     groups = words_of_groups(trainer.optimizer.param_groups)
     return {"optimizer": ", ".join(_optimizer(trainer)), **groups, **_learning_rates(trainer), **rows}
 
 
-def _left_out(trainer: Any) -> str:
-    """Which pairs took no part in the training, and their share of all that were read, as far as it was logged."""
-    share = trainer.args.leave_out
-    which = (
-        "those that did not seem to belong together" if share == NOISY else f"the worst {float(share):.3g} of each step"
-    )
-    logged = [entry["left_out"] for entry in trainer.state.log_history if "left_out" in entry]
-    return f"{which}, {sum(logged) / len(logged):.1%} of all" if logged else which
+def _options(trainer: Any) -> Iterator[tuple[str, str]]:
+    """The rows that options declare."""
+    for name, row, value in values_of_card(trainer.args):
+        if isinstance(value, list):
+            words = list(map(str, value))
+            text = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
+        else:
+            text = f"{value:g}"
+        row, _, sentence = row.partition(": ")
+        yield row, sentence.format(text) if sentence else text
 
 
 def highest_rates(trainer: Any) -> dict[str, float]:
@@ -100,12 +98,6 @@ def _learning_rates(trainer: Any) -> dict[str, str]:
         groups = [group for group in trainer.optimizer.param_groups if group.get("name") != "temperature"]
         rate = " and ".join(sorted({f"{float(group.get('initial_lr', group['lr'])):g}" for group in groups}))
     rows = {"learning rate": ", ".join((rate, *_schedule(trainer)))}
-    for name, row, value in values_of_card(args):
-        if isinstance(value, list):
-            words = list(map(str, value))
-            rows[row] = " ".join(words) if name.endswith(("_schedule", "_dims")) else joined(list(map(code, words)))
-        else:
-            rows[row] = f"{value:g}"
     scale = [p for name, p in trainer.model.named_parameters() if name.endswith(("logit_scale", "logit_bias"))]
     if args.logit_scale_learning_rate is not None and any(p.requires_grad for p in scale):
         rows["learning rate of logit_scale"] = f"{args.logit_scale_learning_rate:g}"

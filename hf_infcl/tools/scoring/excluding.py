@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...data import ImageTextDataset
-from .ledger import Ledger
+from ...data import ImageTextDataset, ImageTextStream
+from .ledger import wrong_in
 
 
 def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
@@ -18,6 +18,23 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
     Raises:
         ValueError: the file is no ledger, is of another table, or excludes all pairs; the probability is missing.
     """
+    wrong, _ = _wrong(dataset.content_fingerprint(), asked)
+    kept = np.setdiff1d(np.arange(len(dataset)), wrong)
+    _check_some_stay(len(kept), len(dataset), asked)
+    return kept
+
+
+def stream_kept(stream: ImageTextStream, asked: str) -> ImageTextStream:
+    """A stream without the samples that are wrong with at least some probability; as `rows_kept`.
+
+    Every process and worker holds 8 bytes for each sample that is left out, and none for the others.
+    """
+    wrong, count = _wrong(stream.content_fingerprint(), asked)
+    _check_some_stay(count - len(wrong), count, asked)
+    return stream.without(np.sort(wrong))
+
+
+def _wrong(content: str, asked: str) -> tuple[np.ndarray, int]:
     path, _, number = asked.rpartition(":")
     try:
         least = float(number)
@@ -28,9 +45,9 @@ def rows_kept(dataset: ImageTextDataset, asked: str) -> np.ndarray:
             "exclude must be a ledger and the least probability of the pairs to leave out, more than 0 and at most 1, "
             f"such as _ledger.parquet:0.9, got {asked!r}."
         )
-    ledger = Ledger.read(path)
-    ledger.check_data(dataset.content_fingerprint(), path)
-    kept = np.setdiff1d(np.arange(len(dataset)), ledger.wrong(least))
-    if len(kept) == 0:
-        raise ValueError(f"{asked} excludes all {len(dataset):,} pairs. Choose a higher probability.")
-    return kept
+    return wrong_in(path, content, least)
+
+
+def _check_some_stay(kept: int, count: int, asked: str) -> None:
+    if kept == 0:
+        raise ValueError(f"{asked} excludes all {count:,} pairs. Choose a higher probability.")

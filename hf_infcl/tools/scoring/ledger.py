@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,28 +81,66 @@ class Ledger:
         Raises:
             ValueError: there is no such file, or it is no ledger.
         """
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
+        with _read_as_ledger(path):
             table = pq.read_table(path)
             record = json.loads((table.schema.metadata or {})[_RECORD])
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
             return cls(record["content"], **arrays, caption=table["caption"].to_pylist())
-        except FileNotFoundError:
-            raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
-        except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
-            raise ValueError(
-                f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}"
-            ) from error
+        raise AssertionError
 
     def check_data(self, content: str, path: str | Path) -> None:
         """Raises a ValueError if the ledger, read from ``path``, is of other data than that of this fingerprint."""
-        if self.content != content:
-            raise ValueError(
-                f"The ledger {path} is of other data: it was written for {self.content}, and this is {content}. Its "
-                "keys mean other pairs here. Run `infcl score` on this data, or name the data and split of the ledger."
-            )
+        _check_data(self.content, content, path)
+
+
+def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, int]:
+    """The keys [n] int64 of the pairs of a ledger that are wrong with at least this probability, and all its pairs.
+
+    Nothing else is held in memory.
+
+    Args:
+        path: of the ledger.
+        content: the `content_fingerprint` of the training set.
+        least: the probability.
+
+    Raises:
+        ValueError: there is no such ledger, or it is of other data.
+    """
+    import pyarrow.parquet as pq
+
+    with _read_as_ledger(path), pq.ParquetFile(path) as file:
+        recorded = json.loads((file.schema_arrow.metadata or {})[_RECORD])["content"]
+        found = [np.empty(0, np.int64)]
+        for batch in file.iter_batches(columns=["key", "p_wrong"]):
+            key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
+            found.append(key[p_wrong >= least].astype(np.int64))
+        count = int(file.metadata.num_rows)
+    _check_data(recorded, content, path)
+    return np.concatenate(found), count
+
+
+@contextmanager
+def _read_as_ledger(path: str | Path) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"There is no ledger {path}. `infcl score` writes one.") from None
+    except (OSError, KeyError, ValueError, pa.ArrowInvalid) as error:
+        raise ValueError(
+            f"{path} is not a ledger that `infcl score` has written: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_data(recorded: str, content: str, path: str | Path) -> None:
+    if recorded != content:
+        raise ValueError(
+            f"The ledger {path} is of other data: it was written for {recorded}, and this is {content}. Its "
+            "keys mean other pairs here. Run `infcl score` on this data, or name the data and split of the ledger."
+        )
 
 
 def ledger_of(

@@ -13,6 +13,7 @@ from ...windows.selection import WithoutNoisyPairs
 from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
+from .words import lines_of_words
 
 CERTAIN = 0.9  # the probability from which on a pair is told to be wrong
 
@@ -75,4 +76,5 @@ def ledger_lines(ledger: Ledger, folder: str | Path) -> Iterator[str]:
         "these."
     )
     if ledger.caption and any(ledger.caption):
+        yield from lines_of_words(ledger.caption, ledger.p_wrong >= CERTAIN)
         yield f"The {min(SHOWN, len(ledger))} most suspicious are in {Path(folder, SHEET_FILE)}: look at them first."

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...checkpoints.average_choice import check_tolerance
-from ...checkpoints.average_weights import check_alpha
-from ...options.arguments import InfCLTrainingArguments
-from ...options.declaring import ExclusiveOptionsError
-from ...options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
+from ..options.arguments import InfCLTrainingArguments
+from ..options.declaring import ExclusiveOptionsError
+from ..options.evaluation_options import EvaluationOptions, GuardOptions, StartOptions
+from .average_choice import check_tolerance
+from .average_weights import check_alpha
 
 
 def check_average(keep: StartOptions, evaluation: EvaluationOptions, args: InfCLTrainingArguments) -> float | None:

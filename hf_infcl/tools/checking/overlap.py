@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
-from .images import ImageDataset
+from ...data import ImageTextDataset
+from ...data.images import ImageDataset
 
 _SAMPLED = 1_000  # images of the evaluation set that are looked for
 _TRAINED = 200_000  # training images among which they are looked for
+
+
+def overlaps(trained: Any, sets: Mapping[str, Any]) -> Iterator[str]:
+    """A warning for each guard set that has images of the training set; streams are not looked into."""
+    guards = {name: dataset for name, dataset in sets.items() if name.startswith("guard")}
+    for name, guard in guards.items() if isinstance(trained, ImageTextDataset) else ():
+        shared, looked_for = shared_images(trained, guard)
+        if shared:
+            yield (
+                f"Warning: {shared:,} of {looked_for:,} images of {name}, {guard.name}, are also trained on, so they "
+                "cannot show what is forgotten. Name a set that the training does not contain."
+            )
 
 
 def shared_images(trained: ImageDataset, evaluated: ImageDataset) -> tuple[int, int]:

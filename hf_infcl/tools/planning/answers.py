@@ -1,0 +1,176 @@
+"""What to write for what one has: the table of scripts/ANSWERS.md, of which `infcl plan` and `check` tell one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+PAGE = "scripts/ANSWERS.md"
+FEW, MANY = 5_000, 1_000_000  # pairs, between which the answer for 50,000 holds
+SMALL_MEMORY = 24  # GiB of a GPU
+
+_TABLES = "real_pairs/results/TABLES.md"
+_STEP = "benchmarks/results/README.md#a-training-step"
+
+
+class Answer(NamedTuple):
+    """A row of the table; its links are relative to the page, and lead to the table with the figures.
+
+    Attributes:
+        have: what the user has.
+        write: words of `infcl train`, or of what starts it.
+        gain: what was measured.
+        price: what it costs.
+    """
+
+    have: str
+    write: str
+    gain: str
+    price: str
+
+
+ANSWERS = {
+    "few pairs": Answer(
+        "a checkpoint and some 500 pairs",
+        "--recipe finetune_alone --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
+        "--num_train_epochs 30 --early_stopping_patience 3",
+        f"with 5,292 pairs, not measured with fewer: [old 37.0 → 31.7, new 7.8 → 16.4; full fine-tuning 9.1 and 20.1]"
+        f"({_TABLES}#averages-with-the-start)",
+        "new pairs are learned less well; [LoRA kept and gained less: 6.8 and 12.6]"
+        f"({_TABLES}#fine-tuning) at the best of three rates",
+    ),
+    "pairs": Answer(
+        "a checkpoint and some 50,000 pairs, no old ones",
+        "--recipe finetune_alone",
+        f"[old 37.0 → 31.7, full fine-tuning → 9.1]({_TABLES}#averages-with-the-start)",
+        f"[new 7.8 → 16.4, full fine-tuning → 20.1]({_TABLES}#averages-with-the-start)",
+    ),
+    "old pairs": Answer(
+        "the same, and pairs that the checkpoint knows, or similar ones",
+        "--recipe finetune_keep --replay_dataset old/pairs --guard_dataset old/pairs",
+        f"[old 37.0 → 35.2, new 7.8 → 19.8, averaged with the start; 33.0 and 24.5 before]"
+        f"({_TABLES}#averages-with-the-start)",
+        "an epoch of the new pairs takes twice the steps",
+    ),
+    "many pairs": Answer(
+        "a checkpoint and some 5 million pairs",
+        "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
+        f"what so many pairs gain was not measured; [compiled 2,548 images a second instead of 1,593]({_STEP})",
+        "old knowledge goes: use finetune_keep if you have old pairs",
+    ),
+    "random weights": Answer(
+        "random weights and up to ten million pairs",
+        "--optimizer muon --learning_rate 5e-4 --augmentation crop",
+        f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
+        "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16",
+    ),
+    "more": Answer(
+        "random weights and more pairs",
+        "--recipe from_scratch",
+        f"[2,048 pairs per step find 55.6, 256 find 55.8]({_TABLES}#adamw-and-muon) on the same samples, "
+        "[in 65 s instead of 355](real_pairs/README.md#how-large-a-batch)",
+        "a thousand steps or more; batches beyond 4,096 pairs were not measured",
+    ),
+    "noisy": Answer(
+        "captions of which some are wrong",
+        "--leave_out noisy",
+        f"[33.5 → 39.6 with a fifth of them wrong, 15.4 → 25.9 with half]({_TABLES}#wrong-captions-and-teachers)",
+        "ten epochs or more; right pairs that are the only ones of their concept may be left out",
+    ),
+    "teacher": Answer(
+        "a large model that knows the pairs, and a small one to train",
+        "--recipe distill --teacher_embeddings outputs/teacher",
+        f"[45.5 → 53.3, for a third of the size 38.5 → 48.3]({_TABLES}#wrong-captions-and-teachers)",
+        "one `infcl embed` over the pairs",
+    ),
+    "several captions": Answer(
+        "several captions per image",
+        "--captions_per_image 3",
+        f"[29.1 → 34.5]({_TABLES}#several-captions) at the rate of one caption",
+        "memory and time of three texts per image; no gain on new concepts",
+    ),
+    "swapped words": Answer(
+        "captions that one word makes wrong",
+        "--negative_caption_column wrong",
+        f"[relations told apart: 80.7 → 96.3]({_TABLES}#hard-negatives)",
+        "one more text per image",
+    ),
+    "languages": Answer(
+        "captions in many languages",
+        "--recipe finetune_siglip2 --eval_benchmark xm3600",
+        "not measured",
+        "texts of 64 tokens each",
+    ),
+    "frozen images": Answer(
+        "images that the checkpoint tells apart, and new words for them",
+        "--recipe lit",
+        f"[old 18.8, new 19.0 with a locked image tower; 8.9 and 20.3 with both trained]({_TABLES}#fine-tuning)",
+        "the image tower learns nothing; a cache of 4 bytes × its width per image",
+    ),
+    "small GPU": Answer(
+        "a small GPU",
+        "--per_device_train_batch_size 32 --gradient_accumulation_steps 32 --offload_inputs",
+        f"[4,096 pairs per step in 3.0 GiB, 256 in 2.7]({_TABLES}#cost)",
+        f"[5,116 pairs a second instead of 5,580]({_TABLES}#cost); `--patch_dropout 0.5` takes "
+        "[20.5 GiB instead of 30.8](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
+        f"[4 points](real_pairs/README.md#fewer-tokens)",
+    ),
+    "many GPUs": Answer(
+        "several GPUs",
+        "torchrun --nproc_per_node 8 -m hf_infcl ...",
+        "[two H200s keep 98.9% of the rate without communication, eight 93.5%]"
+        "(benchmarks/results/README.md#the-loss-on-several-gpus), in the loss of 65,536 pairs each",
+        "models that do not fit on one GPU need a file of `scripts/configs`",
+    ),
+    "batch": Answer(
+        "`Trainer` or a loop with accumulation",
+        "--gradient_accumulation_steps 4",
+        f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
+        f"({_TABLES}#the-same-number-of-steps)",
+        "another forward; with short texts at once and graphs kept [1,593 images a second in 52.2 GiB, "
+        f"`Trainer` 1,512 in 26.1]({_STEP})",
+    ),
+}
+
+
+def table() -> str:
+    """The table of the page."""
+    rows = [f"| {one.have} | `{one.write}` | {one.gain} | {one.price} |" for one in ANSWERS.values()]
+    return "\n".join(["| I have | write | measured gain | price |", "|---|---|---|---|", *rows])
+
+
+def fitting(options: Mapping[str, Any], *, pairs: int | None, texts: float = 1, foreign: bool = False) -> Answer:
+    """The answer for a training.
+
+    Args:
+        options: of the command, as far as they are known.
+        pairs: of its training set, if that is known.
+        texts: captions per image.
+        foreign: whether the tokenizer does not know the scripts of many captions.
+    """
+    pairs = pairs or 0
+    random = options.get("optimizer") == "muon"
+    reasons = {
+        "languages": foreign,
+        "teacher": options.get("teacher") or options.get("teacher_embeddings"),
+        "noisy": options.get("leave_out"),
+        "old pairs": options.get("replay_dataset"),
+        "frozen images": options.get("freeze") == "image" and not options.get("keep_features"),
+        "swapped words": options.get("negative_caption_column"),
+        "several captions": texts > 1.5,
+        "more": random and pairs > 10 * MANY,
+        "random weights": random,
+        "many GPUs": (options.get("gpus") or 1) > 1,
+        "small GPU": (options.get("gpu_memory") or SMALL_MEMORY) < SMALL_MEMORY,
+        "many pairs": pairs >= MANY,
+        "pairs": pairs >= FEW,
+        "few pairs": pairs > 0,
+    }
+    return ANSWERS[next((name for name, holds in reasons.items() if holds), "batch")]
+
+
+def line(answer: Answer) -> str:
+    """The answer as a line of a command's output."""
+    gain, price = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in (answer.gain, answer.price))
+    return f"For {answer.have}: {answer.write}\n  Measured: {gain}. Price: {price}. All answers: {PAGE}."

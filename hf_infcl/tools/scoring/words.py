@@ -1,0 +1,57 @@
+"""What the captions of suspicious pairs have in common: rare concepts look wrong, so their words tell what is lost."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+LISTED = 12  # words
+_FEWEST = 2  # pairs of a word that is listed
+
+
+class Word(NamedTuple):
+    """A word of captions, the pairs that have it, and how many of those are chosen."""
+
+    word: str
+    chosen: int
+    pairs: int
+
+
+def most_chosen_words(captions: Sequence[str], chosen: np.ndarray) -> list[Word]:
+    """The words of which most pairs beyond their share are chosen, the first one by the most pairs.
+
+    Args:
+        captions: one of each pair.
+        chosen: [n] bool, such as the pairs that are left out.
+    """
+    words = [_words(caption) for caption in captions]
+    every = Counter(word for found in words for word in found)
+    some = Counter(word for found, yes in zip(words, chosen, strict=True) if yes for word in found)
+    share = float(chosen.mean()) if len(chosen) else 0.0
+    found = [Word(word, count, every[word]) for word, count in some.items() if count >= _FEWEST]
+    found = [one for one in found if one.chosen > 2 * share * one.pairs]
+    return sorted(found, key=lambda one: (share * one.pairs - one.chosen, one.word))[:LISTED]
+
+
+def lines_of_words(captions: Sequence[str], chosen: np.ndarray) -> Iterator[str]:
+    """The same for a person, and how often pairs with a word of their own are chosen, if more often than others."""
+    if not chosen.any() or chosen.all():
+        return
+    if words := most_chosen_words(captions, chosen):
+        told = ", ".join(f"{one.word!r} ({one.chosen:,} of {one.pairs:,})" for one in words)
+        yield f"Words that many of them share, of all pairs with the word: {told}."
+    every = Counter(word for caption in captions for word in _words(caption))
+    rare = np.array([any(every[word] == 1 for word in _words(caption)) for caption in captions])
+    if rare.any() and not rare.all() and chosen[rare].mean() > chosen[~rare].mean():
+        yield (
+            f"{chosen[rare].mean():.1%} of the {int(rare.sum()):,} pairs with a word that no other caption has are "
+            f"among them, and {chosen[~rare].mean():.1%} of the others: what is rare looks wrong."
+        )
+
+
+def _words(caption: str) -> set[str]:
+    return set(re.findall(r"[^\W\d_]{2,}", caption.lower()))

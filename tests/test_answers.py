@@ -1,0 +1,87 @@
+"""The page of answers has the table of the package, with figures that its links prove; commands end with its lines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.demo import infcl
+
+from hf_infcl.tools.cli.commands import PARSERS
+from hf_infcl.tools.planning.answers import ANSWERS, PAGE, fitting, line, table
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_has_the_table_of_the_package():
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert page.count("| I have | write |") == 1
+    assert table() in page, f"copy this into the page:\n{table()}"
+
+
+def section(link: str) -> str:
+    """The part of a page that a link names, up to the next heading."""
+    path, anchor = link.split("#")
+    text = (ROOT / PAGE).parent.joinpath(path).read_text(encoding="utf-8")
+    for part in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]:
+        if re.sub(r"[^\w\- ]", "", part.partition("\n")[0].lower()).replace(" ", "-") == anchor:
+            return part
+    raise AssertionError(f"{path} has no section {anchor}")
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_every_figure_stands_where_its_link_leads(name):
+    links = re.findall(r"\[([^]]*)\]\(([^)]*)\)", ANSWERS[name].gain + ANSWERS[name].price)
+    assert links or ANSWERS[name].gain == "not measured"
+    for words, link in links:
+        figures = re.findall(r"\d[\d,]*(?:\.\d+)?", words)
+        assert figures, words
+        for figure in figures:
+            assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d|[.,]\d)", section(link)), f"{figure} in {link}"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_is_to_be_written_is_accepted(name):
+    words = shlex.split(ANSWERS[name].write.replace("torchrun --nproc_per_node 8 -m hf_infcl ...", ""))
+    given = ["--dataset", "my/images", "--eval_dataset", "my/images", "--model", "my/clip", "--output_dir", "out"]
+    namespace, known = PARSERS["train"]().read([*words, *given])
+    assert {word[2:] for word in words if word.startswith("--")} <= known
+    assert namespace.output_dir == "out"
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "name"),
+    [
+        ({}, {"pairs": None}, "batch"),
+        ({}, {"pairs": 500}, "few pairs"),
+        ({"freeze": "image", "keep_features": 3}, {"pairs": 50_000}, "pairs"),
+        ({}, {"pairs": 5_000_000}, "many pairs"),
+        ({"replay_dataset": ["old"]}, {"pairs": 500}, "old pairs"),
+        ({"optimizer": "muon"}, {"pairs": 500}, "random weights"),
+        ({"optimizer": "muon"}, {"pairs": 20_000_000}, "more"),
+        ({"leave_out": "noisy", "gpus": 8}, {"pairs": 500}, "noisy"),
+        ({"teacher_embeddings": ["stored"], "leave_out": "noisy"}, {"pairs": 500}, "teacher"),
+        ({}, {"pairs": 500, "texts": 3.0}, "several captions"),
+        ({"negative_caption_column": "wrong"}, {"pairs": 500}, "swapped words"),
+        ({}, {"pairs": 500, "foreign": True}, "languages"),
+        ({"freeze": "image"}, {"pairs": 500}, "frozen images"),
+        ({"gpu_memory": 8}, {"pairs": 500}, "small GPU"),
+        ({"gpus": 2, "gpu_memory": 80}, {"pairs": 500}, "many GPUs"),
+    ],
+)
+def test_the_answer_that_fits(options, facts, name):
+    assert fitting(options, **facts) is ANSWERS[name]
+
+
+def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, capsys):
+    _, _, model, *_ = small
+    infcl("plan", "--model", model, "--global_batch", 64, "--dataset_size", 50_000)
+    assert capsys.readouterr().out.endswith(f"\n{line(ANSWERS['pairs'])}\n")
+    with pytest.raises(SystemExit):
+        infcl("check", *small[1:], "--output_dir", tmp_path / "checked")
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"\n{line(ANSWERS['several captions'])}\n"), "as the digits have"
+    assert "](" not in printed

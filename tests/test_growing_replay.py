@@ -1,0 +1,284 @@
+"""Replay in a global batch that grows: shares, exact gradients of each stage, the order of the pairs, and resumes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from helpers import models
+from helpers.demo import infcl
+from helpers.parity import FLOOR, MODELS, TOLERANCE
+from helpers.shards import png, write_tars
+from helpers.streams import PAIRS, collate, stream_of
+from helpers.trainers import StopAt, TrainedRows, arguments, parameters
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from transformers import TrainerCallback
+
+from hf_infcl import ImageTextDataset, InfCLTrainer, reference
+from hf_infcl.encoders.dual_encoder import DualEncoder
+
+NEW, OLD = models.Pairs(70), models.Pairs(22, seed=1)
+GROWS = {
+    "global_batch_schedule": ["8:0.3", "16:0.3", "32"],
+    "gradient_accumulation_steps": 1,
+    "max_steps": 12,
+    "replay_share": 0.3,
+}
+SIZES = [8] * 7 + [16] * 4 + [32]
+OLD_OF = {8: 2, 16: 5, 32: 10}  # rounded
+OLD_SEED = 42 + 2**31
+
+
+def trainer_of(folder: Any, model: Any, new: Any = NEW, old: Any = OLD, **options: Any) -> InfCLTrainer:
+    callbacks, collator = options.pop("callbacks", []), options.pop("data_collator", default_collate)
+    args = arguments(folder, **{**GROWS, **options})
+    sets = {"train_dataset": new, "replay_dataset": old}
+    return InfCLTrainer(model, args, collator, callbacks=callbacks, **sets)
+
+
+# ---- Exact gradients ----
+
+
+class EachGradient(TrainerCallback):
+    """The weights before each step, and the gradients that it sees."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.gradients: list[list[Tensor]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append([p.grad.clone() for p in model.parameters()])
+
+
+def rank_gradients(
+    rank: int, world_size: int, folder: str, objective: str, replay_as: str
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    seen, options = EachGradient(), {"optim": "sgd", "learning_rate": 0.01, "max_grad_norm": 0}
+    trainer_of(folder, MODELS[objective](), replay_as=replay_as, callbacks=[seen], **options).train()
+    return seen.weights, seen.gradients
+
+
+def drawn(sizes: list[int], rows: int, seed: int) -> list[Tensor]:
+    """The rows of global batches from passes over a table, each of which is shuffled and ends where none fits in."""
+    found, first, epoch = [], 0, 0
+    for size in sizes:
+        if first + size > rows:
+            first, epoch = 0, epoch + 1
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch))
+        found.append(order[first : first + size])
+        first += size
+    return found
+
+
+def gradients_of_whole_batches(objective: str, replay_as: str, weights: list[Tensor]) -> list[list[Tensor]]:
+    """Plain autograd in one process that holds the new and the old pairs of each global batch."""
+    model, found = MODELS[objective](), []
+    encoder = DualEncoder(model)
+    new = drawn([size - OLD_OF[size] for size in SIZES], len(NEW), 42)
+    old = drawn([OLD_OF[size] for size in SIZES], len(OLD), OLD_SEED)
+    for at, size, *rows in zip(weights, SIZES, new, old, strict=True):
+        nn.utils.vector_to_parameters(at, model.parameters())
+        parts = [encoder.embed(model, data.batch(own)) for data, own in zip((NEW, OLD), rows, strict=True)]
+        scalars = encoder.scale_and_bias()
+        if replay_as == "own":
+            losses = [reference.contrastive_loss(*part, *scalars, objective=objective) for part in parts]
+            loss = (losses[0] * (size - OLD_OF[size]) + losses[1] * OLD_OF[size]) / size
+        else:
+            both = (torch.cat(column) for column in zip(*parts, strict=True))
+            loss = reference.contrastive_loss(*both, *scalars, objective=objective)
+        found.append(list(torch.autograd.grad(loss.sum(), list(model.parameters()), materialize_grads=True)))
+    return found
+
+
+@pytest.mark.parametrize("objective", MODELS)
+@pytest.mark.parametrize(
+    ("world_size", "replay_as"), [(1, "negatives"), (1, "own"), (2, "negatives")], ids=["1", "1 own", "2"]
+)
+def test_gradients_of_each_stage_equal_one_process_with_the_whole_batch(
+    ranks, tmp_path, world_size, replay_as, objective
+):
+    of_ranks = ranks.run(rank_gradients, world_size, str(tmp_path), objective, replay_as, always_ring=True)
+    for weights, gradients in of_ranks:
+        expected = gradients_of_whole_batches(objective, replay_as, weights)
+        for step, (seen, whole) in enumerate(zip(gradients, expected, strict=True)):
+            floor = FLOOR * nn.utils.get_total_norm(whole)
+            for gradient, one in zip(seen, whole, strict=True):
+                error = (gradient.reshape(one.shape) - one).norm()
+                assert error <= TOLERANCE * one.norm() + floor, f"step {step}"
+        assert not torch.equal(weights[0], weights[-1])
+
+
+# ---- The order of the pairs, and resumes ----
+
+
+def trained(folder: Path, sets: Any, stop: int = 0, **options: Any) -> tuple[InfCLTrainer, list[list[tuple]]]:
+    """A training with dropout up to a step, or to its end from a checkpoint if there is one; the rows of its steps."""
+    rows = TrainedRows()
+    options = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": stop or 100, **options}
+    options["callbacks"] = [rows, *([StopAt(stop)] if stop else [])]
+    resumes = any(folder.glob("checkpoint-*"))
+    trainer = trainer_of(folder, models.clip(dropout=0.3, seed=5 if resumes else 0), *sets, **options)
+    rows.watch(trainer)
+    trainer.train(resume_from_checkpoint=resumes or None)
+    return trainer, rows.steps[:-1]
+
+
+def tokens(pairs: models.Pairs) -> set[tuple]:
+    return set(map(tuple, pairs.tokens.tolist()))
+
+
+def test_new_and_old_pairs_have_the_order_of_a_constant_batch(tmp_path):
+    _, grown = trained(tmp_path / "grown", (NEW, OLD))
+    constant = {"global_batch_schedule": None, "per_device_train_batch_size": 8, "max_steps": 8}
+    _, equal = trained(tmp_path / "constant", (NEW, OLD), **constant)
+    assert [len(rows) for rows in grown] == SIZES
+    old = tokens(OLD)
+    assert [sum(row in old for row in rows) for rows in grown] == [OLD_OF[size] for size in SIZES]
+    for of_old, rows_of_pass in ((False, 70), (True, 22)):
+        flat = [[row for row in itertools.chain(*steps) if (row in old) == of_old] for steps in (grown, equal)]
+        length = min(*map(len, flat), rows_of_pass * 9 // 10)  # the first pass, whose end depends on the batch
+        assert flat[0][:length] == flat[1][:length]
+        assert len(set(flat[0][:length])) == length
+
+
+def pairs_of(kind: str, folder: Path, numbers: range, **options: Any) -> Any:
+    """Pairs as a stream, or as a table, for the collator of `helpers.streams`."""
+    if kind == "stream":
+        return stream_of(folder, **options)
+    images = [{"bytes": png(number), "path": None} for number in numbers]
+    rows = datasets.Dataset.from_dict({"image": images, "caption": [f"caption {number}" for number in numbers]})
+    return ImageTextDataset(rows.cast_column("image", datasets.Image()))
+
+
+def sets_of(kinds: str, folder: Path, **options: Any) -> tuple[Any, Any]:
+    new, old = kinds.split()
+    return pairs_of(new, folder / "new", range(70), **options), pairs_of(old, folder / "old", range(500, 522))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    write_tars(tmp_path / "new", [10] * 16)
+    write_tars(tmp_path / "old", [10] * 4, first=500)
+    return tmp_path
+
+
+EPOCHS = {"max_steps": -1, "num_train_epochs": 2.5}
+
+
+def rank_resumes(rank: int, world_size: int, folder: str, kinds: str, stop: int, options: dict[str, Any]) -> list[Any]:
+    """Stops at a step and goes on with other weights and random state; returns the rows of the steps."""
+    data = {"samples_per_epoch": 70} if "max_steps" in options else {}
+    options = {"data_collator": collate, "per_device_train_batch_size": 4, **options}
+    runs = Path(folder, f"{kinds} {world_size} {stop}")
+    whole, steps = trained(runs / "whole", sets_of(kinds, Path(folder), **data), save_strategy="no", **options)
+    trained(runs / "parts", sets_of(kinds, Path(folder), **data), stop, **options)
+    torch.manual_seed(rank + 7)
+    resumed, rest = trained(runs / "parts", sets_of(kinds, Path(folder), **data), **options)
+    assert rest == steps[stop:]
+    assert torch.equal(parameters(whole), parameters(resumed))
+    names = ("loss", "samples_seen", "replay_samples", "epoch")
+    logs = [[{k: e[k] for k in names} for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
+    assert logs[0] == logs[1]
+    return steps
+
+
+@pytest.mark.parametrize("stop", [5, 6, 7, 10])
+def test_resume_around_each_change_is_bit_identical(shards, stop):
+    rank_resumes(0, 1, str(shards), "table table", stop, {})
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [
+        ("table stream", {"dataloader_num_workers": 1}),
+        ("stream table", {}),
+        ("stream stream", {}),
+        ("table table", {**EPOCHS, "dataloader_num_workers": 2}),
+        ("table stream", EPOCHS),
+        ("stream table", EPOCHS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "epochs" if "max_steps" in value else "",
+)
+def test_resume_of_streams_and_epochs_is_bit_identical(shards, kinds, options):
+    rank_resumes(0, 1, str(shards), kinds, 11, options)
+
+
+@pytest.mark.parametrize("kinds", ["table table", "stream table"])
+def test_two_processes_have_the_global_batches_of_one_and_resume_to_the_bit(ranks, shards, kinds):
+    """In epochs, of which the second begins with the smallest batch and ends with the largest."""
+    one, two = (ranks.run(rank_resumes, n, str(shards), kinds, 9, EPOCHS) for n in (1, 2))
+    joined = [[sorted(itertools.chain(*rows)) for rows in zip(*of_ranks, strict=True)] for of_ranks in (one, two)]
+    assert joined[0] == joined[1]
+    old = set(map(tuple, PAIRS.tokens[500:540].tolist()))
+    assert [sum(row in old for row in rows) for rows in joined[0]] == [OLD_OF[len(rows)] for rows in joined[0]]
+    if kinds == "table table":
+        steps = [[row for row in rows if row not in old] for rows in joined[0]]
+        first = next(n for n in range(len(steps)) if sum(map(len, steps[: n + 1])) > 70)
+        of_pass = list(itertools.chain(*steps[:first]))
+        assert len(set(of_pass)) == len(of_pass) > 50, "each new pair once"
+
+
+def test_a_constant_batch_with_replay_can_grow_after_a_resume_and_the_other_way_round(tmp_path):
+    """The new pairs of the pass go on after those that were trained."""
+    constant = {"global_batch_schedule": None, "per_device_train_batch_size": 8}
+    for number, (first, then) in enumerate((({}, constant), (constant, {}))):
+        sets, changes = (NEW, OLD), {"resume_with_changes": True, **EPOCHS}
+        _, before = trained(tmp_path / str(number), sets, 5, **changes, **first)
+        resumed, after = trained(tmp_path / str(number), sets, **changes, **then)
+        assert {len(rows) for rows in before} == {8}
+        assert {len(rows) for rows in after} == ({16, 32} | {8} if then == {} else {8})
+        assert resumed.state.epoch == pytest.approx(2.5, abs=0.25)
+        new = [row for row in itertools.chain(*before, *after) if row not in tokens(OLD)]
+        assert len(set(new[:48])) == 48
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replay_share": 0.05}, r"replay_share=0\.05 of a global batch of 8 pairs is 0 old pairs after rounding"),
+        ({"replay_share": 0.8}, "replay set has 22 pairs, fewer than its 26 of each global batch of 32 pairs"),
+        ({"max_steps": -1, "num_train_epochs": 0.1}, "16 pairs that no step would train"),
+    ],
+)
+def test_shares_that_a_stage_cannot_have_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        trainer_of(tmp_path, models.clip(), **options)
+
+
+def test_old_pairs_that_processes_cannot_share_in_a_stage_are_refused(ranks, tmp_path):
+    ranks.run(rank_refuses, 2, str(tmp_path))
+
+
+def rank_refuses(rank: int, world_size: int, folder: str) -> None:
+    with pytest.raises(ValueError, match=r"replay_as='own' needs equally many old pairs .* the 5 of a global batch"):
+        trainer_of(folder, models.clip(), replay_as="own")
+
+
+def test_smaller_micro_batches_are_refused_with_a_stream(shards):
+    options = {"per_device_train_batch_size": 16, "data_collator": collate}
+    with pytest.raises(ValueError, match=r"batch of 8 pairs.*micro-batches of a stream.*at most 8"):
+        trainer_of(shards / "out", models.clip(), *sets_of("table stream", shards), **options)
+
+
+# ---- The command ----
+
+
+def test_the_command_replays_in_a_batch_that_grows(small, demo, tmp_path, capsys):
+    old = ["--replay_dataset", demo / "digits", "--replay_share", 0.25, "--global_batch_schedule", "4:0.5", "8"]
+    infcl(*small, *old, "--max_steps", 3)
+    printed = capsys.readouterr().out
+    assert "The global batch grows: 4 pairs for 2 steps, 8 pairs for 1 step" in printed
+    logs = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+    assert [entry["replay_samples"] for entry in logs if "replay_samples" in entry][-1] == 4

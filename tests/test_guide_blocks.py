@@ -1,0 +1,63 @@
+"""Blocks of Python of the guides that no test of their topic runs, on a small model and 26 pairs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoProcessor
+
+from hf_infcl import ContrastiveCollator, ImageTextDataset, InfCLTrainer, InfCLTrainingArguments, load_pairs
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def names(demo, small, tmp_path) -> dict[str, Any]:
+    """What the blocks use. The fixture `small` creates the folder of pairs."""
+    checkpoint = demo / "clip-init"
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 2, "use_cpu": True, "report_to": "none"}
+    return {
+        "InfCLTrainer": InfCLTrainer,
+        "model": AutoModel.from_pretrained(checkpoint, dtype=torch.float32),
+        "processor": AutoProcessor.from_pretrained(checkpoint),
+        "args": InfCLTrainingArguments(str(tmp_path / "out"), gradient_accumulation_steps=2, **options),
+        "pairs": ImageTextDataset(load_pairs(str(tmp_path / "pairs"), split="test"), all_captions=True),
+    }
+
+
+def block_of(guide: str, words: str) -> str:
+    text = (ROOT / guide).read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if words in block]
+    return block
+
+
+def test_metrics_of_your_own(names):
+    exec(block_of("scripts/README.md", "def compute_metrics"), names)
+    found = names["trainer"].evaluate()
+    assert -1 <= found["eval_cosine"] <= 1
+    assert "eval_image_retrieval_recall@1" in found
+
+    pairs, model = names["pairs"], names["model"].eval()
+    with torch.no_grad():
+        batch = ContrastiveCollator(names["processor"])([{**row, "caption": row["caption"][:1]} for row in pairs])
+        outputs = model(**{name: batch[name] for name in ("pixel_values", "input_ids", "attention_mask")})
+    cosines = (outputs.image_embeds * outputs.text_embeds).sum(1).numpy()
+    assert found["eval_cosine"] == pytest.approx(np.mean(cosines), abs=1e-5)
+
+
+def test_a_streamed_dataset_trains(names, tmp_path):
+    block = block_of("hf_infcl/data/README.md", "streaming=True")
+    assert "my/images" in block
+    block = block.replace('"my/images"', f'"imagefolder", data_dir={str(tmp_path / "pairs")!r}')
+    exec(block.replace('[row["caption"]]', 'row["caption"][:1]'), names)  # the captions of the digits are lists
+    trainer = InfCLTrainer(
+        names["model"], names["args"], train_dataset=names["train_dataset"], processing_class=names["processor"]
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert trainer.state.log_history[-1]["train_loss"] > 0

@@ -1,0 +1,191 @@
+"""Names of data sets that carry facts of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helpers.demo import infcl
+from helpers.shards import number_of, write_parquet
+
+from hf_infcl import ImageTextDataset, InfCLTrainingArguments, ZeroShotDataset
+from hf_infcl.options.evaluation_options import EvaluationOptions, GuardOptions
+from hf_infcl.options.sets import FACTS_OF_SETS, facts_of, set_named
+from hf_infcl.tools.cli import commands
+from hf_infcl.tools.cli import datasets as opening
+from hf_infcl.tools.cli.command_options import ColumnOptions, DataOptions
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "facts"),
+    [
+        ("my/tables", "my/tables", {}),
+        (
+            "my/tables?split=validation&caption_column=title",
+            "my/tables",
+            {"split": "validation", "caption_column": "title"},
+        ),
+        ("a?split=train[:10%]+test", "a", {"split": "train[:10%]+test"}),
+        ("shards/{00000..00127}.tar?split=train", "shards/{00000..00127}.tar", {"split": "train"}),
+        ("shards/0000?.tar", "shards/0000?.tar", {}),
+        ("shards/0000?.tar?name=b", "shards/0000?.tar", {"name": "b"}),
+        ("a?b", "a?b", {}),
+        ("https://host/a.tar?token=b&split=c", "https://host/a.tar?token=b&split=c", {}),
+        ("https://host/a.tar?token=b?split=c", "https://host/a.tar?token=b", {"split": "c"}),
+        ("hf://datasets/a/b?split=c", "hf://datasets/a/b", {"split": "c"}),
+        ("a?weight=0.5", "a", {"weight": 0.5}),
+    ],
+)
+def test_facts_are_read_behind_a_question_mark_that_is_no_part_of_the_name(text, path, facts):
+    found = set_named("dataset", text)
+    assert (found, found.facts) == (path, facts)
+
+
+def test_a_folder_whose_name_has_a_question_mark_keeps_it(tmp_path):
+    (tmp_path / "a?split=b").mkdir()
+    assert set_named("dataset", f"{tmp_path}/a?split=b").facts == {}
+    assert set_named("dataset", f"{tmp_path}/a?split=b?split=c").facts == {"split": "c"}
+
+
+def test_a_mapping_says_the_same():
+    found = set_named("zero_shot_dataset", {"path": "a?b=c", "split": "val", "templates": ["a {}", "the {}"]})
+    assert (found, found.facts) == ("a?b=c", {"split": "val", "templates": ["a {}", "the {}"]})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        (
+            "eval_dataset",
+            "a?colour=b",
+            r"--eval_dataset a: colour is unknown\. A set here can have caption_column, .*split",
+        ),
+        ("zero_shot_dataset", "a?caption_column=b", "caption_column is unknown.*label_column"),
+        ("dataset", "a?weight=much", "weight must be a number, got 'much'"),
+        ("replay_dataset", "a?streaming=yes", "streaming must be true or false, got 'yes'"),
+        ("eval_dataset", "a?split=", "split must be a text, got ''"),
+        ("eval_dataset", {"split": "b"}, "a mapping without a path"),
+    ],
+)
+def test_facts_that_make_no_sense_are_refused(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        set_named(option, value)
+
+
+def test_every_option_that_names_a_set_reads_facts():
+    parsers = [commands.train_parser(), commands.embed_parser()]
+    known = {action.dest for parser in parsers for action in parser._actions}
+    assert FACTS_OF_SETS.keys() <= known
+    named = {name for name in known if name.endswith("dataset")}
+    assert named <= FACTS_OF_SETS.keys()
+
+
+def test_a_file_of_options_names_sets_by_texts_and_mappings(tmp_path):
+    file = {
+        **{"model": "m", "output_dir": "o", "dataset": {"path": "a", "split": "b"}, "eval_dataset": "c?split=d"},
+        "guard_dataset": ["e", {"path": "f", "class_names": ["g", "h"]}],
+    }
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
+    namespace, given = commands.train_parser().read([str(tmp_path / "a.yaml")])
+    assert namespace.dataset == ["a"]
+    assert namespace.dataset[0].facts == {"split": "b"}
+    assert namespace.eval_dataset.facts == {"split": "d"}
+    assert [one.facts for one in namespace.guard_dataset] == [{}, {"class_names": ["g", "h"]}]
+    assert {"dataset", "eval_dataset", "guard_dataset"} <= given
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two splits of images with two columns of captions and one of classes."""
+    for number, split in enumerate(("train", "val")):
+        columns: dict[str, Any] = {"words": ["one", "two"], "others": ["three", "four"], "kind": [0, 1]}
+        write_parquet(tmp_path / f"tables/{split}/0.parquet", [10 * number, 10 * number + 1], **columns)
+    return tmp_path / "tables"
+
+
+def test_sets_of_one_command_are_read_each_in_its_own_way(table, tmp_path):
+    args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    data = DataOptions([set_named("dataset", f"{table}?caption_column=words&pair_id_column=kind")])
+    trained = opening.training_set(data, ColumnOptions(), args)
+    assert trained.columns == {"image_column": "image", "caption_column": "words", "pair_id_column": "kind"}
+    evaluation = EvaluationOptions(
+        eval_dataset=set_named("eval_dataset", f"{table}?split=validation&caption_column=others"),
+        eval_split="train",
+        zero_shot_dataset=set_named("zero_shot_dataset", f"{table}?split=train&label_column=kind&templates=a {{}}"),
+        class_names=["cat", "dog"],
+    )
+    guards = GuardOptions(
+        guard_dataset=[
+            set_named("guard_dataset", f"{table}?split=validation&caption_column=words"),
+            set_named("guard_dataset", {"path": str(table), "label_column": "kind", "class_names": ["a", "b"]}),
+        ],
+        guard_split="train",
+    )
+    pairs, classes = opening.evaluation_datasets(ColumnOptions(), evaluation, data).values()
+    assert (number_of(pairs[0]), pairs[0]["caption"]) == (10, ["three"])
+    assert (number_of(classes[1]), classes[1]["label"]) == (1, 1)
+    assert classes.prompts() == ["a cat", "a dog"]
+    first, second = opening.guard_datasets(ColumnOptions(), guards, evaluation, data).values()
+    assert isinstance(first, ImageTextDataset)
+    assert (number_of(first[1]), first[1]["caption"]) == (11, ["two"])
+    assert isinstance(second, ZeroShotDataset)
+    assert (number_of(second[0]), second.class_names) == (0, ["a", "b"])
+
+
+def test_old_pairs_and_streams_have_facts(table, tmp_path):
+    args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True, replay_share=0.5)
+
+    def old(*facts: str) -> Any:
+        named = [set_named("replay_dataset", f"{table}?{one}") for one in facts]
+        return opening.replay_set(DataOptions(["new"], replay_dataset=named), ColumnOptions(), args)
+
+    both = old("caption_column=words", "split=validation&caption_column=others")
+    assert [both[row]["caption"] for row in (0, 2)] == [["one"], ["three"]]
+    assert old("caption_column=words&streaming=true").caption_column == "words"
+    with pytest.raises(ValueError, match="tables and streams"):
+        old("caption_column=words&streaming=true", "caption_column=words")
+    with pytest.raises(ValueError, match=r"one states .*words.* and another .*others"):
+        old("caption_column=words&streaming=true", "caption_column=others&streaming=true")
+
+
+def test_sets_of_a_stream_state_their_weights(table, tmp_path):
+    def weights(*facts: str, **others: Any) -> Any:
+        return opening.weights_of(DataOptions([set_named("dataset", f"a?{one}") for one in facts], **others))
+
+    assert weights("weight=2", "weight=1") == [2, 1]
+    assert weights("split=a", "split=a", dataset_weights=[3.0, 1.0]) == [3, 1]
+    for wrong in ({}, {"dataset_weights": [1.0, 1.0]}):
+        with pytest.raises(ValueError, match="Give every --dataset its weight"):
+            weights("weight=2", "weight=1" if wrong else "split=a", **wrong)
+    args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    with pytest.raises(ValueError, match="several sets that are streamed"):
+        opening.training_set(DataOptions([set_named("dataset", f"{table}?weight=2")]), ColumnOptions(), args)
+
+
+def test_facts_come_before_the_options():
+    assert facts_of(set_named("dataset", "a?split=b"), split="c", name="d") == {"split": "b", "name": "d"}
+    assert facts_of("a", split="c") == {"split": "c"}
+
+
+def test_commands_read_the_facts_of_their_data(demo, table, tmp_path, capsys):
+    model = demo / "clip-init"
+    words = ["--output_dir", tmp_path / "out", "--use_cpu", "--report_to", "none"]
+    infcl("embed", model, f"{table}?split=validation&caption_column=others", *words)
+    assert "2 images and 2 texts were embedded" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        infcl("embed", model, f"{table}?split=validation&caption_column=nothing", *words)
+    assert "has no column 'nothing', which --caption_column names" in capsys.readouterr().err
+    infcl(
+        "score",
+        model,
+        f"{table}?split=validation&caption_column=others",
+        *words[:1],
+        tmp_path / "two",
+        *words[2:],
+    )
+    with pytest.raises(SystemExit):
+        infcl("evaluate", "--model", model, "--eval_dataset", f"{table}?kolumn=others", *words)
+    assert "--eval_dataset" in (line := capsys.readouterr().err)
+    assert "kolumn is unknown. A set here can have caption_column, image_column, name, pair_id_column, split." in line

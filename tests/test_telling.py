@@ -1,0 +1,116 @@
+"""What a command prints of its training and its evaluations."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler
+
+from hf_infcl.tools.cli.launched import warn_once
+from hf_infcl.tools.publishing import Told, rows_of, table_of
+
+PAIRS = {
+    **{"loss": 2.5, "image_retrieval_recall@1": 0.25, "text_retrieval_recall@1": 0.5, "text_retrieval_recall@5": 0.75},
+    **{
+        "image_retrieval_recall@1_low": 0.2,
+        "image_retrieval_recall@1_high": 0.3,
+        "image_retrieval_recall@1_ceiling": 0.9,
+    },
+    **{"score_change_low": 0.05, "score_change_high": 0.2},
+}
+BEFORE = {"loss": 3.0, "image_retrieval_recall@1": 0.2, "text_retrieval_recall@1": 0.3}
+
+
+def named(metrics: dict[str, float], key: str = "pairs") -> dict[str, float]:
+    return {f"eval_{key}_{name}": value for name, value in metrics.items()}
+
+
+def test_a_table_has_the_loss_the_score_and_what_has_changed():
+    classes = named({"acc1": 0.4, "score_change_low": -0.1, "score_change_high": 0.1, "acc5": 1.0}, "zero_shot")
+    before = named(BEFORE) | named({"acc1": 0.375}, "zero_shot")
+    rows = rows_of(named(PAIRS) | classes, ["pairs", "zero_shot"], before)
+    assert rows == [
+        ("pairs", "loss", "2.500", "", "3.000", "-0.500"),
+        ("pairs", "image_retrieval_recall@1", "25.00%", "[20.00, 30.00]", "20.00%", "+5.00"),
+        ("pairs", "text_retrieval_recall@1", "50.00%", "", "30.00%", "+20.00"),
+        ("pairs", "mean of both", "37.50%", "", "25.00%", "+12.50 [+5.00, +20.00]"),
+        ("zero_shot", "acc1", "40.00%", "", "37.50%", "+2.50 [-10.00, +10.00] within noise"),
+    ]
+    lines = table_of(rows)
+    assert [line.split()[0] for line in lines[:2] + lines[4:]] == ["set", "pairs", "mean", "zero_shot"]
+    assert len({line.index("%") for line in lines[1:] if "%" in line}) == 1, "numbers stand below each other"
+
+
+def test_a_table_has_more_if_asked_and_no_empty_columns():
+    metrics = named(PAIRS)
+    assert [row[1] for row in rows_of(metrics, ["pairs"], also="pairs_text_retrieval_recall@5")][-2:] == [
+        "text_retrieval_recall@5",
+        "mean of both",
+    ]
+    assert len(rows_of(metrics, ["pairs"], every=True)) == 5
+    assert rows_of(metrics, ["pair"]) == []
+    assert table_of(rows_of(named({"loss": 1.0}), ["pairs"]))[0].split() == ["set", "metric", "value"]
+
+
+class Bar(ProgressCallback):
+    """Trainer's bar would print dicts."""
+
+
+@pytest.mark.parametrize("printer", [PrinterCallback, Bar])
+def test_logs_are_lines_of_what_is_new(printer, capsys):
+    handler = CallbackHandler([DefaultFlowCallback(), printer()], None, None, None, None)
+    trainer = SimpleNamespace(
+        callback_handler=handler,
+        remove_callback=handler.remove_callback,
+        add_callback=handler.add_callback,
+        eval_dataset={"pairs": [], "zero_shot": []},
+        optimization=SimpleNamespace(table_of_groups="the groups"),
+    )
+    Told(trainer)
+    state = TrainerState(max_steps=10, is_world_process_zero=True)
+    args: Any = SimpleNamespace(metric_for_best_model=None)
+
+    def log(step: int, **logs: Any) -> list[str]:
+        state.global_step = step
+        state.log_history.append({**logs, "step": step})
+        capsys.readouterr()
+        handler.on_log(args, state, SimpleNamespace(), logs)
+        return capsys.readouterr().out.splitlines()
+
+    assert log(0, **named(BEFORE))[:2] == ["Before the training:", "set        metric                      value"]
+    first = log(1, loss=2.0, learning_rate=1e-3, global_batch_size=4096, samples_seen=4096, epoch=0.1)
+    assert first == ["step 1 of 10: loss 2, learning_rate 0.001, global_batch_size 4,096"]
+    assert log(2, loss=2.0, learning_rate=1e-4, global_batch_size=4096, epoch=0.2) == [
+        "step 2 of 10: loss 2, learning_rate 0.0001"
+    ]
+    after = log(2, **named(PAIRS))
+    assert after[0] == "After step 2:"
+    assert after[-1].endswith("25.00%  +12.50 [+5.00, +20.00]")
+    (more,) = log(2, **named({"acc1": 0.5}, "zero_shot"))
+    assert more.split() == ["zero_shot", "acc1", "50.00%"]
+    assert log(10, train_runtime=61.0, train_loss=1.5) == ["The training took 61 s; its mean loss was 1.5."]
+    state.is_world_process_zero = False
+    assert log(10, loss=1.0) == []
+
+
+def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
+    record = logging.LogRecord("hf_infcl.training.muon", logging.WARNING, "", 0, "all", None, None)
+    of_one = logging.LogRecord("hf_infcl.shards.opening", logging.WARNING, "", 0, "one", None, None)
+    wrong = logging.LogRecord("hf_infcl.training.muon", logging.ERROR, "", 0, "wrong", None, None)
+    others = logging.LogRecord("accelerate", logging.WARNING, "", 0, "others", None, None)
+    for rank, told in (("0", ["all", "one", "wrong", "others"]), ("1", ["one", "wrong", "others"])):
+        handler = logging.StreamHandler()
+        monkeypatch.setattr(logging, "lastResort", handler)
+        monkeypatch.setattr(logging.root, "handlers", [])
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings():
+            warn_once()
+            warnings.warn("of Python", stacklevel=1) if rank == "1" else None
+        for one in (record, of_one, wrong, others):
+            handler.handle(one)
+        assert capfd.readouterr().err.split() == told
