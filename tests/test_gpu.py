@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -161,22 +162,33 @@ def test_muon_trains_alike_in_every_precision(ranks, tmp_path, world_size):
     ranks.run(rank_muon, world_size, str(tmp_path), backend="nccl")
 
 
+class AfterTrials(transformers.TrainerCallback):
+    """Forgets the forwards that were tried before the training."""
+
+    def __init__(self, forwards: list[int]) -> None:
+        self._forwards = forwards
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._forwards.clear()
+
+
 def rank_auto(rank: int, world_size: int, folder: str) -> None:
-    """The parameters after four windows. In the last two, "auto" retains all graphs, having found that they fit."""
+    """The parameters after four windows, in which "auto" retains all graphs, having found that they fit."""
     options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "max_steps": 4, "use_cpu": False}
-    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "texts_at_once": 1}
     ends, forwards = [], []
     for retain in ("1", "auto"):
         model, runs = models.clip(dropout=0.3), []
         model.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
         trainer = trainer_for(folder, model, models.Pairs(32 * world_size), retain_graphs=retain, **options)
+        trainer.add_callback(AfterTrials(runs))
         start = parameters(trainer)
         trainer.train()
         ends.append(parameters(trainer))
         forwards.append(len(runs))
     # Under DDP the last micro-batch is always encoded again. accelerate does not wrap the model in a group of one.
     last = 5 if isinstance(trainer.model_wrapped, DistributedDataParallel) else 4
-    assert forwards == [7 * 4, 7 * 2 + last * 2]
+    assert forwards == [7 * 4, last * 4]
     assert (ends[0] - ends[1]).norm() <= 1e-4 * (ends[0] - start).norm()
 
 
@@ -202,7 +214,8 @@ def peak_gib(folder: str, micro_batches: int, *, only_last: bool = False, **opti
     )
     data = models.Pairs(256 * 4 * 3 * torch.distributed.get_world_size())
     data.images = torch.nn.functional.interpolate(data.images, 64)
-    options = {"gradient_accumulation_steps": micro_batches, "max_steps": 3, **options, "use_cpu": False, "bf16": True}
+    of_one = {"retain_graphs": "1", "texts_at_once": 1, "gradient_accumulation_steps": micro_batches, "max_steps": 3}
+    options = {**of_one, **options, "use_cpu": False, "bf16": True}
     options |= {"per_device_train_batch_size": 256, "callbacks": [PeakOfLastStep()] if only_last else []}
     trainer = trainer_for(folder, transformers.CLIPModel(config), data, **options)
     torch.compiler.reset()
@@ -244,3 +257,82 @@ def test_no_memory_of_smaller_batches_is_kept(ranks, tmp_path, compiled, world_s
         pytest.skip(f"needs {world_size} GPUs")
     options = {"torch_compile": compiled}
     ranks.run(rank_growing, world_size, str(tmp_path), options, backend="nccl", timeout=300)
+
+
+# ---- Micro-batches that are found ----
+
+
+def large_trainer(folder: str, size: int, **options: Any) -> Any:
+    """A CLIP whose micro-batch of 256 takes about 5 GiB, and a global batch that is not divided yet."""
+    torch.manual_seed(0)
+    layers = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    text = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = transformers.CLIPConfig(
+        text_config={**models.TEXT, **text},
+        vision_config={**models.VISION, **layers, "image_size": 128, "patch_size": 16},
+    )
+    data = models.Pairs(size)
+    data.images = torch.nn.functional.interpolate(data.images, 128)
+    given = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None, "global_batch_size": size}
+    options = {**given, "max_steps": 3, "use_cpu": False, "bf16": True, **options}
+    return trainer_for(folder, transformers.CLIPModel(config), data, **options)
+
+
+class Hog(transformers.TrainerCallback):
+    """Takes most of the memory that a step needs, after the first one."""
+
+    def __init__(self) -> None:
+        self.taken: torch.Tensor | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.taken is None:
+            needed = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            gc.collect()
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info()
+            self.taken = torch.empty(max(0, free - int(0.6 * needed)), dtype=torch.uint8, device="cuda")
+
+
+def rank_search(rank: int, world_size: int, folder: str) -> None:
+    trainer = large_trainer(folder, 2048 * world_size, callbacks=[Hog()])
+    trainer.train()
+    args, total = trainer.args, torch.cuda.get_device_properties(0).total_memory
+    division = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    assert division == (256, 8), "what is of use fits by far"
+    assert int(args.retain_graphs) > 1
+    assert trainer.state.global_step == 3
+    assert args.largest_micro_batch is not None, "memory ran out after the first step"
+    assert torch.cuda.max_memory_allocated() < total
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_batches_are_found_and_halved_when_memory_runs_out(ranks, tmp_path, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    ranks.run(rank_search, world_size, str(tmp_path), backend="nccl", timeout=120)
+
+
+def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
+    """With a quarter of the memory fewer graphs fit; the losses are those of options that are given."""
+    losses = []
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    try:
+        for options in ({}, {"per_device_train_batch_size": 128, "retain_graphs": "1", "texts_at_once": 1}):
+            trainer = large_trainer(folder, 1024, max_steps=2, **options)
+            trainer.train()
+            losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+            assert trainer.args.largest_micro_batch is None, "what was found fits in all steps"
+            del trainer
+            gc.collect()
+            torch.cuda.empty_cache()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_what_is_found_fits_and_trains_as_what_is_given(ranks, tmp_path):
+    ranks.run(rank_little_memory, 1, str(tmp_path), backend="nccl", timeout=120)

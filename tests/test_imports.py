@@ -26,7 +26,7 @@ def inside(*names: str) -> tuple[str, ...]:
 
 
 # The packages of the training.
-TRAINING = ("options", "windows", "loading", "training")
+TRAINING = ("options", "windows", "micro_batches", "loading", "training")
 
 # The modules of options that declare them.
 DECLARING = (
@@ -130,6 +130,11 @@ MUST_NOT_KNOW = {
     "hf_infcl.windows.window": (*HUGGING_FACE, *DISTRIBUTED, *inside("kernels", "data", "options")),
     "hf_infcl.windows.nonfinite": (*HUGGING_FACE, *inside("kernels", "loss", "data", "options")),
     "hf_infcl.windows.skipping": ("torch.autograd", "accelerate", *inside("kernels", "loss", "data", "options")),
+    "hf_infcl.micro_batches": (
+        *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
+        *inside("reference", "kernels", "data", "evaluation", "optimizers", "tools"),
+    ),
+    "hf_infcl.micro_batches.search": ("hf_infcl", *HUGGING_FACE, *DISTRIBUTED),
     "hf_infcl.loading": (
         *(*TRAINER[:2], *MODELS, *DISTRIBUTED),
         *inside("reference", "kernels", "loss", "evaluation", "optimizers", "tools"),

@@ -10,10 +10,10 @@ from helpers.trainers import arguments
 from transformers import TrainingArguments
 
 from hf_infcl import InfCLTrainingArguments
+from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.options import declared
 from hf_infcl.options.declaring import FROM_1, NUMBER, Facts, facts_of, option
 from hf_infcl.options.facts import check_values, facts_by_name, values_of_card
-from hf_infcl.options.run_options import options_of_arguments
 from hf_infcl.options.theirs import facts_of_theirs
 from hf_infcl.tools.cli import commands
 

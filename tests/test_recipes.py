@@ -26,6 +26,7 @@ from helpers.shards import write_tar
 
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.encoders.sharding import FSDP_SINCE
+from hf_infcl.options.batch_division import DIVISION
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.parser import RECIPES, Parser
 
@@ -171,6 +172,8 @@ def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
         ({"resume_from_checkpoint": "auto"}, "--overwrite_output_dir", ["resume_from_checkpoint"]),
         ({"streaming": True, "samples_per_epoch": 99}, "--streaming false", ["samples_per_epoch"]),
         ({"average_with_start": 0.5}, "--save_strategy no", ["average_with_start"]),
+        (dict(zip(DIVISION, (4, 8), strict=True)), "--global_batch_size 64", [*DIVISION]),
+        ({"global_batch_size": 64}, "--per_device_train_batch_size 7", ["global_batch_size"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -186,7 +189,10 @@ def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_fil
     assert {option for option, _ in found} <= set(re.findall(r"--(\w+)", typed)), "only what was typed replaces"
     default = {field.name: field.default for field in dataclasses.fields(args)}
     for name in set(left_out) & default.keys() - {"save_strategy", "eval_strategy", "save_steps"}:  # chosen anew
-        assert getattr(args, name) == default[name]
+        if name in DIVISION:
+            assert args.asked[DIVISION.index(name)] is None
+        elif name != "global_batch_size":  # without it, the product of the others
+            assert getattr(args, name) == default[name]
 
 
 def test_options_of_one_file_that_exclude_each_other_are_refused(tmp_path, capsys):

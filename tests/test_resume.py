@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.lock import LOCK_NAME
+from hf_infcl.checkpoints.run_options import options_of_arguments
 from hf_infcl.data import ContrastiveCollator, ImageTextDataset
-from hf_infcl.options.run_options import options_of_arguments
 
 # ---- The same weights ----
 

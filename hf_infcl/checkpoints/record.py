@@ -79,6 +79,7 @@ class RunRecord:
         step: the number of optimizer steps; None in checkpoints of earlier versions, like the next one.
         rows: the number of pairs trained in the current epoch.
         stages: the parts of the run after the first, each of which began with a resume with changes.
+        micro_batches: how the global batch was divided, and on which devices; None in checkpoints of earlier versions.
     """
 
     run: Run
@@ -96,6 +97,7 @@ class RunRecord:
     step: int | None = None
     rows: int | None = None
     stages: list[Stage] = field(default_factory=list)
+    micro_batches: dict[str, Any] | None = None
 
     @property
     def rows_of_epoch(self) -> int:

@@ -121,6 +121,9 @@ def fsdp_tower_methods(encoder: DualEncoder) -> Iterator[None]:
             delattr(encoder.model, name)
 
 
-def failures_announced_unless_sharded(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
+def failures_announced_unless_sharded(
+    accelerator: Accelerator, *, repeats: bool = False
+) -> contextlib.AbstractContextManager[None]:
     """Announces errors, except under FSDP, where the other processes may be waiting within the same forward."""
-    return contextlib.nullcontext() if accelerator.distributed_type == DistributedType.FSDP else failures_announced()
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    return contextlib.nullcontext() if sharded else failures_announced(repeats=repeats)

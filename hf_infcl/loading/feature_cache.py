@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from ..checkpoints.files import describe
 from ..checkpoints.lock import check_writable
+from ..checkpoints.run_options import options_of_model
 from ..data import ContrastiveCollator, ImageTextDataset
-from ..options.run_options import options_of_model
 from ..processes.collectives import Processes, failures_announced
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
 from ..encoders.dual_encoder import images_of
+from ..micro_batches.rows import split_batches
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
@@ -74,7 +75,7 @@ class TrainingData:
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
-        self._has_warned_of_wait = False
+        self._has_warned_of_wait, self._loaded = False, 0  # the batches of the loader that the window was made of
         self._sides, self._begin = args.image_sizes(course), begin
         self._epoch = _Epoch()
 
@@ -158,8 +159,9 @@ class TrainingData:
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
-            dealt = self._text_padding, self._args.texts_at_once
-            self.window = Window(batches, *dealt, last_has_texts=self._processes.grouped)
+            self._loaded, batches = len(batches), split_batches(batches, self._args.largest_micro_batch)
+            dealt = {"last_has_texts": self._processes.grouped, "keeps_loaded": self._args.divides_by_itself}
+            self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.
         if source.own is not None and any(count == self._plan.micro_batches(step) for _, count in agreed):
@@ -176,10 +178,11 @@ class TrainingData:
 
     def batches_of_loop(self) -> list[Any]:
         """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        if not self._plan.grows:
+        count = 1 if self._plan.grows else self._loaded
+        if count == len(self.window):
             return self.window.batches
         # The loop would keep the images of what it gets during the step.
-        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in self.window.batches[:1]]
+        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in self.window.batches[:count]]
 
     def _too_short(self, seen: list[int]) -> ValueError:
         pairs = self._images * self._processes.world_size
@@ -203,7 +206,10 @@ class TrainingData:
 
     def rows_at(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
-        return [] if self.source.own is None else self.source.own.rows_at(places)
+        if self.source.own is None:
+            return []
+        size = self._images // max(1, self._loaded)  # of the loader's micro-batches, which may have been split
+        return self.source.own.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
 
     def position(self) -> dict[str, Any]:
         """The fields of `RunRecord` that say how far the training has come in the data; collective."""

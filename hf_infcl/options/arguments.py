@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
 from ..processes.preemption import ended_with_launcher
+from .batch_division import divide_global_batch
 from .batch_options import BatchOptions
 from .batch_schedule import BatchSchedule, Course, check_batch_schedule
 from .combinations import SCHEDULES_BY_METRIC, check_accelerator, check_combinations, check_support, check_texts_at_once
@@ -43,8 +44,9 @@ class InfCLTrainingArguments(
 ):
     """`transformers.TrainingArguments` for exact contrastive training.
 
-    One contrastive batch, the global batch, has ``per_device_train_batch_size × gradient_accumulation_steps ×
-    world_size`` pairs, or those of ``global_batch_schedule``. The micro-batch of ``per_device_train_batch_size`` pairs
+    One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default
+    ``per_device_train_batch_size × gradient_accumulation_steps × world_size``, or those of ``global_batch_schedule``.
+    The micro-batch of ``per_device_train_batch_size`` pairs
     determines the activation memory. More accumulation steps take more time, but additional memory only for embeddings
     and inputs. With several captions per image, or negative captions, these numbers count images, and the text tower
     processes all texts of a micro-batch at once.
@@ -56,12 +58,27 @@ class InfCLTrainingArguments(
     ``ddp_find_unused_parameters=None`` means False; ``ddp_broadcast_buffers=None`` means False for models without batch
     norms; ``greater_is_better=None`` means what the table of metrics says.
 
+    Attributes:
+        asked: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and ``retain_graphs``
+            as they were given, None or ``"auto"`` if not. The options themselves become what is found.
+        found: those that `hf_infcl.micro_batches` has found for the last training, by their names.
+        largest_micro_batch: of a training of which a step ran out of memory, the most pairs of a micro-batch.
+
     Raises:
         ValueError: an option has an unknown value, or would make the gradient of a window inexact.
     """
 
+    # Without annotations they are no options.
+    largest_micro_batch = cast("int | None", None)
+    _global_batch_size = cast("int | None", None)  # as it was given
+
     def __post_init__(self) -> None:
-        self.check()
+        micro_batch, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
+        self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
+        self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
+        self.found: dict[str, Any] = {}
+        self.asked: tuple[Any, ...] = (micro_batch, accumulation, self.texts_at_once, self.retain_graphs)
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = greater_is_better(self.metric_for_best_model)
         with ended_with_launcher():
@@ -74,6 +91,9 @@ class InfCLTrainingArguments(
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         check_accelerator(self)
+        if self._global_batch_size is not None:
+            divide_global_batch(self, self._global_batch_size, micro_batch, accumulation)
+            self.check()
         check_texts_at_once(self)
         accelerator: Any = self.accelerator_config
         if self.dataloader_pin_memory:
@@ -82,19 +102,26 @@ class InfCLTrainingArguments(
             # Every window uses every trained parameter; searching for unused ones costs time and copies.
             self.ddp_find_unused_parameters = False
 
-    def check(self) -> None:
+    def check(self, *, divided: bool = True) -> None:
         """Raises a ValueError for values that InfCLTrainer cannot train with.
 
         Construction calls it; `InfCLTrainer` calls it again after a hyperparameter search has changed values.
+
+        Args:
+            divided: whether ``global_batch_size`` has been divided into micro-batches, which some checks need.
         """
         check_values(self)
         self._check_formats_and_order()
-        check_combinations(self)
+        if divided:
+            check_combinations(self)
         check_support(self)
         check_muon(self)
         check_selection(self)
         check_image_sizes(self)
         check_batch_schedule(self)
+        if divided and self._global_batch_size is not None:
+            factors = self.per_device_train_batch_size, self.gradient_accumulation_steps
+            divide_global_batch(self, self._global_batch_size, *factors)
 
     def _check_formats_and_order(self) -> None:
         if "transformers" not in self.save_formats or set(self.save_formats) - set(SAVE_FORMATS):
@@ -110,9 +137,10 @@ class InfCLTrainingArguments(
         widths = self.matryoshka_dims or [1]
         if min(widths) < 1 or sorted(set(widths)) != widths:
             raise ValueError(f"matryoshka_dims must be whole numbers from 1 on that rise, got {widths}.")
-        self.retain_graphs = str(self.retain_graphs)
-        if self.retain_graphs != "auto" and not self.retain_graphs.isdecimal():
-            raise ValueError(f"retain_graphs must be 'auto' or an integer of at least 0, got {self.retain_graphs!r}.")
+        for name, least in (("retain_graphs", 0), ("texts_at_once", 1)):
+            setattr(self, name, value := str(getattr(self, name)))
+            if value != "auto" and not (value.isdecimal() and int(value) >= least):
+                raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}.")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``hub_token``, because Trainer writes a pickle of the arguments beside every model."""
@@ -125,12 +153,28 @@ class InfCLTrainingArguments(
         # transformers before 5.18 loads the optimizer's state to this device, which torch cannot do for "cpu:0".
         return torch.device("cpu") if device.type == "cpu" else device
 
-    @property
+    @property  # type: ignore[misc]  # in place of the field's value
     def global_batch_size(self) -> int:
         """The number of pairs in one contrastive batch, that is in one optimizer step; the last one if it grows."""
         if self.global_batch_schedule is not None:
             return BatchSchedule.of(self.global_batch_schedule).sizes[-1]
+        if self._global_batch_size is not None or not hasattr(self, "distributed_state"):
+            return cast(int, self._global_batch_size)  # None while the processes are not set up
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @global_batch_size.setter
+    def global_batch_size(self, pairs: int | None) -> None:
+        self._global_batch_size = pairs
+
+    @property
+    def divides_by_itself(self) -> bool:
+        """Whether nobody has chosen the micro-batch, so that it may be what fits into memory."""
+        return self._global_batch_size is not None and self.asked[:2] == (None, None)
+
+    @property
+    def texts_together(self) -> int:
+        """``texts_at_once`` as a number, once it is found."""
+        return 1 if self.texts_at_once == "auto" else int(self.texts_at_once)
 
     def image_sizes(self, course: Course | None = None) -> ImageSizes | None:
         """``image_size_schedule`` over the samples of a training, or None."""

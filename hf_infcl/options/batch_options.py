@@ -14,6 +14,35 @@ class BatchOptions:
     The ``help`` of each field describes it.
     """
 
+    global_batch_size: int | None = option(
+        help=(
+            "Pairs of one optimizer step, on all processes together. This number decides the result. How it is divided "
+            "into micro-batches only takes time and memory: without per_device_train_batch_size that is tried before "
+            "the first step on a GPU, and a later step that runs out of memory is repeated with smaller micro-batches. "
+            "By default the product of per_device_train_batch_size, gradient_accumulation_steps and the processes."
+        ),
+        decides=False,  # `Run` compares it, whichever options it follows from
+        plans=True,
+        within=FROM_1,
+    )
+    per_device_train_batch_size: int = option(
+        help=(
+            "Pairs of a micro-batch, that is of one forward of a process. By default it follows from "
+            "global_batch_size, or is 8."
+        ),
+        decides=False,
+        plans=True,
+        within=FROM_1,
+    )
+    gradient_accumulation_steps: int = option(
+        help=(
+            "Micro-batches of a step on each process, which share one contrastive loss. By default it follows from "
+            "global_batch_size, or is 1."
+        ),
+        decides=False,
+        plans=True,
+        within=FROM_1,
+    )
     global_batch_schedule: list[str] | None = option(
         help=(
             "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
@@ -26,22 +55,25 @@ class BatchOptions:
         card="growth of the global batch, each size with its share of the samples",
     )
     retain_graphs: str = option(
-        default="1",
+        default="auto",
         help=(
             "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
-            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory that "
-            "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case."
+            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory, which "
+            "is tried before the first step, and one on a CPU. The gradient stays the same, and 0 means 1, which is "
+            "needed in any case."
         ),
         decides=False,
         one_machine=True,
         plans=True,
     )
-    texts_at_once: int = option(
-        default=1,
-        help="Micro-batches whose texts are encoded at once. More of them save time and take memory.",
+    texts_at_once: str = option(
+        default="auto",
+        help=(
+            "Micro-batches whose texts are encoded at once. More of them save time and take memory. 'auto' tries up to "
+            "4 before the first step on a GPU, and is 1 on a CPU."
+        ),
         decides=False,
         plans=True,
-        within=FROM_1,
     )
     offload_inputs: bool = option(
         default=False,

@@ -28,6 +28,8 @@ DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     *(("lr_scheduler_type", (), "lr_scheduler_kwargs"), ("optim", (), "optim_args"), ("optimizer", (), "optim_args")),
     *(("torch_compile", (False,), "torch_compile_mode"), ("torch_compile", (False,), "torch_compile_backend")),
     ("gradient_checkpointing", (), "activation_checkpointing"),
+    ("global_batch_size", (), "per_device_train_batch_size"),
+    ("global_batch_size", (), "gradient_accumulation_steps"),
 )
 
 
@@ -181,13 +183,13 @@ def check_dropped_patches(args: Any) -> None:
 
 def _check_effects(args: Any) -> None:
     """Raises a ValueError for options that would have no effect, because of another option."""
-    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
+    if args.texts_together > 1 and args.gradient_accumulation_steps == 1 and args.global_batch_schedule is None:
         raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=1: a step has one "
             "micro-batch. Omit it, or choose smaller micro-batches and more of them.",
             *("texts_at_once", "gradient_accumulation_steps"),
         )
-    if args.texts_at_once > 1 and args.gradient_noise_steps is not None:
+    if args.texts_together > 1 and args.gradient_noise_steps is not None:
         raise ExclusiveOptionsError(
             f"gradient_noise_steps compares micro-batches of as many images as texts, but texts_at_once="
             f"{args.texts_at_once} gives some of them the texts of others. Omit one of both.",
@@ -253,7 +255,7 @@ def check_texts_at_once(args: Any) -> None:
 
     To be called when the processes are set up, since their number is not known before.
     """
-    if args.texts_at_once > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
+    if args.texts_together > 1 and args.gradient_accumulation_steps == 2 and args.world_size > 1:
         raise ExclusiveOptionsError(
             f"texts_at_once={args.texts_at_once} has no effect with gradient_accumulation_steps=2 and "
             f"{args.world_size} processes: the last micro-batch of a process keeps its own texts, and there is only "
@@ -376,9 +378,9 @@ def check_support(args: Any) -> None:
         )
     if args.auto_find_batch_size:
         raise ValueError(
-            "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, lower "
-            "per_device_train_batch_size and raise gradient_accumulation_steps by the same factor; the result "
-            "stays the same."
+            "auto_find_batch_size would change the contrastive batch and thus the objective. Instead, pass "
+            "global_batch_size without per_device_train_batch_size: the micro-batches that fit are found, and the "
+            "result stays the same."
         )
 
 

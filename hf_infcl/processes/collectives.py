@@ -20,6 +20,7 @@ MOST_NUMBERS = 15  # the most numbers that `agree` exchanges
 Collective = Callable[..., Any]  # collective(group=...): reads and writes tensors that are bound to it
 
 _logger = logging.getLogger(__name__)
+_alone = False  # see `alone`
 
 
 class OtherRankFailedError(RuntimeError):
@@ -50,7 +51,8 @@ class Processes:
         self.device = torch.device("cpu")
         self._instead: Callable[[Collective], None] | None = None  # see `redirected`
         # torch may have been built without torch.distributed.
-        if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
+        exists = dist.is_available() and dist.is_initialized()
+        if alone or (process_group is None and (_alone or not exists)):
             return
         self.grouped = True
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -173,6 +175,17 @@ class Processes:
         return _side_stream(self.device) if self.device.type == "cuda" else nullcontext()
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """A context in which the default group is this process alone, so that what it computes waits for no other."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
 class Arriving:
     """Numbers that are copied from the device to the host. `tolist` does not wait for kernels that are queued later."""
 
@@ -213,25 +226,35 @@ def _all_gather(gathered: Sequence[Tensor], parts: Sequence[Tensor], group: dist
         gather_into(out, part, group=group)
 
 
-def announce_failure(error: Exception) -> None:
-    """Makes all other processes of the default group stop with this error in their next `Processes.agree`."""
+def announce_failure(error: Exception, *, ends: bool = True) -> None:
+    """Makes all other processes of the default group stop with this error in their next `Processes.agree`.
+
+    Args:
+        error: the error.
+        ends: whether it ends the program. Otherwise all processes have to catch it, and nothing is logged.
+    """
     processes = Processes()
     if processes.world_size == 1:
         return
     failure = f"{type(error).__name__}: {error}"
     # Logged first, because the others may be stuck elsewhere and this process may wait for them until the timeout.
-    _logger.error("All ranks stop because of an error on rank %d: %s", processes.rank, failure)
+    if ends:
+        _logger.error("All ranks stop because of an error on rank %d: %s", processes.rank, failure)
     with suppress(RuntimeError):  # `agree` raises here as on the others, but the caller raises the error itself
         processes.agree([], failure)
 
 
 @contextmanager
-def failures_announced() -> Iterator[None]:
-    """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`."""
+def failures_announced(*, repeats: bool = False) -> Iterator[None]:
+    """Announces an error raised in the context, which the other processes receive in their next `Processes.agree`.
+
+    Args:
+        repeats: whether all processes repeat the step if memory runs out.
+    """
     try:
         yield
     except Exception as error:
-        announce_failure(error)
+        announce_failure(error, ends=not (repeats and isinstance(error, torch.OutOfMemoryError)))
         raise
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ..checkpoints.pushes import cause
+from ..checkpoints.run_options import OptimizerOptions, restart_rates
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.sharding import reshard
 from ..optimizers import MovingAverage, divided, matching, table_of_groups, unwrapped, without_average
 from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..options.declaring import ExclusiveOptionsError
-from ..options.run_options import OptimizerOptions, restart_rates
 from ..windows.extensions import term_parameters
 from ..windows.setup import Setup
 from .muon import create_muon

@@ -16,14 +16,15 @@ from transformers.utils import logging
 from ..checkpoints.files import choose
 from ..checkpoints.pushes import checkpoint_of_hub_if_named
 from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
+from ..checkpoints.run_options import options_of_arguments, options_of_data, options_of_model
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
 from ..loading.batch_plan import BatchPlan, Position
 from ..loading.positions import loop_values, plan_of
 from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
+from ..micro_batches.finding import recorded
 from ..options.arguments import InfCLTrainingArguments
 from ..options.facts import facts_by_name
-from ..options.run_options import options_of_arguments, options_of_data, options_of_model
 from ..processes.collectives import Processes
 from ..windows.setup import Setup
 from ..windows.step import WindowStep
@@ -86,6 +87,7 @@ def record_of(
         samples_seen=samples_seen,
         step=step,
         stages=stages,
+        micro_batches=recorded(setup.args),
     )
 
 

@@ -1,8 +1,4 @@
-"""`InfCLTrainer`: one optimizer step is one contrastive batch.
-
-Here are the overridden methods of Trainer. The step is in `windows/step.py`, the data in `loading/`, evaluations in
-`evaluating.py`, checkpoints in `checkpoints/` and `resuming.py`, files and pushes in `saving/`.
-"""
+"""`InfCLTrainer`: one optimizer step is one contrastive batch. Trainer's methods that differ call the parts."""
 
 from __future__ import annotations
 
@@ -27,6 +23,8 @@ from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
 from ..loading.positions import course_of
 from ..loading.training_data import TrainingData
+from ..micro_batches.finding import find_micro_batches
+from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
@@ -51,9 +49,8 @@ from .teaching import teachers_of
 class InfCLTrainer(Trainer):
     """A `transformers.Trainer` in which each optimizer step minimises the loss of one global contrastive batch.
 
-    The batch has ``per_device_train_batch_size × gradient_accumulation_steps × world_size`` pairs. However it is split,
-    the gradient of every parameter, including logit_scale and logit_bias, equals the gradient of one process that holds
-    the whole batch. `WindowStep.run` is the step, and `hf_infcl.contrastive_loss` the loss.
+    However the batch is split, the gradient of every parameter, including logit_scale and logit_bias, equals the
+    gradient of one process that holds the whole batch. `WindowStep.run` is the step.
 
     Args:
         model: a dual encoder of transformers (see `hf_infcl.encoders.dual_encoder`). Frozen parameters stay frozen.
@@ -148,6 +145,11 @@ class InfCLTrainer(Trainer):
                     raise self._saved_early(asked.number, trial) from None
                 finally:
                     self.window_step.close()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        searched: Any = self.setup, self.resumption.record, self.get_train_dataloader, self._prepare_inputs
+        self._train_batch_size = find_micro_batches(*searched)  # once gradient checkpointing is set up
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _begin_training(self) -> tuple[WindowStep, TrainingData, Progress]:
         """Creates the parts that live as long as a training."""
@@ -308,17 +310,15 @@ class InfCLTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`.
-
-        Trainer's loop calls this for each micro-batch that `get_batch_samples` returned, which are those of the window.
-        """
+        """Adds the gradient of a whole window in the last of Trainer's calls for it: see `WindowStep.run`."""
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
         window, step = self.training_data.window, self.state.global_step
-        if self.args.global_batch_schedule is not None:  # Trainer adds the operations of one micro-batch
-            self.current_flos += (len(window) - 1) * self.floating_point_ops(inputs)
-        return self.window_step.run(model, window, step)
+        if more := len(window) - self.args.gradient_accumulation_steps:  # which Trainer's loop does not see
+            self.current_flos += more * self.floating_point_ops(inputs)
+        loss, self.training_data.window = run_repeating(self.window_step, model, window, step, self.args)
+        return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)

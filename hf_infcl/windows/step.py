@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -20,7 +21,7 @@ from ..encoders.sharding import failures_announced_unless_sharded
 from ..options.batch_schedule import Course
 from ..passes.grad_cache import CachedWindow, Features
 from ..passes.wrappers import is_compiled, wrapper_of
-from ..processes.collectives import Processes
+from ..processes.collectives import Processes, failures_announced
 from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
@@ -54,6 +55,10 @@ class WindowStep:
 
     Attributes:
         windows: the number that was trained.
+        repeats: whether a step that runs out of memory can be repeated in any of its parts: not with a selection, which
+            remembers what it has seen, and not if the wrapper exchanges parameters within a forward or a backward.
+        may_repeat: whether the present step can, if memory runs out on this process. Among several processes it cannot
+            within the loss and the backward of the last micro-batch, where the others wait for what this one sends.
         extensions: the terms, changes, observers and the selection of this training.
         memory: decides what windows keep on the device.
         checks: look at the loss and the gradient of each window.
@@ -74,6 +79,9 @@ class WindowStep:
         args, compiled = setup.args, is_compiled(model)
         self.windows = 0
         self.extensions = [*_extensions_of(setup, course), *setup.extensions]
+        sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self.repeats = not (sharded or of_kind(self.extensions, PairSelection))
+        self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
             SkippedWindows(args.skip_nonfinite, args.divergence_factor, record),
@@ -133,7 +141,8 @@ class WindowStep:
         passes = self._passes(model, window, micro_batches)
         with self._gradient_sync(last=count == 1):
             # The other processes learn of an error here when they exchange the inputs of the loss.
-            with failures_announced_unless_sharded(self._setup.accelerator), record_function("infcl: first pass"):
+            announced = failures_announced_unless_sharded(self._setup.accelerator, repeats=self._announces(window))
+            with announced, record_function("infcl: first pass"):
                 for batch in window.batches if self.windows == 0 else ():
                     self._setup.encoder.check_texts(batch)
                 features = window.in_order(passes.encode())
@@ -145,10 +154,12 @@ class WindowStep:
                 taking_part = self._select(window, features)
             del features  # they take the memory of the whole window
             # ---- The contrastive loss and the terms, and the gradient of the features ----
+            self.may_repeat = self.repeats and self._setup.args.world_size == 1
             with record_function("infcl: loss"):
                 of_features = partial(self._loss_and_terms, window, micro_batches, taking_part)
                 beside = term_parameters(self.extensions)
                 loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters, beside)
+        self.may_repeat = self.repeats
         # Before anything has been changed.
         self.checks.check_loss(loss, finite, window, step)
         for parameter, gradient in zip(beside, passes.other_gradients, strict=True):
@@ -158,7 +169,12 @@ class WindowStep:
         second = self._second_window(model, window, passes, micro_batches, taking_part)
         for index in range(len(second)):
             last = index == len(second) - 1
-            with self._gradient_sync(last=last):
+            announces = self._announces(window)
+            if last and announces:
+                Processes().agree([])  # where a lack of memory on another process arrives
+                self.may_repeat = False
+            announced = failures_announced(repeats=True) if announces and not last else nullcontext()
+            with announced, self._gradient_sync(last=last):
                 self._backward(model, window, passes, index, step, last=last)
             self.memory.after_backward(second, index, step)
         # ---- The end of the window ----
@@ -168,7 +184,12 @@ class WindowStep:
         self._end(window)
         return loss.float()
 
+    def _announces(self, window: Window) -> bool:
+        """Whether all processes repeat the step if memory runs out on one of them."""
+        return self.repeats and bool(window.loaded) and self._setup.args.world_size > 1
+
     def _begin(self, model: nn.Module, window: Window, step: int) -> None:
+        self.may_repeat = self.repeats
         model.train()  # once, as the mode must be the same in both passes
         self._setup.encoder.eval_frozen_parts()
         for extension in self.extensions:

@@ -33,9 +33,11 @@ class Window:
     Args:
         batches: as the data loader returned them; none between two windows.
         padding, at_once, last_has_texts: how texts are dealt out anew, as for `deal_texts`.
+        keeps_loaded: whether the step may have to be repeated with smaller micro-batches.
 
     Attributes:
         padding, at_once, last_has_texts: the arguments.
+        loaded: the batches as the data loader returned them, if they are kept.
         sizes: the numbers of images, and of texts, in each micro-batch as the data loader returned it.
         encoded: the number of forwards so far, in both passes.
         part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
@@ -49,8 +51,10 @@ class Window:
         at_once: int = 1,
         *,
         last_has_texts: bool = True,
+        keeps_loaded: bool = False,
     ) -> None:
         self.batches = batches
+        self.loaded = [dict(batch) for batch in batches] if keeps_loaded else []
         self.padding, self.at_once, self.last_has_texts = padding, at_once, last_has_texts
         self.sizes = [[len(images_of(batch)) for batch in batches], [len(batch["input_ids"]) for batch in batches]]
         self._text_places = deal_texts(batches, padding, at_once, last_has_texts=last_has_texts)

@@ -70,6 +70,7 @@ COLUMNS = (
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
 # Our options by implementation; all is replaced by the number of accumulation steps.
 OVERHEAD: dict[str, dict[str, Any]] = {
+    "hf_infcl defaults": {"retain_graphs": "auto", "texts_at_once": "auto"},
     "hf_infcl": {"retain_graphs": "1"},
     "hf_infcl retain all": {"retain_graphs": "all"},
     "hf_infcl retain auto": {"retain_graphs": "auto"},
@@ -146,8 +147,8 @@ def measured(
         if device.type == "cuda":
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
-        if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.retain_graphs == "auto":
-            row["note"] = f"keeps {min(trainer.window_step.memory.graph_budget.affordable or 1, accumulation)} graphs"
+        if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.asked[3] == "auto":
+            row["note"] = f"keeps {trainer.args.retain_graphs} graphs"
     del trainer
     torch.compiler.reset()  # compiled code and its memory belong to this row only
     gc.collect()  # trainers and models refer to each other
@@ -195,7 +196,8 @@ def implementations(
     for name, options in OVERHEAD.items():
         if args.patch_dropout and options.get("freeze") == "image":
             continue  # a frozen image tower sees all patches
-        options = {name: steps if value == "all" else value for name, value in options.items()} | common_options
+        numbers = {name: steps if value == "all" else value for name, value in options.items()}
+        options = {"texts_at_once": 1} | numbers | common_options
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
     yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:
@@ -276,7 +278,7 @@ def profile(args: argparse.Namespace, pool: list[Any], device: torch.device) -> 
     if args.implementations and len(args.implementations) > 1:
         raise SystemExit("--profile takes one of --implementations.")
     name = args.implementations[0] if args.implementations else OURS
-    options = {**OVERHEAD[name], **({"torch_compile": True} if args.compile else {})}
+    options = {"texts_at_once": 1, **OVERHEAD[name], **({"torch_compile": True} if args.compile else {})}
     if options["retain_graphs"] == "all":
         options["retain_graphs"] = str(args.accumulation_steps)
     args.profile.mkdir(parents=True, exist_ok=True)

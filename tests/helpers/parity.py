@@ -41,13 +41,15 @@ def _whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
-class Draws:
+class Draws(TrainerCallback):
     """The random state with which each micro-batch was encoded.
 
-    Fails if the second pass starts from a different state or computes different embeddings.
+    Fails if the second pass starts from a different state or computes different embeddings. Forwards before
+    `on_train_begin`, if this is a callback of a training, are trials of windows of equal rows, and left alone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, of_training: bool = False) -> None:
+        self._watches = not of_training
         self.states: dict[bytes, list[Tensor]] = {}
         self._embeds: dict[bytes, tuple[Tensor, Tensor]] = {}
         model.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -58,12 +60,19 @@ class Draws:
         texts, images = kwargs["input_ids"], kwargs["pixel_values"]
         return key_of(texts if len(texts) == len(images) else images)  # with texts_at_once
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._watches = True
+
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if not self._watches:
+            return
         first = self.states.setdefault(self._key(kwargs), random_state(kwargs["input_ids"].device))
         for seen, now in zip(first, random_state(kwargs["input_ids"].device), strict=True):
             assert torch.equal(seen, now), "the passes drew different dropout masks"
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+        if not self._watches:
+            return
         embeds = outputs.image_embeds.detach(), outputs.text_embeds.detach()
         first = self._embeds.setdefault(self._key(kwargs), embeds)
         for seen, now in zip(first, embeds, strict=True):
@@ -160,7 +169,8 @@ def train(objective: str, variant: str, world_size: int, steps: int, **overrides
             **sets,
             callbacks=[gradients()],
         )
-        trainer.draws = Draws(trainer.model)
+        trainer.draws = Draws(trainer.model, of_training=True)
+        trainer.add_callback(trainer.draws)
         trainer.train()
     return trainer
 

@@ -14,6 +14,7 @@ from ...checkpoints.average_options import check_average
 from ...evaluation.metrics import METRICS, metrics_of_kind
 from ...loading.positions import plan_of
 from ...loading.replay import Replayed
+from ...micro_batches.trials import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
 from ...options.best_metric import check_metric, metrics_of, use_of_metric
 from ...options.combinations import check_command
@@ -144,10 +145,11 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
         print("The global batch grows:", ", ".join(stages))
         return
     steps = args.gradient_accumulation_steps
-    print(
-        f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
-        f"{steps} accumulation step{'s' if steps > 1 else ''} × "
-        f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
-    )
+    if not (args.divides_by_itself and memory_is_known(args.device)):  # otherwise it is not divided yet
+        print(
+            f"The global batch of {args.global_batch_size:,} pairs is {args.per_device_train_batch_size} per device × "
+            f"{steps} accumulation step{'s' if steps > 1 else ''} × "
+            f"{args.world_size} process{'es' if args.world_size > 1 else ''}."
+        )
     if isinstance(pairs, Replayed):
         print(f"{pairs.old:,} of these pairs are old ({pairs.share:.3g}, after rounding).")

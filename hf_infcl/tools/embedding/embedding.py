@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
+from ...checkpoints.run_options import as_json
 from ...data import ContrastiveCollator
 from ...encoders.adapters import fingerprint_of
 from ...encoders.dual_encoder import DualEncoder
 from ...loading.feature_cache import fingerprint, for_each_missing
 from ...loading.stored_embeddings import index_of
-from ...options.run_options import as_json
 from ...processes.collectives import Processes, failures_announced
 from .output import Rows, begin, join, write
 from .sources import Collator, ItemSource

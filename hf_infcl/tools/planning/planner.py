@@ -75,7 +75,10 @@ def _counted(options: Any) -> dict[str, Any]:
 def options_of(options: Any) -> dict[str, Any]:
     """`Choice.options` of the options of a training."""
     found = changed_options(options, lambda facts: facts.plans, training_options())
-    return {name: value for name, value in found.items() if name not in CHOSEN}
+    found = {name: value for name, value in found.items() if name not in (*CHOSEN, "global_batch_size")}
+    if "texts_at_once" in found:
+        found["texts_at_once"] = int(found["texts_at_once"])
+    return found
 
 
 class Planner:
@@ -209,7 +212,8 @@ class Planner:
 def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_bytes: float) -> str | None:
     """Compares the predicted memory of a training with that of its GPU, before the training begins.
 
-    Trainings that shard the weights (FSDP, DeepSpeed) or read the image features from a cache are not predicted.
+    Trainings that shard the weights (FSDP, DeepSpeed), read the image features from a cache, or find out by themselves
+    what fits (``global_batch_size``) are not predicted.
 
     Returns:
         A warning if the training probably does not fit, or if its memory cannot be predicted.
@@ -218,7 +222,7 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
         ValueError: it cannot fit: weights, their gradients, half of a micro-batch's activations and the window's images
             in uint8 alone exceed the memory of the GPU.
     """
-    if args.fsdp or args.deepspeed or args.cache_features:
+    if args.fsdp or args.deepspeed or args.cache_features or args.divides_by_itself:
         return None
     choice = choice_of(args)
     try:

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import is_peft_available
 
 from ..data import ContrastiveCollator
-from .arguments import InfCLTrainingArguments
-from .combinations import WITHOUT_WARM_UP
-from .facts import facts_by_name
+from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import WITHOUT_WARM_UP
+from ..options.facts import facts_by_name
 
 # Options that decide what is trained, but are compared in another form: see `options_of_arguments` and `Run`.
 _IN_ANOTHER_FORM = {

@@ -1,0 +1,193 @@
+"""Finds, before the first step of a training, what its user has not chosen of the division of its global batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch.utils.data import IterableDataset
+from transformers.utils import logging
+
+from ..checkpoints.record import RunRecord
+from ..options.arguments import InfCLTrainingArguments
+from ..options.batch_division import DIVISION, largest_micro_batch, micro_batches_of
+from ..passes.random_state import random_state_kept
+from ..processes.collectives import Processes, announce_failure, failures_announced
+from ..windows.setup import Setup
+from .search import ENOUGH, Trial, find_graphs, find_micro_batch, find_texts_at_once
+from .trials import Trials, memory_is_known, release_memory
+
+_FOUND = (*DIVISION, "texts_at_once", "retain_graphs", "largest_micro_batch")
+
+logger = logging.get_logger(__name__)
+
+
+def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
+    """What a checkpoint says of the division of the global batch, so that a resumed run has the same; collective."""
+    return {**{name: getattr(args, name) for name in _FOUND}, "asked": list(args.asked), "machines": _machines(args)}
+
+
+def find_micro_batches(
+    setup: Setup,
+    record: RunRecord | None,
+    loader_of: Callable[[], Any],
+    prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
+) -> int:
+    """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
+
+    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise those that were not
+    given are tried, if the memory of the device is known.
+
+    Args:
+        setup: of the training.
+        record: that of the checkpoint that it resumes from, if any.
+        loader_of: returns a training loader, which may be looked into.
+        prepare_inputs: moves a batch to the device.
+
+    Returns:
+        The micro-batch.
+
+    Raises:
+        ValueError: not even one pair fits, what fits does not divide the global batch, or the wrapper cannot be tried.
+    """
+    args = setup.args
+    # What an earlier training of the same arguments has found is found anew; what was changed since then stays.
+    texts, graphs = (
+        asked if getattr(args, name) == args.found.get(name) else getattr(args, name)
+        for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
+    )
+    args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
+    if _resumed(args, record) or not memory_is_known(args.device):
+        return args.per_device_train_batch_size
+    if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        if args.divides_by_itself:
+            raise ValueError(
+                f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
+                "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
+            )
+        return args.per_device_train_batch_size
+    own = args.global_batch_size // args.world_size
+    searches = args.divides_by_itself
+    if not searches and ("auto" not in (texts, graphs) or own <= args.per_device_train_batch_size):
+        return args.per_device_train_batch_size
+    # ---- Of each decision, all processes take what all of them can hold ----
+    began, processes = time.perf_counter(), Processes()
+
+    def agree(number: int) -> int:
+        return int(min(number for (number,) in processes.agree([number])))
+
+    def attempt(trial: Trial) -> tuple[int, int]:
+        try:
+            return trials(trial)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            announce_failure(error)
+            raise
+
+    padding: Mapping[str, int] | None = getattr(setup.collator, "text_padding", None)
+    # Texts are padded to the longest one of their batch, or all to one length. Other collators may return any.
+    longest = None if padding is None else args.max_text_tokens or getattr(setup.collator, "max_length", None)
+    padded = padding is not None or getattr(setup.collator, "text_options", {}).get("padding") == "max_length"
+    with failures_announced():
+        batch = _first_batch(setup, loader_of)
+    if not agree(batch is not None):  # which the training will say
+        return args.per_device_train_batch_size
+    with failures_announced():
+        trials = Trials(setup, batch, longest, padding, prepare_inputs=prepare_inputs, own=own)
+        trial = Trial(
+            args.per_device_train_batch_size,
+            1 if texts == "auto" else int(texts),
+            1 if graphs == "auto" else max(1, int(graphs)),
+        )
+    if searches:
+        possible = micro_batches_of(args, exceeds=not isinstance(setup.data, IterableDataset))
+        fits = find_micro_batch(attempt, trial, possible, own, agree)
+        if fits == 0:
+            raise ValueError(
+                f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
+                "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
+            )
+        following = next((n for n in possible if n > fits), fits)
+        if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
+        trial = Trial(largest_micro_batch(args, possible, fits), trial.texts, trial.graphs)
+        args.per_device_train_batch_size = trial.micro_batch
+        if args.global_batch_schedule is None:
+            args.gradient_accumulation_steps = own // trial.micro_batch
+    count = -(-own // trial.micro_batch)
+    if texts == "auto":
+        # With gradient_noise_steps all micro-batches have their own.
+        most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
+        trial = Trial(trial.micro_batch, find_texts_at_once(attempt, trial, most, agree), trial.graphs)
+        args.texts_at_once = str(trial.texts)
+    if graphs == "auto" and not _varies(args):
+        most = max(1, count - 1) if processes.grouped else count  # see `Wrapper.most_graphs`
+        args.retain_graphs = str(find_graphs(attempt, trial, most, agree))
+    args.found = {name: getattr(args, name) for name in _FOUND}
+    release_memory()
+    if processes.rank == 0:
+        logger.warning(
+            f"{described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {options_of(args)}"
+        )
+    return args.per_device_train_batch_size
+
+
+def _varies(args: InfCLTrainingArguments) -> bool:
+    """Whether steps differ in the memory of a graph, so that `GraphBudget` measures it when it changes."""
+    return bool(
+        args.global_batch_schedule or args.image_size_schedule or (args.patch_dropout and args.full_tokens_last)
+    )
+
+
+def _first_batch(setup: Setup, loader_of: Callable[[], Any]) -> Any:
+    """A batch of the training, which this process loads without workers; None if there is none."""
+    args: Any = setup.args
+    without = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+    without |= {"dataloader_multiprocessing_context": None}  # not in transformers before 5.15
+    before = {name: getattr(args, name) for name in without if hasattr(args, name)}
+    try:
+        vars(args).update({name: without[name] for name in before})
+        with random_state_kept(args.device):
+            return next(iter(loader_of()), None)
+    finally:
+        vars(args).update(before)
+
+
+def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
+    """Takes the division of the checkpoint, if it is of the same options and machines on all processes; collective."""
+    before = None if record is None else record.micro_batches
+    # Every process calls `_machines`, since all of them have the record or none.
+    if before is None or before["asked"] != list(args.asked) or before["machines"] != _machines(args):
+        return False
+    args.found = {name: before[name] for name in _FOUND}
+    vars(args).update(args.found)
+    return True
+
+
+def described(args: InfCLTrainingArguments) -> str:
+    """The division of a global batch in words."""
+    texts, graphs = args.texts_together, args.retain_graphs
+    more = [f"the texts of {texts} micro-batches at once"] if texts > 1 else []
+    more += [f"{graphs} graphs kept"] if graphs not in ("auto", "0", "1") else []
+    accumulation = args.global_batch_size // args.world_size // args.per_device_train_batch_size
+    factors = f"{args.per_device_train_batch_size} × {accumulation} × {args.world_size}"
+    return ", ".join([f"Global batch of {args.global_batch_size:,} pairs = {factors}", *more])
+
+
+def options_of(args: InfCLTrainingArguments) -> str:
+    """The options that fix the division, as the command takes them."""
+    names = [name for name in _FOUND[:4] if args.global_batch_schedule is None or name != DIVISION[1]]
+    return " ".join(f"--{name} {getattr(args, name)}" for name in names)
+
+
+def _machines(args: InfCLTrainingArguments) -> list[str]:
+    """The device of each process, with its memory; collective."""
+    own = args.device.type
+    if own == "cuda":
+        device = torch.cuda.get_device_properties(args.device)
+        own = f"{device.name}, {device.total_memory} bytes"
+    return Processes().gather_text(own)

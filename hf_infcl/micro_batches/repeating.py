@@ -1,0 +1,81 @@
+"""Repeats a step that runs out of memory with smaller micro-batches: nothing has been updated before its end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..options.arguments import InfCLTrainingArguments
+from ..processes.collectives import OtherRankFailedError
+from ..windows.extensions import term_parameters
+from ..windows.step import WindowStep
+from ..windows.window import Window
+from .rows import split_batches
+from .trials import release_memory
+
+logger = logging.get_logger(__name__)
+
+
+def run_repeating(
+    step: WindowStep, model: nn.Module, window: Window, number: int, args: InfCLTrainingArguments
+) -> tuple[Tensor, Window]:
+    """The step of a window, which is repeated with halved micro-batches as long as memory runs out; collective.
+
+    Args:
+        step, model: of the training.
+        window: its next window.
+        number: the optimizer steps that were trained.
+        args: its arguments, of which ``largest_micro_batch`` becomes what fits.
+
+    Returns:
+        The loss, and the window that was trained in the end.
+
+    Raises:
+        torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
+    """
+    while True:
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if window.loaded else []
+        largest = max(window.sizes[0])
+        try:
+            loss = step.run(model, window, number)
+            window.loaded.clear()
+            return loss, window
+        except torch.OutOfMemoryError:
+            if not (window.loaded and step.may_repeat and largest > 1):
+                _advise(args, number, repeats=bool(window.loaded))
+                raise
+        except OtherRankFailedError as error:  # which all other processes have heard of as well
+            if not (window.loaded and step.repeats and largest > 1 and torch.OutOfMemoryError.__name__ in str(error)):
+                raise
+        # ---- As before the step; the errors, which hold memory, are gone ----
+        model.zero_grad()
+        for parameter in term_parameters(step.extensions):
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        args.largest_micro_batch = -(-largest // 2)
+        parts, dealt = split_batches(window.loaded, args.largest_micro_batch), (window.padding, window.at_once)
+        for index in range(len(window)):
+            window.release(index)  # Trainer's loop holds its batches
+        window = Window(parts, *dealt, last_has_texts=window.last_has_texts, keeps_loaded=True)
+        release_memory()
+        if args.process_index == 0:
+            logger.warning(
+                f"The step after step {number} ran out of memory with micro-batches of {largest} pairs. It is repeated "
+                f"with {args.largest_micro_batch}, as are the following ones; the result stays the same but for "
+                "rounding and dropout masks."
+            )
+
+
+def _advise(args: InfCLTrainingArguments, number: int, *, repeats: bool) -> None:
+    """Says what to do about a step that ran out of memory and is not repeated."""
+    what = (
+        "A part of it was already exchanged among the processes or selected, so it is not repeated. Resume from the "
+        f"last checkpoint with per_device_train_batch_size={max(1, args.per_device_train_batch_size // 2)}."
+        if repeats
+        else f"Pass global_batch_size={args.global_batch_size} in place of per_device_train_batch_size and "
+        "gradient_accumulation_steps: it finds the micro-batch that fits, and repeats such a step with smaller ones."
+    )
+    logger.error(f"The step after step {number} ran out of memory. {what}")

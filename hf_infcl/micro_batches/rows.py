@@ -1,0 +1,89 @@
+"""Batches with some of the images of another one: smaller micro-batches, and repeated rows for a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..encoders.dual_encoder import TEXT_INPUTS, images_of
+from ..windows.terms import OF_TEACHERS
+
+# What a batch has for each text. Every other tensor has a row for each image.
+_OF_TEXTS = (*TEXT_INPUTS, "start_texts", "texts", "known_texts")
+
+
+def split_batches(batches: Sequence[Any], largest: int | None) -> list[Any]:
+    """The batches of a window in their order, each split equally into parts of at most ``largest`` images, if given.
+
+    Images keep their order. The captions of an image stay with it, and negative captions are shared equally.
+    """
+    if largest is None:
+        return list(batches)
+    parts: list[Any] = []
+    for batch in batches:
+        images = len(images_of(batch))
+        count = -(-images // largest)
+        parts += [batch] if count == 1 else _split(batch, torch.arange(images).tensor_split(count))
+    return parts
+
+
+def _split(batch: Mapping[str, Any], images: Sequence[Tensor]) -> list[dict[str, Any]]:
+    negatives = _negatives(batch).tensor_split(len(images))
+    return [rows_of(batch, own, texts) for own, texts in zip(images, negatives, strict=True)]
+
+
+def repeated(batch: Mapping[str, Any], images: int) -> dict[str, Any]:
+    """A batch of so many images, which are those of another one in turn."""
+    of_batch, negatives = len(images_of(batch)), _negatives(batch)
+    return rows_of(batch, torch.arange(images) % of_batch, negatives.repeat(-(-images // of_batch)))
+
+
+def _negatives(batch: Mapping[str, Any]) -> Tensor:
+    """The places of the texts that belong to no image, [negatives] int64."""
+    belongs = batch.get("caption_image")
+    return torch.empty(0, dtype=torch.int64) if belongs is None else (belongs.cpu() < 0).nonzero().flatten()
+
+
+def rows_of(batch: Mapping[str, Any], images: Tensor, negatives: Tensor) -> dict[str, Any]:
+    """The batch of some images of another one, with their texts.
+
+    Args:
+        batch: as a data collator returned it; its texts have not been dealt out.
+        images: [images] int64 on the CPU, the rows of the images.
+        negatives: [texts] int64 on the CPU, the rows of negative captions to take along.
+    """
+    count, texts, own = len(images_of(batch)), images, None
+    if (belongs := batch.get("caption_image")) is not None:
+        # [images, texts]: in the order of the images, and of the texts of each of them.
+        of_images, rows = (images[:, None] == belongs.cpu()[None]).nonzero(as_tuple=True)
+        texts = torch.cat((rows, negatives))
+        own = torch.cat((of_images, torch.full_like(negatives, -1)))
+    found: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name == "new_images":  # the first ones
+            found[name] = int((images < value).sum())
+        elif name == "caption_image":
+            assert own is not None
+            found[name] = own.to(value.device)
+        elif isinstance(value, Tensor) and _plain(name) in _OF_TEXTS:
+            found[name] = _taken(value, texts)
+        elif isinstance(value, Tensor) and value.dim() and len(value) == count:
+            found[name] = _taken(value, images)
+        else:
+            found[name] = value
+    return found
+
+
+def _taken(value: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor, without a copy if they are consecutive."""
+    if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
+        return value[int(rows[0]) : int(rows[0]) + len(rows)]
+    return value[rows.to(value.device)]
+
+
+def _plain(name: str) -> str:
+    """The name of a tensor without the prefix of a teacher, such as ``teacher_0_``."""
+    return name.removeprefix(OF_TEACHERS).partition("_")[2] if name.startswith(OF_TEACHERS) else name

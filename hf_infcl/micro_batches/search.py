@@ -1,0 +1,98 @@
+"""Which division of a global batch fits into memory and is fast, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+ENOUGH = 256  # pairs of a micro-batch with which a GPU is at its rate; what fits beyond it keeps graphs
+SINGLE = 4 * ENOUGH  # a window of up to so many pairs may be one micro-batch, which is encoded only once
+TEXTS_AT_ONCE = (4, 2)  # texts are shorter than images: a GPU is at its rate with more of them
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A window that is tried.
+
+    Attributes:
+        micro_batch: the pairs of a micro-batch.
+        texts: the micro-batches whose texts are encoded at once.
+        graphs: the micro-batches whose graphs are kept.
+    """
+
+    micro_batch: int
+    texts: int = 1
+    graphs: int = 1
+
+
+# attempt(trial): the bytes that the window takes above its resting state, and those left over. Raises an
+# OutOfMemoryError if it does not fit.
+Attempt = Callable[[Trial], tuple[int, int]]
+# agree(number): the least number of all processes.
+Agree = Callable[[int], int]
+
+
+def find_micro_batch(attempt: Attempt, trial: Trial, possible: Sequence[int], own: int, agree: Agree) -> int:
+    """The largest of the micro-batches that fits on all processes and is not larger than is of use; 0 if none fits.
+
+    Args:
+        attempt: tries a window on this process.
+        trial: with the texts and the graphs that are decided already, or 1 of them.
+        possible: the pairs of the micro-batches, in rising order.
+        own: the pairs of a window.
+        agree: collective.
+    """
+    candidates = [n for n in possible if n <= ENOUGH or n == own <= SINGLE]
+    first, last = 0, len(candidates)  # all before the first fit, and none from the last on
+    while first < last:
+        middle = last - 1 if last == len(candidates) else (first + last) // 2
+        if _fits(attempt, replace(trial, micro_batch=candidates[middle])):
+            first = middle + 1
+        else:
+            last = middle
+    return agree(candidates[first - 1] if first else 0)
+
+
+def find_texts_at_once(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
+    """The micro-batches whose texts can be encoded at once on all processes.
+
+    Args:
+        attempt, agree: as for `find_micro_batch`.
+        trial: with the micro-batch and the graphs that are decided already.
+        most: the micro-batches of a window that can give their texts to another one.
+    """
+    fitting = (n for n in TEXTS_AT_ONCE if n <= most and _fits(attempt, replace(trial, texts=n)))
+    return agree(next(fitting, 1))
+
+
+def find_graphs(attempt: Attempt, trial: Trial, most: int, agree: Agree) -> int:
+    """The number of graphs that can be kept on all processes.
+
+    Args:
+        attempt, agree: as for `find_micro_batch`.
+        trial: with the micro-batch and the texts that are decided already.
+        most: the graphs that are of use.
+    """
+    graphs, wanted, of_first, of_one = 0, 1, 0, 1
+    while graphs < wanted:
+        try:
+            taken, left = attempt(replace(trial, graphs=wanted))
+        except torch.OutOfMemoryError:
+            most, wanted = wanted - 1, (graphs + wanted) // 2
+            continue
+        if graphs == 0:
+            of_first = of_one = taken  # an upper bound, which includes the texts of several micro-batches
+        else:
+            of_one = (taken - of_first) // (wanted - 1)
+        graphs, wanted = wanted, min(most, wanted + left // max(1, of_one))
+    return agree(max(1, graphs))
+
+
+def _fits(attempt: Attempt, trial: Trial) -> bool:
+    try:
+        attempt(trial)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -1,0 +1,186 @@
+"""Tries whether a window fits into memory: both passes and the loss, with the largest shapes, and no update."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+
+from ..encoders.dual_encoder import TEXT_INPUTS
+from ..loss.cuda_graphs import forget_recordings
+from ..passes.random_state import random_state_kept
+from ..processes.collectives import Processes, alone
+from ..processes.phases import Phases
+from ..windows.extensions import LossTerm, StepChange, term_parameters
+from ..windows.setup import Setup
+from ..windows.step import WindowStep
+from ..windows.texts import widened
+from ..windows.window import Window
+from .rows import repeated
+from .search import Trial
+
+MARGIN = 0.07  # of the memory, for texts of other lengths that do not fit into the gaps that earlier ones have left
+_STATE = 8  # bytes of an optimizer for each trained parameter: two moments in fp32
+
+
+def memory_is_known(device: torch.device) -> bool:
+    """Whether a window that does not fit into the memory of a device raises an OutOfMemoryError."""
+    return device.type == "cuda"
+
+
+class Trials:
+    """Tries windows on this process alone, whatever the others do.
+
+    Args:
+        setup: of the training.
+        batch: one of its data loader, whose rows are repeated.
+        longest: the tokens of the longest texts; None for those of the batch.
+        padding: as for `deal_texts`.
+        prepare_inputs: moves a batch to the device.
+        own: the pairs of a window on this process.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        batch: Mapping[str, Any],
+        longest: int | None,
+        padding: Mapping[str, int] | None,
+        *,
+        prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
+        own: int,
+    ) -> None:
+        self._setup, self._own, self._padding = setup, own, padding
+        self._batch, self._prepare_inputs = with_longest_texts(batch, longest), prepare_inputs
+        self._grouped, self._fitted = Processes().grouped, True
+
+    def __call__(self, trial: Trial) -> tuple[int, int]:
+        """Tries a window.
+
+        Returns:
+            The bytes that it takes beside the weights, their gradients and the optimizer, and those that are left.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        setup, device = self._setup, self._setup.args.device
+        trained = [p for p in setup.encoder.model.parameters() if p.requires_grad] + term_parameters(setup.extensions)
+        buffers = [(buffer, buffer.clone()) for buffer in setup.encoder.model.buffers()]
+        if not self._fitted:  # what the error of the trial before held
+            release_memory()
+        self._fitted = False
+        try:
+            with random_state_kept(device), alone(), _as_prepared(setup.encoder.model, setup.accelerator):
+                found = self._run(trial)
+            self._fitted = True
+        finally:
+            for parameter in trained:
+                parameter.grad = None
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        return found
+
+    def _run(self, trial: Trial) -> tuple[int, int]:
+        args = copy.copy(self._setup.args)
+        args.retain_graphs = str(trial.graphs)
+        args.skip_nonfinite = 1  # a loss that is not finite is the training's to refuse
+        args.image_size_schedule = None  # the batch has the images of the last steps
+        args.patch_dropout = None if args.full_tokens_last else args.patch_dropout
+        # Those that only look, or keep what they have seen, would take the trial for a step.
+        changing = [one for one in self._setup.extensions if isinstance(one, (LossTerm, StepChange))]
+        step = WindowStep(
+            replace(self._setup, args=args, extensions=changing),
+            self._setup.encoder.model,
+            prepare_inputs=self._prepare_inputs,
+            rows_of_dataset=lambda places: [],
+            roll_back=lambda reason: None,
+            phases=Phases(),
+        )
+        step.windows = 1  # the first one of a training is looked at more closely
+        batch = repeated(self._batch, trial.micro_batch)
+        count = min(-(-self._own // trial.micro_batch), max(trial.graphs, trial.texts) + 1)
+        batches = [{name: _copied(value) for name, value in batch.items()} for _ in range(count)]
+        device, on_gpu = args.device, args.device.type == "cuda"
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0
+        reserved = torch.empty(self._reserve(trial, batch, count) if on_gpu else 0, dtype=torch.uint8, device=device)
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        try:
+            kept = {"last_has_texts": self._grouped, "keeps_loaded": args.divides_by_itself}
+            window = Window(batches, self._padding, trial.texts, **kept)
+            step.run(self._setup.encoder.model, window, 0)
+        finally:
+            step.close()
+        if not on_gpu:
+            return 1, 0
+        peak = torch.cuda.max_memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(1, peak - before - len(reserved)), free + torch.cuda.memory_reserved(device) - peak
+
+    def _reserve(self, trial: Trial, batch: Mapping[str, Any], count: int) -> int:
+        """The bytes that a step of the training takes beside the trial: optimizer, other inputs, and a margin."""
+        args, model = self._setup.args, self._setup.encoder.model
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        of_each = _STATE + (4 if args.ema_decay is not None and args.ema_device is None else 0)
+        of_each += 4 if self._grouped else 0  # DDP's buckets
+        of_inputs = sum(value.nbytes for value in batch.values() if isinstance(value, Tensor))
+        others = 0 if args.offload_inputs else max(0, self._own // trial.micro_batch - count) + 1  # and the next one
+        of_features = 4 * self._setup.encoder.width() * (4 * args.global_batch_size + 8 * self._own)
+        total = torch.cuda.get_device_properties(args.device).total_memory
+        return int(trained * of_each + others * of_inputs + of_features + MARGIN * total)
+
+
+def release_memory() -> None:
+    """Gives back what a window that did not fit has left."""
+    forget_recordings()
+    gc.collect()
+    clear_device_cache()
+
+
+def with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+    """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
+    found = dict(batch)
+    for name in (name for name in TEXT_INPUTS if name in found):
+        tokens: Tensor = found[name]
+        if longest is not None and tokens.shape[1] < longest:
+            found[name] = widened(tokens, longest, 0)
+    if "attention_mask" in found:
+        found["attention_mask"] = torch.ones_like(found["attention_mask"])
+    return found
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _as_prepared(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """The context in which a model computes in the precision of the training, as accelerate will prepare it."""
+    forward, own = model.forward, vars(model).get("forward")
+    scaler, accelerator.scaler = accelerator.scaler, None
+
+    @functools.wraps(forward)
+    def in_precision(*inputs: Any, **named: Any) -> Any:
+        with accelerator.autocast():
+            return convert_outputs_to_fp32(forward)(*inputs, **named)
+
+    model.forward = in_precision
+    try:
+        yield
+    finally:
+        accelerator.scaler = scaler
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own

@@ -1,0 +1,128 @@
+"""How a global batch of a given size is divided into processes and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .batch_schedule import BatchSchedule
+from .declaring import ExclusiveOptionsError
+
+DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
+UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
+_LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate
+
+
+def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulation: int | None) -> None:
+    """Sets the micro-batch and the accumulation of a training so that they make up its ``global_batch_size``.
+
+    Args:
+        args: `InfCLTrainingArguments`, whose processes are set up.
+        size: ``global_batch_size`` as it was given.
+        micro_batch, accumulation: those that are decided already.
+
+    Raises:
+        ValueError: the global batch cannot be divided so.
+    """
+    if args.global_batch_schedule is not None:
+        if size != args.global_batch_size:
+            raise ExclusiveOptionsError(
+                f"global_batch_size={size:,}, but global_batch_schedule ends with {args.global_batch_size:,}. Leave "
+                "one of them out.",
+                *("global_batch_size", "global_batch_schedule"),
+            )
+        args.per_device_train_batch_size = micro_batch or _untried(args)
+        return
+    if args.deepspeed is not None and None in (micro_batch, accumulation):
+        raise ExclusiveOptionsError(
+            f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
+            f"the processes are known. Give {' and '.join(DIVISION)} as well.",
+            *("global_batch_size", "deepspeed"),
+        )
+    given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
+    least = math.prod([args.world_size, *(n for _, n in given)])
+    words = " × ".join([f"{name}={n}" for name, n in given] + [_of(args.world_size)])
+    if size % least or (len(given) == 2 and least != size):
+        cure = f"leave {given[0][0]} out" if given else "other processes"
+        raise ExclusiveOptionsError(
+            f"global_batch_size={size:,} is no multiple of {words}, which is {least:,}. Choose "
+            f"{_or(_multiples(size, least))}, or {cure}."
+            if size % least
+            else f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
+            *(*(name for name, _ in reversed(given)), "global_batch_size"),
+        )
+    own = size // args.world_size
+    micro_batch = micro_batch or (own // accumulation if accumulation else _untried(args))
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = micro_batch, own // micro_batch
+
+
+def _untried(args: Any) -> int:
+    """The micro-batch that nobody has tried: the last word on a CPU, and until the first step on a GPU."""
+    if args.device.type == "cpu":
+        return largest_micro_batch(args, micro_batches_of(args), UNTRIED)
+    return max((n for n in micro_batches_of(args) if n <= UNTRIED), default=1)
+
+
+def micro_batches_of(args: Any, *, exceeds: bool = False) -> list[int]:
+    """The micro-batches that divide every global batch of a training equally, in rising order.
+
+    Args:
+        args: as for `divide_global_batch`.
+        exceeds: whether a micro-batch may be larger than what a process has of the first of growing global batches,
+            whose single micro-batch is smaller then. That of a stream may not.
+    """
+    sizes = _sizes(args)
+    if any(size % args.world_size for size in sizes):
+        return []
+    owns = [size // args.world_size for size in sizes]
+    most = owns[-1] // 2 if args.gradient_noise_steps is not None else owns[-1]
+    most = most if exceeds else min(most, owns[0])
+    return [n for n in range(1, most + 1) if all(own % min(n, own) == 0 for own in owns)]
+
+
+def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
+    """The largest possible micro-batch of at most this many pairs.
+
+    Args:
+        args: as for `divide_global_batch`.
+        possible: `micro_batches_of` it.
+        most: the pairs that fit.
+
+    Raises:
+        ValueError: it is much smaller than ``most``; the message names global batches that can be divided.
+    """
+    fits = [n for n in possible if n <= most]
+    if fits and (fits[-1] >= _LEAST * most or fits[-1] == possible[-1]):
+        return fits[-1]
+    size, step = args.global_batch_size, args.world_size * max(1, most // 2)
+    if args.global_batch_schedule is not None:
+        raise ValueError(
+            f"No micro-batch of up to {most} pairs divides all global batches of {args.global_batch_schedule} on "
+            f"{_of(args.world_size)}, but for very small ones. Choose multiples of {step:,} pairs, or give "
+            "per_device_train_batch_size."
+        )
+    raise ValueError(
+        f"global_batch_size={size:,} on {_of(args.world_size)} cannot be divided into micro-batches that are nearly as "
+        f"large as fits, which is {most} pairs here: the largest that divides it has {fits[-1] if fits else 'none'}. "
+        f"Choose {_or(_multiples(size, step))}, or give per_device_train_batch_size."
+    )
+
+
+def _sizes(args: Any) -> tuple[int, ...]:
+    if args.global_batch_schedule is not None:
+        return BatchSchedule.of(args.global_batch_schedule).sizes
+    return (args.global_batch_size,)
+
+
+def _of(processes: int) -> str:
+    return f"{processes} process{'es' if processes > 1 else ''}"
+
+
+def _multiples(size: int, step: int) -> list[int]:
+    """The multiples of a number of pairs below and above a size."""
+    return [near for near in (size // step * step, -(-size // step) * step) if near]
+
+
+def _or(sizes: Iterable[int]) -> str:
+    return " or ".join(f"{size:,}" for size in dict.fromkeys(sizes))

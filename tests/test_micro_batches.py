@@ -1,0 +1,549 @@
+"""One number for the batch: its division, what is found by trying, and steps that run out of memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers import models
+from helpers.parity import MODELS
+from helpers.shards import write_tars
+from helpers.streams import collate, stream_of
+from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from torch import nn
+from torch.utils.data import default_collate
+
+from hf_infcl.checkpoints.record import RunRecord
+from hf_infcl.micro_batches import finding
+from hf_infcl.micro_batches.rows import repeated, split_batches
+from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
+from hf_infcl.options import batch_division
+from hf_infcl.options.batch_division import largest_micro_batch, micro_batches_of
+from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
+from hf_infcl.windows.window import Window
+
+FREE: dict[str, Any] = {"per_device_train_batch_size": None, "gradient_accumulation_steps": None}
+FOURS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+OPTIONS = {**FREE, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0, "max_steps": 3}
+
+
+# ---- The division ----
+
+
+@pytest.mark.parametrize(
+    ("options", "division"),
+    [
+        ({}, (8, 1)),
+        ({"global_batch_size": 4096}, (32, 128)),
+        ({"global_batch_size": 7}, (7, 1)),
+        ({"global_batch_size": 60}, (30, 2)),
+        ({"global_batch_size": 64, "per_device_train_batch_size": 16}, (16, 4)),
+        ({"global_batch_size": 64, "gradient_accumulation_steps": 4}, (16, 4)),
+        ({"global_batch_size": 64, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}, (16, 4)),
+        ({"global_batch_size": 64, "global_batch_schedule": "16:0.5 64"}, (16, 1)),
+        ({"global_batch_size": 64, "gradient_noise_steps": 3}, (32, 2)),
+        ({"global_batch_size": 32, "gradient_noise_steps": 3}, (16, 2)),
+    ],
+    ids=str,
+)
+def test_a_global_batch_is_divided(tmp_path, options, division):
+    args = arguments(tmp_path, **{**FREE, **options})
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == division
+    assert args.global_batch_size == options.get("global_batch_size", 8)
+    assert (args.texts_together, args.retain_graphs) == (1, "auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch_size": 0}, "global_batch_size must be a whole number of at least 1, got 0"),
+        ({"global_batch_size": 4099}, r"4,099 on 1 process cannot be divided .* has 1. Choose 4,096 or 4,112, or give"),
+        (
+            {"global_batch_size": 64, "per_device_train_batch_size": 7},
+            r"64 is no multiple of per_device_train_batch_size=7 × 1 process, which is 7. Choose 63 or 70, or leave",
+        ),
+        (
+            {"global_batch_size": 64, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+            r"64, but per_device_train_batch_size=8 × gradient_accumulation_steps=4 × 1 process is 32. Leave one",
+        ),
+        (
+            {"global_batch_size": 64, "global_batch_schedule": "32:0.5 128"},
+            "64, but global_batch_schedule ends with 128",
+        ),
+        (
+            {"global_batch_size": 32, "texts_at_once": 4},
+            "texts_at_once=4 has no effect with gradient_accumulation_steps=1",
+        ),
+        ({"texts_at_once": "all"}, "texts_at_once must be 'auto' or an integer of at least 1, got 'all'"),
+        ({"texts_at_once": 0}, "texts_at_once must be 'auto' or an integer of at least 1, got '0'"),
+    ],
+    ids=str,
+)
+def test_what_makes_up_no_global_batch_is_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **{**FREE, **options})
+
+
+def test_a_micro_batch_that_is_changed_later_must_fit_as_well(tmp_path):
+    args = arguments(tmp_path, **FREE, global_batch_size=64)
+    args.per_device_train_batch_size = 16  # as a hyperparameter search does
+    with pytest.raises(ValueError, match=r"64, but per_device_train_batch_size=16 .* is 32"):
+        args.check()
+
+
+def test_deepspeed_needs_both_sizes(tmp_path):
+    args = arguments(tmp_path, **FREE, global_batch_size=64)
+    args.deepspeed = "config.json"
+    with pytest.raises(ValueError, match="global_batch_size=64 does not divide itself under DeepSpeed"):
+        batch_division.divide_global_batch(args, 64, 8, None)
+    batch_division.divide_global_batch(args, 64, 8, 8)
+
+
+def test_sharded_weights_are_not_tried(tmp_path):
+    trainer = trainer_for(tmp_path, **FREE, global_batch_size=16)
+    searched = trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs
+    with (
+        mock.patch.object(finding, "memory_is_known", return_value=True),
+        mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
+    ):
+        with pytest.raises(ValueError, match="global_batch_size=16 needs a per_device_train_batch_size under FSDP"):
+            finding.find_micro_batches(*searched)
+        trainer.args.asked = (8, None, "auto", "auto")
+        assert finding.find_micro_batches(*searched) == 16
+    assert (trainer.args.texts_at_once, trainer.args.retain_graphs) == ("auto", "auto")
+
+
+def test_what_fits_is_divided_among_all_stages(tmp_path):
+    args = arguments(tmp_path, **FREE, global_batch_size=96, global_batch_schedule="12:0.5 24:0.2 96")
+    assert micro_batches_of(args) == [1, 2, 3, 4, 6, 12]
+    assert micro_batches_of(args, exceeds=True) == [1, 2, 3, 4, 6, 12, 24, 32, 48, 96]
+    assert largest_micro_batch(args, micro_batches_of(args, exceeds=True), 50) == 48
+    with pytest.raises(ValueError, match="No micro-batch of up to 50 pairs divides all global batches"):
+        largest_micro_batch(args, [1, 2, 96], 50)
+
+
+# ---- The search ----
+
+
+class Memory:
+    """A device: each pair of a kept graph takes 10 bytes for its image and 4 for its texts."""
+
+    def __init__(self, capacity: int, own: int) -> None:
+        self.capacity, self.own, self.trials = capacity, own, 0
+
+    def taken(self, trial: Trial) -> int:
+        count = -(-self.own // trial.micro_batch)
+        texts = [min(trial.texts, count - first) for first in range(0, count, trial.texts)]
+        texts += [0] * (count - len(texts))
+        return sum(trial.micro_batch * (10 + 4 * n) for n in texts[: trial.graphs]) + 5
+
+    def __call__(self, trial: Trial) -> tuple[int, int]:
+        self.trials += 1
+        if (taken := self.taken(trial)) > self.capacity:
+            raise torch.OutOfMemoryError
+        return taken, self.capacity - taken
+
+
+@pytest.mark.parametrize("own", [8, 240, 256, 512, 1000, 4096])
+@pytest.mark.parametrize("capacity", [20, 300, 3_000, 4_700, 9_000, 100_000])
+def test_the_search_finds_what_fits(own, capacity):
+    memory = Memory(capacity, own)
+    possible = [n for n in range(1, own + 1) if own % n == 0]
+    of_use = [n for n in possible if n <= 256 or n == own <= 1024]
+    found = find_micro_batch(memory, Trial(0), possible, own, int)
+    assert found == max(n for n in of_use if memory.taken(Trial(n)) <= capacity)
+    assert memory.trials <= 2 + math.ceil(math.log2(len(of_use) + 1))
+    count = own // found
+    texts = find_texts_at_once(memory, Trial(found), count, int)
+    assert texts == max(n for n in (1, 2, 4) if n <= max(1, count) and memory.taken(Trial(found, n)) <= capacity)
+    memory.trials = 0
+    graphs = find_graphs(memory, Trial(found, texts), count, int)
+    assert graphs == max(n for n in range(1, count + 1) if memory.taken(Trial(found, texts, n)) <= capacity)
+    assert memory.trials <= 6
+
+
+def test_nothing_fits_and_what_another_process_holds_counts():
+    memory = Memory(13, 64)
+    assert find_micro_batch(memory, Trial(0), [1, 2, 4], 64, int) == 0
+    assert find_graphs(memory, Trial(64), 3, int) == 1
+    memory = Memory(10**6, 64)
+    assert find_micro_batch(memory, Trial(0), [16, 32, 64], 64, lambda n: min(n, 32)) == 32
+    assert find_texts_at_once(memory, Trial(16), 4, lambda n: min(n, 2)) == 2
+    assert find_graphs(memory, Trial(16), 4, lambda n: min(n, 3)) == 3
+
+
+# ---- Batches are split and repeated ----
+
+
+def batch_of_captions() -> dict[str, Any]:
+    """Three images with 2, 1 and 3 captions, in no order, and three negative captions."""
+    belongs = torch.tensor([1, 2, -1, 0, 2, 0, -1, 2, -1])
+    return {
+        "pixel_values": torch.arange(3.0)[:, None],
+        "input_ids": torch.arange(9)[:, None],
+        "attention_mask": torch.ones(9, 1),
+        "caption_image": belongs,
+        "pair_ids": torch.tensor([5, 6, 7]),
+        "teacher_0_images": torch.arange(3.0) * 2,
+        "teacher_0_texts": torch.arange(9.0) * 3,
+        "new_images": 2,
+        "return_loss": True,
+    }
+
+
+@pytest.mark.parametrize("largest", [1, 2])
+def test_a_batch_is_split_with_its_captions(largest):
+    whole = batch_of_captions()
+    parts = split_batches([whole, whole], largest)
+    assert [len(part["pixel_values"]) for part in parts] == ([1, 1, 1] if largest == 1 else [2, 1]) * 2
+    parts = parts[: len(parts) // 2]
+    for name in ("pixel_values", "pair_ids", "teacher_0_images"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name]), "images keep their order"
+    assert sum(part["new_images"] for part in parts) == 2
+    assert all(part["return_loss"] for part in parts)
+    negatives, captions, first = [], {}, 0
+    for part in parts:
+        assert torch.equal(part["teacher_0_texts"], part["input_ids"].flatten() * 3.0)
+        assert len(part["attention_mask"]) == len(part["input_ids"]) == len(part["caption_image"])
+        for text, image in zip(part["input_ids"].flatten().tolist(), part["caption_image"].tolist(), strict=True):
+            if image < 0:
+                negatives.append(text)
+            else:
+                captions[text] = image + first
+        first += len(part["pixel_values"])
+    assert sorted(negatives) == [2, 6, 8]
+    assert captions == {t: i for t, i in enumerate(whole["caption_image"].tolist()) if i >= 0}
+    shares = [int((part["caption_image"] < 0).sum()) for part in parts]
+    assert max(shares) - min(shares) <= 1
+
+
+def test_a_batch_is_split_without_copies_and_repeated():
+    whole = models.Pairs(6).batch(range(6))
+    parts = split_batches([whole], 4)
+    assert [len(part["input_ids"]) for part in parts] == [3, 3]
+    assert parts[1]["pixel_values"].untyped_storage().data_ptr() == whole["pixel_values"].untyped_storage().data_ptr()
+    again = repeated(whole, 8)
+    assert torch.equal(again["input_ids"], whole["input_ids"][[0, 1, 2, 3, 4, 5, 0, 1]])
+    more = repeated(batch_of_captions(), 4)
+    assert (len(more["pixel_values"]), len(more["input_ids"])) == (4, 6 + 2 + 2 * 3)
+
+
+# ---- What a training finds ----
+
+
+class Limit:
+    """Forwards of more images than ``images`` run out of memory."""
+
+    def __init__(self, model: nn.Module, images: int) -> None:
+        self.images, self.forwards = images, 0
+        model.register_forward_pre_hook(self._check, with_kwargs=True)
+
+    def _check(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.forwards += 1
+        if len(kwargs["pixel_values"]) > self.images:
+            raise torch.OutOfMemoryError("Tried to allocate too much.")
+
+
+def trained(folder: Any, limit: int | None = None, **options: Any) -> Any:
+    """A training with a device whose memory holds micro-batches of so many pairs, if it is known."""
+    model = options.pop("model", None) or models.clip()
+    trainer = trainer_for(folder, model, **{"data": models.Pairs(64), **OPTIONS, **options})
+    with mock.patch.object(finding, "memory_is_known", return_value=limit is not None):
+        if limit is not None:
+            trainer.limit = Limit(model, limit)
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_is_found_trains_as_if_it_had_been_given(tmp_path, caplog, dropout):
+    found = trained(tmp_path, 5, global_batch_size=16, model=models.clip(dropout))
+    args = found.args
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 4)
+    (said,) = [r.getMessage() for r in caplog.records if "found in" in r.getMessage()]
+    assert said.startswith("Global batch of 16 pairs = 4 × 4 × 1: found in ")
+    options = "--per_device_train_batch_size 4 --gradient_accumulation_steps 4 --texts_at_once 1 --retain_graphs 1"
+    assert said.endswith(f"To fix it: {options}")
+    assert torch.equal(parameters(found), parameters(trained(tmp_path, **FOURS, model=models.clip(dropout))))
+
+
+def test_a_trial_changes_nothing(tmp_path):
+    """Running statistics, gradients, random numbers and the precision of the forward are as before."""
+    model = models.groupvit()
+    trainer = trainer_for(tmp_path, model, **OPTIONS, global_batch_size=16, data=models.Pairs(64))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, forward = torch.get_rng_state(), model.forward
+    with mock.patch.object(finding, "memory_is_known", return_value=True):
+        finding.find_micro_batches(trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.forward == forward
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["longest", "max_length", "unknown"])
+def test_texts_are_put_together_where_they_have_one_length_or_are_padded(tmp_path, kind):
+    def collator(items: Any) -> Any:
+        return default_collate(items)
+
+    collator.text_padding = {"input_ids": 1, "attention_mask": 0} if kind == "longest" else None
+    collator.text_options, collator.max_length = {"padding": kind}, 12
+    model = models.clip()
+    widths = set()
+    model.register_forward_pre_hook(lambda m, _, inputs: widths.add(inputs["input_ids"].shape[1]), with_kwargs=True)
+    trainer = trained(tmp_path, 4, global_batch_size=32, model=model, data_collator=collator, max_steps=1)
+    assert trainer.args.texts_at_once == ("1" if kind == "unknown" else "4")
+    assert max(widths) == (12 if kind == "longest" else models.LENGTH), "the longest texts were tried"
+
+
+def test_given_options_stay_and_a_second_training_searches_anew(tmp_path):
+    trainer = trained(tmp_path, 4, global_batch_size=16, per_device_train_batch_size=2, retain_graphs="2")
+    assert (trainer.args.gradient_accumulation_steps, trainer.args.retain_graphs) == (8, "2")
+    trainer = trained(tmp_path, 4, global_batch_size=16)
+    assert trainer.args.per_device_train_batch_size == 4
+    trainer.limit.images = 2
+    with mock.patch.object(finding, "memory_is_known", return_value=True):
+        trainer.train()
+    assert trainer.args.per_device_train_batch_size == 2
+
+
+def test_a_batch_that_what_fits_does_not_divide_is_refused_before_the_first_step(tmp_path):
+    data = models.Pairs(100)
+    with mock.patch.object(batch_division, "UNTRIED", 37):
+        with pytest.raises(ValueError, match=r"74 .* which is 32 pairs here: .* has 2. Choose 64 or 80, or give"):
+            trained(tmp_path, 36, global_batch_size=74, data=data)
+        for limit, found in ((37, 37), (12, 2)):
+            trainer = trained(tmp_path, limit, global_batch_size=74, data=data)
+            assert trainer.args.per_device_train_batch_size == found
+
+
+def test_nothing_fits(tmp_path):
+    with pytest.raises(ValueError, match="Not even micro-batches of 1 pairs fit into the memory of every process"):
+        trained(tmp_path, 0, global_batch_size=16)
+
+
+def rank_found(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+    trainer = trained(folder, [9, 3][rank], global_batch_size=32)
+    with alone():
+        assert Processes().world_size == 1
+    return trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps, parameters(trainer)
+
+
+def rank_given(rank: int, world_size: int, folder: str) -> torch.Tensor:
+    return parameters(trained(folder, per_device_train_batch_size=2, gradient_accumulation_steps=8))
+
+
+def test_processes_agree_on_what_the_smallest_can_hold(ranks, tmp_path):
+    found = ranks.run(rank_found, 2, str(tmp_path))
+    given = ranks.run(rank_given, 2, str(tmp_path))
+    for micro_batch, accumulation, weights in found:
+        assert (micro_batch, accumulation) == (2, 8)
+        assert torch.equal(weights, given[0])
+
+
+def test_growing_batches_replay_and_streams(tmp_path):
+    grows = {"global_batch_size": 16, "global_batch_schedule": ["4:0.4", "16"], "max_steps": 6}
+    grown = trained(tmp_path, 4, **grows)
+    assert grown.args.per_device_train_batch_size == 4
+    plain = trained(tmp_path, **{**grows, "global_batch_size": None, "per_device_train_batch_size": 4})
+    assert torch.equal(parameters(grown), parameters(plain))
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    write_tars(shards, [10] * 8)
+    for replays in (False, True):
+        trainers = []
+        for limit, given in ((4, {"global_batch_size": 16}), (None, FOURS)):
+            data = {"data": stream_of(shards), "data_collator": collate}
+            data |= {"replay_dataset": stream_of(shards, seed=3), "replay_share": 0.5} if replays else {}
+            trainers.append(trained(tmp_path, limit, **given, **data))
+        assert trainers[0].args.per_device_train_batch_size == 4
+        assert torch.equal(*map(parameters, trainers))
+
+
+# ---- Steps that run out of memory ----
+
+
+class RunsOut:
+    """Memory runs out in one place: in forward number ``number``, or in its backward."""
+
+    def __init__(self, model: nn.Module, number: int, *, backward: bool = False, images: int = 4) -> None:
+        self.number, self.backward, self.images, self.forwards = number, backward, images, 0
+        self.raised = 0
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.large = len(kwargs["pixel_values"]) >= self.images
+        self.forwards += 1
+        if not self.backward and self._due():
+            self._run_out()
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self.backward and self._due() and outputs.image_embeds.requires_grad:
+            outputs.image_embeds.register_hook(lambda gradient: self._run_out())
+
+    def _due(self) -> bool:
+        return self.large and self.forwards >= self.number
+
+    def _run_out(self) -> None:
+        self.raised += 1
+        raise torch.OutOfMemoryError("Tried to allocate too much.")
+
+
+def halving(folder: Any, number: int, *, backward: bool = False, **options: Any) -> tuple[Any, RunsOut]:
+    model = options.pop("model", None) or models.clip()
+    with mock.patch.object(batch_division, "UNTRIED", 4):
+        options = {"data": models.Pairs(64), **OPTIONS, "global_batch_size": 16, **options}
+        trainer = trainer_for(folder, model, **options)
+    assert trainer.args.per_device_train_batch_size == 4
+    return trainer, RunsOut(trainer.model, number, backward=backward)
+
+
+def fixed(folder: Any, **options: Any) -> Any:
+    model = options.pop("model", None) or models.clip()
+    trainer = trainer_for(folder, model, **{"data": models.Pairs(64), **OPTIONS, **FOURS, **options})
+    trainer.train()
+    return trainer
+
+
+# A window of 4 micro-batches takes 4 forwards in the first pass, and 3 in the second.
+PLACES = [(8, False), (11, False), (12, False), (14, False), (9, True), (14, True)]
+
+
+@pytest.mark.parametrize("objective", MODELS)
+@pytest.mark.parametrize(("number", "backward"), PLACES)
+def test_a_step_that_runs_out_of_memory_is_repeated_with_halved_micro_batches(
+    tmp_path, caplog, objective, number, backward
+):
+    trainer, memory = halving(tmp_path, number, backward=backward, model=MODELS[objective]())
+    trainer.train()
+    assert memory.raised == 1, "memory ran out once"
+    assert trainer.args.largest_micro_batch == 2
+    assert [len(trainer.training_data.window.sizes[0])] == [0], "the last window was let go of"
+    torch.testing.assert_close(
+        parameters(trainer), parameters(fixed(tmp_path, model=MODELS[objective]())), rtol=1e-5, atol=1e-6
+    )
+    (said,) = [r.getMessage() for r in caplog.records if "ran out of memory" in r.getMessage()]
+    assert said.startswith(
+        "The step after step 1 ran out of memory with micro-batches of 4 pairs. It is repeated with 2"
+    )
+
+
+def test_micro_batches_are_halved_until_they_fit_and_no_further(tmp_path):
+    trainer, memory = halving(tmp_path, 1)
+    memory.images = 2
+    trainer.train()
+    assert (memory.raised, trainer.args.largest_micro_batch) == (2, 1)
+    trainer, memory = halving(tmp_path, 1)
+    memory.images = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"texts_at_once": 2, "retain_graphs": "2"},
+        {"offload_inputs": True},
+        {"skip_nonfinite": 1, "divergence_factor": 100.0},
+        {"gradient_noise_steps": 1},
+        {"model": "groupvit"},  # running statistics
+        {"keep_features": 0.5},
+    ],
+    ids=str,
+)
+def test_options_are_exact_in_a_repeated_step(tmp_path, options):
+    trainers = []
+    for make in (lambda **given: halving(tmp_path, 10, **given)[0], lambda **given: fixed(tmp_path, **given)):
+        given = dict(options)
+        if given.pop("model", None):
+            given |= {"model": models.groupvit(), "learning_rate": 1e-4}
+        trainers.append(make(**given))
+    trainers[0].train()
+    assert trainers[0].args.largest_micro_batch == 2
+    if "model" in options:  # they depend on the micro-batch, but every image counts once
+        counted = [{n: b for n, b in t.model.named_buffers() if "num_batches" in n} for t in trainers]
+        for name, number in counted[1].items():
+            assert counted[0][name] == number / 12 * (4 + 8 + 8), name
+        return
+    torch.testing.assert_close(parameters(trainers[0]), parameters(trainers[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_without_the_one_number_a_step_ends_the_run_and_says_it(tmp_path, caplog):
+    model = models.clip()
+    trainer = trainer_for(tmp_path, model, **{**OPTIONS, **FOURS, "data": models.Pairs(64)})
+    RunsOut(model, 5)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert "Pass global_batch_size=16 in place of per_device_train_batch_size" in caplog.text
+
+
+def rank_halving(rank: int, world_size: int, folder: str, failing: int, number: int, backward: bool) -> Any:
+    trainer, _ = halving(folder, number if rank == failing else 10**9, backward=backward, global_batch_size=32)
+    trainer.train()
+    return trainer.args.largest_micro_batch, parameters(trainer)
+
+
+def rank_fixed(rank: int, world_size: int, folder: str) -> Any:
+    return parameters(fixed(folder))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(("number", "backward"), [(8, False), (12, False), (13, False), (9, True), (12, True)])
+def test_all_processes_repeat_a_step_for_which_one_has_no_memory(ranks, tmp_path, failing, number, backward):
+    """In the first pass, and in the second one before the last micro-batch, where gradients are exchanged."""
+    plain = ranks.run(rank_fixed, 2, str(tmp_path))[0]
+    for largest, weights in ranks.run(rank_halving, 2, str(tmp_path), failing, number, backward):
+        assert largest == 2
+        torch.testing.assert_close(weights, plain, rtol=1e-5, atol=1e-6)
+
+
+def rank_too_late(rank: int, world_size: int, folder: str) -> str:
+    trainer, _ = halving(folder, 14, backward=True, global_batch_size=32)  # in all of them, or they would wait
+    try:
+        trainer.train()
+    except (torch.OutOfMemoryError, OtherRankFailedError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_backward_that_exchanges_gradients_is_not_repeated(ranks, tmp_path):
+    assert ranks.run(rank_too_late, 2, str(tmp_path)) == ["OutOfMemoryError"] * 2
+
+
+# ---- Resuming ----
+
+
+def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch"}
+    whole, _ = halving(tmp_path / "whole", 10, **saved)
+    whole.train()
+    stopped, _ = halving(tmp_path / "stopped", 10, **saved, callbacks=[StopAt(2)])
+    stopped.train()
+    record = RunRecord.read(tmp_path / "stopped/checkpoint-2")
+    assert record is not None
+    assert record.micro_batches is not None
+    assert record.micro_batches["largest_micro_batch"] == 2
+    assert record.micro_batches["machines"] == ["cpu"]
+    resumed = trainer_for(tmp_path / "stopped", data=models.Pairs(64), **{**OPTIONS, "global_batch_size": 16, **saved})
+    resumed.train(resume_from_checkpoint=True)
+    assert (resumed.args.per_device_train_batch_size, resumed.args.largest_micro_batch) == (4, 2)
+    assert torch.equal(parameters(resumed), parameters(whole))
+    # ---- On another machine ----
+    other = trainer_for(tmp_path / "stopped", data=models.Pairs(64), **{**OPTIONS, "global_batch_size": 16, **saved})
+    with mock.patch.object(finding, "_machines", return_value=["another"]):
+        other.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-2"))
+    assert (other.args.per_device_train_batch_size, other.args.largest_micro_batch) == (16, None)
+    torch.testing.assert_close(parameters(other), parameters(whole), rtol=0, atol=1e-3)  # AdamW
+
+
+def test_windows_keep_what_was_loaded_only_if_a_step_may_be_repeated():
+    batches = [models.Pairs(4).batch(range(4)) for _ in range(2)]
+    assert Window(batches).loaded == []
+    window = Window(batches, {"input_ids": 0, "attention_mask": 0}, 2, keeps_loaded=True)
+    window.release(0)
+    assert [len(batch["input_ids"]) for batch in window.loaded] == [4, 4]
+    assert all("pixel_values" in batch for batch in window.loaded)
