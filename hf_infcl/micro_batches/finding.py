@@ -71,7 +71,7 @@ def find_micro_batches(
         return args.per_device_train_batch_size
     own = args.global_batch_size // args.world_size
     searches = args.divides_by_itself
-    if not searches and ("auto" not in (texts, graphs) or own <= args.per_device_train_batch_size):
+    if not searches:
         return args.per_device_train_batch_size
     # ---- Of each decision, all processes take what all of them can hold ----
     began, processes = time.perf_counter(), Processes()

@@ -54,23 +54,21 @@ class BatchOptions:
         plans=True,
         card="growth of the global batch, each size with its share of the samples",
     )
-    retain_graphs: str = option(
-        default="auto",
+    retain_graphs: str | None = option(
         help=(
             "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
-            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory, which "
-            "is tried before the first step, and one on a CPU. The gradient stays the same, and 0 means 1, which is "
-            "needed in any case."
+            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory that "
+            "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case. By "
+            "default 1, or with global_batch_size what is found before the first step."
         ),
         decides=False,
         one_machine=True,
         plans=True,
     )
-    texts_at_once: str = option(
-        default="auto",
+    texts_at_once: str | None = option(
         help=(
-            "Micro-batches whose texts are encoded at once. More of them save time and take memory. 'auto' tries up to "
-            "4 before the first step on a GPU, and is 1 on a CPU."
+            "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default 1, or "
+            "with global_batch_size what is found before the first step, at most 4."
         ),
         decides=False,
         plans=True,

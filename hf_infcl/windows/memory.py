@@ -37,7 +37,7 @@ class WindowMemory:
 
     def _new_budget(self) -> GraphBudget:
         retain = self._args.retain_graphs
-        return GraphBudget(None if retain == "auto" else int(retain), self._args.device)
+        return GraphBudget(None if retain == "auto" else int(retain or 1), self._args.device)
 
     def begin_window(self, window: Window, graphs: Sequence[Any]) -> None:
         """Plans kept graphs anew where they take another amount of memory, and lets go of that of smaller batches.

@@ -75,10 +75,9 @@ def _counted(options: Any) -> dict[str, Any]:
 def options_of(options: Any) -> dict[str, Any]:
     """`Choice.options` of the options of a training."""
     found = changed_options(options, lambda facts: facts.plans, training_options())
-    found = {name: value for name, value in found.items() if name not in (*CHOSEN, "global_batch_size")}
-    if "texts_at_once" in found:
-        found["texts_at_once"] = int(found["texts_at_once"])
-    return found
+    if (texts := found.pop("texts_at_once", "auto")) not in ("auto", "1"):
+        found["texts_at_once"] = int(texts)
+    return {name: value for name, value in found.items() if name not in (*CHOSEN, "global_batch_size")}
 
 
 class Planner:
@@ -253,7 +252,7 @@ def choice_of(args: InfCLTrainingArguments) -> Choice:
     return Choice(
         args.world_size,
         *divided_batch(args.global_batch_size, args.per_device_train_batch_size, args.world_size),
-        retain=int(args.retain_graphs) if args.retain_graphs.isdecimal() else 1,
+        retain=1 if args.retain_graphs in (None, "auto") else int(args.retain_graphs),
         offload=args.offload_inputs,
         checkpointing=bool(args.gradient_checkpointing),
         compiled=args.torch_compile,

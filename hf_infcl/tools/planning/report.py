@@ -50,6 +50,8 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
             "memory and time. An epoch ends with the new ones."
         )
     yield f"\nChoose  {words_of(choice)}"
+    if planner.growth is None and not {"micro_batch", "accumulation"} & planner.decided.keys():
+        yield f"  --global_batch_size {batch} in place of these sizes finds them before the first step."
     yield "\nMemory per GPU at the peak of a step, GiB"
     parts = memory(counts, choice)
     graphs = "1 micro-batch" if choice.kept == 1 else f"{choice.kept} micro-batches, whose graphs are kept"
