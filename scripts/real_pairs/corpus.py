@@ -10,23 +10,27 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from . import icons
 from .sources import DOWNLOADS, LICENCES, Drawing, fetch, read_drawings
-from .splits import Looks, near_duplicates, split_of
+from .splits import Looks, near_duplicates, repeated, split_of
 from .swaps import negative_captions
 
 HELD_OUT_VENDOR = "google"
-QUALITY = 85  # of WebP
 
 
 class Pair(NamedTuple):
     """A drawing that was rendered."""
 
     drawing: Drawing
-    image: bytes  # WebP
+    image: bytes  # a WebP, or a PNG of an icon
     looks: Looks
 
 
@@ -38,12 +42,18 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/real_pairs"))
     parser.add_argument("--image_size", type=int, default=64, help="side of the square images in pixels, 64 to 112")
     parser.add_argument("--shard_size", type=int, default=2500, help="pairs in a shard")
+    parser.add_argument("--with_icons", action="store_true", help="add icons, which takes ten minutes and 470 MB more")
     parser.add_argument("--seed", type=int, default=0, help="of the split")
     args = parser.parse_args()
     if importlib.util.find_spec("resvg_py") is None:
         raise SystemExit("Drawing SVG files needs the package resvg-py: pip install resvg-py.")
-    drawings = read_drawings(fetch(args.downloads))
-    summary = build(drawings, args.output_dir, args.image_size, shard_size=args.shard_size, seed=args.seed)
+    folders = fetch(args.downloads, {"iconify": icons.PACKAGE} if args.with_icons else {})
+    drawings = read_drawings(folders)
+    more: dict[str, Any] = {}
+    if args.with_icons:
+        package = folders["iconify"] / "package"
+        more = {"icons_found": icons.read_icons(package), "icon_sets": icons.licences(package)}
+    summary = build(drawings, args.output_dir, args.image_size, shard_size=args.shard_size, seed=args.seed, **more)
     print(json.dumps(summary, indent=2, ensure_ascii=False))
 
 
@@ -55,6 +65,8 @@ def build(
     shard_size: int = 2500,
     seed: int = 0,
     processes: int | None = None,
+    icons_found: Sequence[icons.Icon] = (),
+    icon_sets: dict[str, dict[str, str]] | None = None,
 ) -> dict[str, Any]:
     """Render, split, drop near-duplicates, write; returns the summary that is also written as ``corpus.json``.
 
@@ -64,6 +76,7 @@ def build(
             "test" for reporting. One picture and one caption, the name, for each name.
         held_out_vendor: the drawings of `HELD_OUT_VENDOR`, none of which is trained on, of names that are.
         zero_shot_concepts, zero_shot_vendor: the emoji of the two test splits, for classification into categories.
+    With icons, also the tables of `icons.ICONS`; what is written of the other drawings does not depend on them.
     """
     if folder.exists() and any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty. Choose another --output_dir, or delete it first.")
@@ -109,8 +122,57 @@ def build(
         "seed": seed,
         "licences": {source: LICENCES[source] for source in [*by_source, "emojibase"]},
     }
+    if icons_found:
+        held_out = {drawing.concept for drawing in drawings if split_of(drawing.concept, seed) != "train"}
+        chosen = split_icons(icons_found, held_out, pairs, size, seed=seed, processes=processes)
+        for part, place in icons.ICONS.items():
+            write_table(chosen[part], folder / place)
+        counts = collections.Counter(pair.drawing.source for part in icons.ICONS for pair in chosen[part])
+        summary["icons"] = {part: len(chosen[part]) for part in icons.ICONS}
+        summary["icon_sets"] = {name: {**about, "pairs": counts[name]} for name, about in (icon_sets or {}).items()}
+        (folder / "icons/LICENCES.md").write_text(icons.table_of_sets(summary["icon_sets"]), encoding="utf-8")
     (folder / "corpus.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return summary
+
+
+def split_icons(
+    found: Sequence[icons.Icon],
+    held_out: Collection[str],
+    pairs: Sequence[Pair],
+    size: int,
+    *,
+    seed: int = 0,
+    processes: int | None = None,
+) -> dict[str, list[Pair]]:
+    """The icons of each of `icons.ICONS`, rendered.
+
+    No icon's name contains a concept that the other drawings hold out, none looks like one of them, trained on or
+    evaluated on, or like another icon, as they are written, and icons are split by concept as they are.
+    """
+    concepts = icons.Concepts(held_out)
+    split: dict[str, list[Pair]] = {part: [] for part in [*icons.ICONS, "left out"]}
+    for pair in render_all([icon for icon in found if not concepts.in_name(icon.name)], size, processes):
+        part = split_of(pair.drawing.concept, seed)
+        if pair.drawing.source == icons.HELD_OUT_SET:
+            part = "another set" if part == "train" else "left out"
+        split[part].append(pair)
+    rng = random.Random(seed)
+    seen = [looks for pair in pairs for looks in (pair.looks, as_written(pair))]
+    for part in icons.ICONS:
+        looks = [as_written(pair) for pair in split[part]]
+        again = repeated(looks, seen)
+        split[part] = [pair for pair, drop in zip(split[part], again, strict=True) if not drop]
+        if part == "train":
+            seen += [found for found, drop in zip(looks, again, strict=True) if not drop]
+        else:
+            split[part] = one_of_each_name(split[part], rng)
+    trained = {pair.drawing.name for pair in split["train"]}
+    split["another set"] = [pair for pair in split["another set"] if pair.drawing.name in trained]
+    return split
+
+
+def as_written(pair: Pair) -> Looks:
+    return Looks.of(Image.open(io.BytesIO(pair.image)).convert("RGB"))
 
 
 def render_all(drawings: Sequence[Drawing], size: int, processes: int | None = None) -> list[Pair]:
@@ -130,9 +192,7 @@ def render(drawing: Drawing, size: int) -> Pair | None:
         return None
     if image.convert("L").getextrema()[0] > 250:  # nothing but white
         return None
-    buffer = io.BytesIO()
-    image.save(buffer, "WEBP", quality=QUALITY)
-    return Pair(drawing, buffer.getvalue(), Looks.of(image))
+    return Pair(drawing, drawing.encode(image), Looks.of(image))
 
 
 def one_of_each_name(pairs: Iterable[Pair], rng: random.Random) -> list[Pair]:
@@ -159,6 +219,21 @@ def write_shards(pairs: Sequence[Pair], folder: Path, shard_size: int) -> None:
                     entry = tarfile.TarInfo(f"{number:06d}.{extension}")
                     entry.size = len(content)
                     tar.addfile(entry, io.BytesIO(content))
+
+
+def write_table(pairs: Sequence[Pair], path: Path) -> None:
+    """A parquet file with the images, the captions and the other fields, in the order of the pairs.
+
+    The images of one set follow each other, so that they compress to a tenth of their files.
+    """
+    rows = [fields_of(pair.drawing) for pair in pairs]
+    columns: dict[str, Any] = {"image": [{"bytes": pair.image, "path": None} for pair in pairs]}
+    for name in ("caption", "name", "category", "concept", "source"):
+        columns[name] = [row[name] for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    words: dict[str, Any] = {"compression": "zstd", "compression_level": 19, "data_page_size": 2**26}
+    dictionaries = ["category", "source"]
+    pq.write_table(pa.table(columns), path, use_dictionary=dictionaries, row_group_size=20_000, **words)
 
 
 def write_folder(pairs: Sequence[Pair], folder: Path, classes: Sequence[str] = ()) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import json
+import multiprocessing
 import random
 import tarfile
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from .icons import ICONS
 from .swaps import KINDS, negative_captions, swaps_of
 
 VOCABULARY, LENGTH = 8192, 24  # tokens
@@ -25,8 +28,8 @@ SPECIAL = {"<start>": 0, "<end>": 1, "<padding>": 2}  # the text tower reads its
 TEMPLATES = ("{}", "{}: a drawing")
 
 
-def prepare(corpus: Path) -> dict[str, Any]:
-    """The corpus as tensors.
+def prepare(corpus: Path, *, with_icons: bool = False, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
+    """The corpus as tensors, without its icons or with them, by default with tokens that are learned from its captions.
 
     Returns:
         images: uint8 [N, 3, S, S].
@@ -39,7 +42,8 @@ def prepare(corpus: Path) -> dict[str, Any]:
             Those with tokens also have ``swaps``, captions with one word replaced: tokens [S, LENGTH], the ``image``
             [S] that each one is wrong for, and its ``kind`` [S], a place in `KINDS`.
     """
-    pictures, rows = [], []
+    pictures: list[bytes] = []
+    rows = []
     for shard in sorted(corpus.glob("train-*.tar")):
         with tarfile.open(shard) as tar:
             for entry in tar:
@@ -48,8 +52,13 @@ def prepare(corpus: Path) -> dict[str, Any]:
                 if entry.name.endswith(".json"):
                     rows.append(json.load(content))
                 else:
-                    pictures.append(_pixels(content.read()))
-    tokenizer = train_tokenizer([caption for row in rows for caption in row["caption"]])
+                    pictures.append(content.read())
+    if with_icons:
+        found = _table(corpus / ICONS["train"])
+        rows += found
+        pictures += [row["image"]["bytes"] for row in found]
+    if tokenizer is None:
+        tokenizer = train_tokenizer([caption for row in rows for caption in row["caption"]])
 
     def tokens(texts: Sequence[str]) -> Tensor:
         return torch.tensor([encoding.ids for encoding in tokenizer.encode_batch(list(texts))], dtype=torch.int32)
@@ -66,7 +75,7 @@ def prepare(corpus: Path) -> dict[str, Any]:
         folder = corpus / "evaluation" / place
         found = [json.loads(line) for line in (folder / "metadata.jsonl").read_text(encoding="utf-8").splitlines()]
         sets[name] = {
-            "images": torch.stack([_pixels((folder / row["file_name"]).read_bytes()) for row in found]),
+            "images": _pixels([(folder / row["file_name"]).read_bytes() for row in found]),
             "tokens": tokens([row["caption"] for row in found]),
             "clip_art": torch.tensor([row["source"] in ("openclipart", "tuxpaint") for row in found]),
             "swaps": _swaps([row["caption"] for row in found], tokens),
@@ -76,13 +85,20 @@ def prepare(corpus: Path) -> dict[str, Any]:
         classes = sorted(path.name for path in folder.iterdir())
         found = [(path, label) for label, c in enumerate(classes) for path in sorted((folder / c).iterdir())]
         sets[name] = {
-            "images": torch.stack([_pixels(path.read_bytes()) for path, _ in found]),
+            "images": _pixels([path.read_bytes() for path, _ in found]),
             "labels": torch.tensor([label for _, label in found]),
             "prompts": tokens([template.format(c) for c in classes for template in TEMPLATES]),
         }
+    for name, part in {"icons": "test", "icon_set": "another set"}.items() if with_icons else ():
+        found = _table(corpus / ICONS[part])
+        sets[name] = {
+            "images": _pixels([row["image"]["bytes"] for row in found]),
+            "tokens": tokens([row["name"] for row in found]),
+            "swaps": _swaps([row["name"] for row in found], tokens),
+        }
     negatives = [negative_captions(row["caption"]) for row in rows]
     return {
-        "images": torch.stack(pictures),
+        "images": _pixels(pictures),
         "tokens": tokens([caption for group in captions for caption in group]).unflatten(0, (-1, most)),
         "counts": torch.tensor([len(row["caption"]) for row in rows]),
         "negatives": tokens([caption for group in negatives for caption in group]),
@@ -130,8 +146,24 @@ def train_tokenizer(captions: Sequence[str]) -> Tokenizer:
     return tokenizer
 
 
-def _pixels(content: bytes) -> Tensor:
-    return torch.from_numpy(np.array(Image.open(io.BytesIO(content)).convert("RGB"))).permute(2, 0, 1)
+def _table(path: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path).to_pylist()
+
+
+def _pixels(contents: Sequence[bytes]) -> Tensor:
+    """The images in these files, uint8 [N, 3, S, S]; many are read by all cores."""
+    if len(contents) < 20_000:
+        return torch.from_numpy(_decoded(contents))
+    parts = [contents[start : start + 2000] for start in range(0, len(contents), 2000)]
+    with concurrent.futures.ProcessPoolExecutor(mp_context=multiprocessing.get_context("fork")) as pool:
+        return torch.from_numpy(np.concatenate(list(pool.map(_decoded, parts))))
+
+
+def _decoded(contents: Sequence[bytes]) -> np.ndarray:
+    images = [np.asarray(Image.open(io.BytesIO(content)).convert("RGB")) for content in contents]
+    return np.ascontiguousarray(np.stack(images).transpose(0, 3, 1, 2))
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -192,8 +224,10 @@ class InMemory(Dataset):
         move = 0.4 * chance[2:] - 0.2  # in half sides
         theta = torch.stack([scale, zero, move[0], zero, scale, move[1]], dim=1).view(-1, 2, 3)
         images = normalised(self._data["images"][index])
-        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
-        batch = {"pixel_values": F.grid_sample(images, grid, padding_mode="border", align_corners=False)}
+        if images.ndim == 4:
+            grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+            images = F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+        batch = {"pixel_values": images}
         if self._pair_ids:
             batch["pair_ids"] = self._data["names"][index]
         if self.captions_per_image == 1 and not self._negatives:
@@ -224,4 +258,5 @@ class InMemory(Dataset):
 
 
 def normalised(images: Tensor) -> Tensor:
-    return images.float() / 127.5 - 1
+    """Images, uint8 [N, 3, S, S], with values from −1 to 1; features of images, [N, H], as they are."""
+    return images.float() / 127.5 - 1 if images.ndim == 4 else images

@@ -47,6 +47,7 @@ LICENCES = {
 }
 LANGUAGES = ("de", "es", "fr", "it", "ja", "nl", "pt", "ru", "zh")  # beside English, where a source has them
 MAX_PIXELS = 2_000_000  # of a PNG; where clip art is larger, and some has 231 million, the SVG is drawn instead
+QUALITY = 85  # of WebP
 PER_NAME = 8  # drawings of one name that a source may contribute: clip art has 1,375 pictures named "star"
 
 
@@ -94,18 +95,24 @@ class Drawing:
         canvas.alpha_composite(picture, ((size - picture.width) // 2, (size - picture.height) // 2))
         return canvas.convert("RGB")
 
+    def encode(self, image: Image.Image) -> bytes:
+        """The file of the rendered image, a WebP."""
+        buffer = io.BytesIO()
+        image.save(buffer, "WEBP", quality=QUALITY)
+        return buffer.getvalue()
+
 
 # ---- Fetching ----
 
 
-def fetch(downloads: Path) -> dict[str, Path]:
-    """The folder of each unpacked package; what is there already is not fetched again.
+def fetch(downloads: Path, more: dict[str, str] | None = None) -> dict[str, Path]:
+    """The folder of each unpacked package, and of more of them from npm; what is there is not fetched again.
 
     Raises:
         SystemExit: a program is missing or could not fetch a package.
     """
     folders = {}
-    for name, package in (DEBIAN | NPM).items():
+    for name, package in (DEBIAN | NPM | (more or {})).items():
         folder = folders[name] = folder_of(downloads, package)
         if folder.is_dir():
             continue

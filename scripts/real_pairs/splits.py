@@ -50,15 +50,45 @@ class Looks(NamedTuple):
         return cls(outline(image), colours(image))
 
 
+class Seen:
+    """Pictures, and which others are near-duplicates of one of them."""
+
+    def __init__(self, pictures: Sequence[Looks], room: int = 0) -> None:
+        """Args: pictures: those that are there already; room: how many `add` may add."""
+        self._count, total = len(pictures), len(pictures) + room
+        self._bits = np.zeros((2, total), dtype=np.uint64)  # one row for each half of the outline
+        self._shades = np.zeros((total, 192), dtype=np.float32)
+        for number, picture in enumerate(pictures):
+            self._bits[:, number], self._shades[number] = _halves(picture), picture.colours
+
+    def has(self, picture: Looks) -> bool:
+        first, second = self._bits[:, : self._count]
+        halves = _halves(picture)
+        bits = np.bitwise_count(first ^ halves[0]) + np.bitwise_count(second ^ halves[1])
+        near = np.flatnonzero(bits <= MAX_BITS)
+        difference = ((self._shades[near] - picture.colours) ** 2).mean(axis=1) ** 0.5
+        return bool((difference <= MAX_COLOUR).any())
+
+    def add(self, picture: Looks) -> None:
+        self._bits[:, self._count], self._shades[self._count] = _halves(picture), picture.colours
+        self._count += 1
+
+
+def _halves(picture: Looks) -> np.ndarray:
+    return np.packbits(picture.outline).view(np.uint64)
+
+
 def near_duplicates(pictures: Sequence[Looks], others: Sequence[Looks]) -> np.ndarray:
     """For each picture whether one of the others is a near-duplicate of it, bool [len(pictures)]."""
-    if not others:
-        return np.zeros(len(pictures), dtype=bool)
-    bits = np.packbits([other.outline for other in others], axis=1)  # [M, 16]
-    shades = np.stack([other.colours for other in others])  # [M, 192]
-    found = []
+    seen = Seen(others)
+    return np.array([seen.has(picture) for picture in pictures], dtype=bool)
+
+
+def repeated(pictures: Sequence[Looks], others: Sequence[Looks]) -> np.ndarray:
+    """For each picture whether it looks like one of the others or like an earlier one that does not, bool [N]."""
+    seen, found = Seen(others, room=len(pictures)), []
     for picture in pictures:
-        near = np.flatnonzero(np.bitwise_count(bits ^ np.packbits(picture.outline)).sum(axis=1) <= MAX_BITS)
-        difference = ((shades[near] - picture.colours) ** 2).mean(axis=1) ** 0.5
-        found.append(bool((difference <= MAX_COLOUR).any()))
+        found.append(seen.has(picture))
+        if not found[-1]:
+            seen.add(picture)
     return np.array(found, dtype=bool)

@@ -254,7 +254,17 @@ def score(row: Row) -> float:
     return sum(recalls) / len(recalls)
 
 
+def recalls(row: Row) -> Row:
+    """In per cent, both directions averaged: another style, new concepts, those of icons, and validation."""
+    found = {}
+    for name, k in (("vendor", 1), ("concepts", 5), ("icon_set", 1), ("icons", 5)):
+        if f"{name}_image_recall@{k}" in row:
+            found[f"{name}_recall@{k}"] = 50 * sum(row[f"{name}_{way}_recall@{k}"] for way in ("image", "text"))
+    return {**found, "validation": 100 * score(row)}
+
+
 SETS = ("validation", "concepts", "vendor", "zero_shot_concepts", "zero_shot_vendor")
+ICON_SETS = ("icons", "icon_set")  # of a corpus with icons
 
 
 class Measure(TrainerCallback):
@@ -280,7 +290,7 @@ class Measure(TrainerCallback):
 
     def _measured(self, model: Any) -> Row:
         """The metrics on those of the sets that the corpus has."""
-        return measure(model, self._data, [name for name in SETS if name in self._data["sets"]])
+        return measure(model, self._data, [name for name in SETS + ICON_SETS if name in self._data["sets"]])
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any

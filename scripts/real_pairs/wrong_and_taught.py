@@ -10,19 +10,18 @@ With ``oracle`` these are removed before the training; with ``cleaned`` those ar
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. ``taught_by`` is the
 teacher, which knows the right captions: a model of this size after this many times the samples. What is ``trained_on``
 emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
-The columns are those of experiments.py: recall in another style (vendor), on new concepts and on the validation
-set, in per cent, both directions averaged; ``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of
-the ledger separate right from wrong pairs at the end, and ``border`` is what the rule has chosen.
+``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256. The parts that begin with
+"icons" are for a corpus --with_icons and need a folder of their own: "icons" are the batches at 2,359,296 samples.
+The columns are those of experiments.py: recall in another style (vendor), on new concepts, on the validation set, on
+icons of a set that is not trained on (icon_set) and on new concepts of icons, in per cent, both directions averaged;
+``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of the ledger separate right from wrong pairs
+at the end, and ``border`` is what the rule has chosen.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import json
-import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for benchmarks and real_pairs
 
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from benchmarks.common import environment
 from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -42,21 +39,66 @@ from hf_infcl.tools.scoring.ledger import probability_wrong
 from hf_infcl.windows.extensions import of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs
 from hf_infcl.windows.terms import SIDES, TeacherDistance
-from real_pairs import fine_tuning, training
-from real_pairs.in_memory import normalised, prepare, to_device
+from real_pairs import fine_tuning, side_by_side, training
+from real_pairs.in_memory import normalised, prepare
+from real_pairs.side_by_side import save
 
-SAMPLES, BATCH = 589_824, 1024
+SAMPLES, BATCH, MICRO_BATCH = 589_824, 1024, 1024
 TUNING_SAMPLES, TUNING_BATCH = 65_536, 512
 RATES = {"muon": 4e-3, "adamw": 5e-4}
 PLAIN: dict[str, Any] = {
     **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0},
     **{"trained_on": "all", "teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
+    **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False},
 }
 NOISY = {"leave_out": "noisy"}
 
 
 def stored_by(teacher: str, **more: Any) -> dict[str, Any]:
     return {"teacher": "stored", "taught_by": teacher, "weight": 1.0, **more}
+
+
+def with_icons() -> dict[str, list[dict[str, Any]]]:
+    """The parts about icons, the most important first; the runs of one part take about as long."""
+    muon = {256: 2e-3, 1024: 2e-3, 4096: 4e-3, 16_384: 4e-3}
+    adamw = dict.fromkeys(muon, 5e-4)
+
+    def of(optimizer: str, batch: int, seed: int, rate: float = 0.0, **more: Any) -> dict[str, Any]:
+        rate = rate or (muon if optimizer == "muon" else adamw)[batch]
+        return {"optimizer": optimizer, "batch": batch, "seed": seed, "rate": rate, "times": 4, **more}
+
+    # In turn, so that on four GPUs the runs of 256 pairs, which are the slowest, are on different ones.
+    orders = {0: (256, 16_384, 4096, 1024), 1: (16_384, 256, 1024, 4096), 2: (256, 16_384, 4096, 1024)}
+    both = ("muon", "adamw")
+    batches = {seed: [of(o, batch, seed) for batch in order for o in both] for seed, order in orders.items()}
+    taught = stored_by("icons 4")
+    losses_over_256, no_icons = {"method": "Trainer"}, {"trained_on": "all but icons"}
+    return {
+        "icons": [*batches[0], *batches[1]],
+        "icons or not": [
+            *(of("muon", 1024, s, **no_icons) for s in (0, 1)),
+            *(of("muon", 4096, s, **losses_over_256) for s in (0, 1)),
+            *(of(o, 4096, 0, **no_icons) for o in both),
+            of("adamw", 4096, 0, **losses_over_256),
+            of("adamw", 1024, 0, **no_icons),
+        ],
+        "icons wrong": [
+            *(of("muon", 1024, 0, wrong=w, options=options) for w in (0.2, 0.5) for options in (NOISY, {})),
+            of("muon", 1024, 0, options=NOISY),
+            *(of("muon", 1024, 0, wrong=w, oracle=True) for w in (0.2, 0.5)),
+        ],
+        "icons taught": [
+            of("muon", 1024, 100, save="icons 4"),
+            *({"seed": s, **on, **more} for s in (0, 1) for on in (no_icons, {}) for more in (taught, {})),
+        ],
+        "icons third seed": batches[2],
+        "icons rates": [
+            *(of("muon", batch, 0, 2 * muon[batch]) for batch in (16_384, 1024, 4096, 256)),
+            *(of("adamw", batch, 0, 2 * adamw[batch]) for batch in (16_384, 4096, 256)),
+        ],
+        "icons pair_ids": [of("muon", batch, seed, pair_ids=True) for seed in (0, 1) for batch in (16_384, 4096)],
+        "icons 9.4 million": [of(o, batch, 0, times=16) for batch in (4096, 16_384, 1024) for o in both],
+    }
 
 
 def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -106,6 +148,7 @@ def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
+    parts |= with_icons()
     jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
     return sorted(jobs, key=lambda job: "save" not in job)
 
@@ -181,24 +224,28 @@ class Observed(training.InfCLTrainer):
 
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
     tuning, device = job["trained_on"] == "clip art", data["images"].device
-    batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (BATCH, SAMPLES * job["times"])
+    batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (job["batch"], SAMPLES * job["times"])
+    of_trainer = job["method"] == "Trainer"
     run = training.Run(
         experiment="wrong_and_taught",
-        method="InfCLTrainer",
+        method=job["method"],
         batch=64 if toy else batch,
-        micro_batch=64 if toy else batch,
+        micro_batch=32 if toy else 256 if of_trainer else min(batch, MICRO_BATCH),
         samples=640 if toy else samples,
         learning_rate=1e-3 if tuning else job.get("rate", RATES[job["optimizer"]]),
         seed=job["seed"],
         evaluations=1,
         optimizer=job["optimizer"],
+        pair_ids=job["pair_ids"],
         options=json.dumps(job["options"]),
     )
     captions = captions_of(len(data["counts"]), job["wrong"]).to(device)
     changed = {**data, "tokens": data["tokens"][captions], "counts": data["counts"][captions]}
     is_wrong = captions != torch.arange(len(captions), device=device)
     guests: dict[str, Any] = {}
-    sources = {"all": None, "emoji": fine_tuning.EMOJI, "clip art": fine_tuning.CLIP_ART}[job["trained_on"]]
+    emoji, clip_art = fine_tuning.EMOJI, fine_tuning.CLIP_ART
+    named = {"all": None, "emoji": emoji, "clip art": clip_art, "all but icons": (*emoji, *clip_art)}
+    sources = named[job["trained_on"]]
     removed = is_wrong if job["oracle"] else torch.zeros_like(is_wrong)
     if job["cleaned"]:
         averages = torch.load(folder / f"averages {job['wrong']}.pt", weights_only=True)
@@ -228,14 +275,12 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
         save([part.half().cpu() for part in stored(model, data)], folder / f"stored {name}.pt")
         save(model.state_dict(), folder / f"model {name}.pt")
     found = {name: value for name, value in job.items() if name in (*PLAIN, "seed")} | {"options": run.options}
-    found |= {"seconds": rows[-1]["seconds"], "samples": rows[-1]["samples_seen"]}
-    for name, k in (("vendor", 1), ("concepts", 5)):
-        found[f"{name}_recall@{k}"] = 50 * sum(rows[-1][f"{name}_{way}_recall@{k}"] for way in ("image", "text"))
-    found["validation"] = 100 * training.score(rows[-1])
+    found |= {"rate": run.learning_rate, "seconds": rows[-1]["seconds"], "samples": rows[-1]["samples_seen"]}
+    found |= training.recalls(rows[-1])
     if "matryoshka_dims" in job["options"] or job["teacher"]:
         for width in (32, 64, 128):
             found |= at_width(model, changed, width)
-    for selection in of_kind(Observed.last.extensions, WithoutNoisyPairs):
+    for selection in [] if of_trainer else of_kind(Observed.last.extensions, WithoutNoisyPairs):
         seen = [source in sources if sources else True for source in changed["sources"]]
         found |= _of_selection(selection, is_wrong[torch.tensor(seen, device=device)])
         if job["seed"] == 0 and not tuning and job["optimizer"] == "muon" and not job["teacher"]:
@@ -243,13 +288,6 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     if removed.any() and not job["oracle"]:
         found |= {"removed": int(removed.sum()), "wrong_kept": int((is_wrong & ~removed).sum())}
     return found
-
-
-def save(content: Any, path: Path) -> None:
-    """Others may wait for the file, which therefore appears whole."""
-    partial = path.with_suffix(".partial")
-    torch.save(content, partial)
-    os.replace(partial, path)
 
 
 def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, Any]:
@@ -265,66 +303,12 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
     return found
 
 
-def work(jobs: Any, taken: Any, lock: Any, tensors: str, folder: Path, end: float, toy: bool, saves: bool) -> None:
-    torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = to_device(torch.load(tensors, weights_only=True), device)
-    data["sources"] = data.get("sources") or ["any"] * len(data["counts"])
-    while time.time() < end:
-        with lock:
-            free = [i for i in range(len(jobs)) if not taken[i] and (saves or "save" not in jobs[i])]
-            number = next((i for i in free if all((folder / name).exists() for name in needed_by(jobs[i]))), None)
-            if number is not None:
-                taken[number] = 1
-        if number is None:
-            if not free:
-                return
-            time.sleep(1)
-            continue
-        row = {**run_job(jobs[number], data, folder, toy=toy), **environment(device)}
-        print(row, flush=True)
-        with (folder / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = ["teachers", "base", "wrong", "wrong adamw", "taught", "taught by large", "tuned"]
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {every}; all by default")
-    parser.add_argument("--corpus", type=Path, help="the folder that real_pairs.py has written")
-    parser.add_argument("--tensors", help="what in_memory.prepare returned for it, saved by torch")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument(
-        "--processes", type=int, nargs="+", default=[5], help="runs at a time on each GPU; the last trains the teachers"
-    )
-    parser.add_argument("--seconds", type=float, default=3600, help="no run begins later than this")
-    parser.add_argument("--toy", action="store_true", help="ten steps of a tiny model, to try things out")
+    parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {[*with_icons()]}")
     args = parser.parse_args()
-    end = time.time() + args.seconds
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    tensors = args.tensors or str(args.output_dir / "tensors.pt")
-    if not Path(tensors).exists():
-        torch.save(prepare(args.corpus), tensors)
-    context, jobs = mp.get_context("spawn"), jobs_of(args.parts or every)
-    taken, lock = context.Array("i", len(jobs), lock=False), context.Lock()
-    words = (jobs, taken, lock, tensors, args.output_dir, end, args.toy)
-    last = len(args.processes) - 1
-    processes = []
-    for gpu, count in enumerate(args.processes):
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)  # of the processes that are started now
-        for _ in range(count):
-            processes.append(context.Process(target=work, args=(*words, gpu == last)))
-            processes[-1].start()
-    for process in processes:
-        process.join()
-    rows = [json.loads(line) for line in (args.output_dir / "rows.jsonl").read_text().splitlines()]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with (args.output_dir / "wrong_and_taught.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+    jobs, icons = jobs_of(args.parts or every), any(name in with_icons() for name in args.parts)
+    side_by_side.run(jobs, run_job, args, "wrong_and_taught", lambda: prepare(args.corpus, with_icons=icons), needed_by)
 
 
 if __name__ == "__main__":
