@@ -1,6 +1,5 @@
 """Opens datasets, decodes images, draws captions and collates batches."""
 
-from .choices import CaptionChoiceDataset
 from .collator import ContrastiveCollator
 from .labelled import ZeroShotDataset, captions_of_classes
 from .pairs import ImageTextDataset, caption_pair_id
@@ -8,7 +7,6 @@ from .streams import ImageTextStream
 from .tables import load_pairs
 
 __all__ = [
-    "CaptionChoiceDataset",
     "ContrastiveCollator",
     "ImageTextDataset",
     "ImageTextStream",

@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
 
 from ..checkpoints.average_choice import score_if_measured
-from ..data import CaptionChoiceDataset, ContrastiveCollator, ZeroShotDataset
+from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import parts_of
 from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
@@ -262,7 +262,7 @@ class Evaluator:
 
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
-        if of_choices := [part for part in parts_of(dataset) if isinstance(part, CaptionChoiceDataset)]:
+        if of_choices := [part for part in parts_of(dataset) if getattr(part, "kind", "") == "choices"]:
             embeddings: Any = output.predictions
             counts_and_ids: Any = output.label_ids
             images, texts, counts = map(self._on_device, (*embeddings, counts_and_ids[0]))

@@ -11,11 +11,12 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ...data import CaptionChoiceDataset, ImageTextDataset, ZeroShotDataset
+from ...data import ImageTextDataset, ZeroShotDataset
 from ...shards.names import IMAGE_EXTENSIONS
 from ...shards.opening import existing_paths_are_literal
 from ...shards.readers import Columns, TarReader
 from ...shards.tar_layout import DamagedShardError
+from .choices import CaptionChoiceDataset
 from .files import Files, files_of, sugarcrepe_files, xm3600_files
 from .names import SUGARCREPE, SUGARCREPE_PP, XM3600, benchmark_key, expanded
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .pairs import ImageTextDataset, usable_captions
+from ...data import ImageTextDataset
+from ...data.pairs import usable_captions
 
 if TYPE_CHECKING:
     import datasets
