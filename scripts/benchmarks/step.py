@@ -70,7 +70,6 @@ COLUMNS = (
 PLAIN, OURS, OFFLOAD = "Trainer", "hf_infcl", "hf_infcl offload"
 # Our options by implementation; all is replaced by the number of accumulation steps.
 OVERHEAD: dict[str, dict[str, Any]] = {
-    "hf_infcl defaults": {"retain_graphs": "auto", "texts_at_once": "auto"},
     "hf_infcl": {"retain_graphs": "1"},
     "hf_infcl retain all": {"retain_graphs": "all"},
     "hf_infcl retain auto": {"retain_graphs": "auto"},
