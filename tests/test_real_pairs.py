@@ -586,7 +586,7 @@ def test_hard_negatives_are_tried_on_known_names_and_on_new_concepts(module):
 
 def test_the_newest_run_of_each_seed_counts_for_wrong_captions_and_teachers(module, tmp_path):
     tables = module("tables")
-    assert tables.wrong_and_taught(tmp_path / "none.csv") == ""
+    assert tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "none.csv")) == ""
     head = "size,optimizer,times,trained_on,wrong,oracle,cleaned,teacher,taught_by,weight,side,options,seed,samples"
     common = 'small,muon,1,all,0.2,{},{},{},"{{""leave_out"": ""noisy""}}",{},64,{},{}'
     lines = [
@@ -598,7 +598,8 @@ def test_the_newest_run_of_each_seed_counts_for_wrong_captions_and_teachers(modu
         common.format("False", 0.5, "stored,small 4,1,text", 0, 80, 90),
     ]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
-    rows = [line.strip("| ").split(" | ") for line in tables.wrong_and_taught(tmp_path / "rows.csv").splitlines()[2:]]
+    table = tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "rows.csv"))
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     common = ["all", "small", "Muon", "64", "20%"]
     assert rows == [
         [*common, "all", "", "`leave_out` noisy", "2", "35.0", "45.0"],

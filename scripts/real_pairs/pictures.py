@@ -232,6 +232,46 @@ def draw_fronts(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
+WRONG_CAPTIONS = {  # by the pairs that are trained on, and how the training chooses among them
+    ("right pairs", ""): ("right pairs only", GREEN, "^"),
+    ("cleaned at 0.5", ""): ("without what the ledger calls wrong", PURPLE, "D"),
+    ("all", "noisy"): ("--leave_out noisy", BLUE, "o"),
+    ("all", ""): ("all pairs", VERMILION, "s"),
+}
+
+
+def draw_wrong_captions(found: dict[tuple[str, ...], dict[str, Any]], path: Path) -> None:
+    """Recalls against the share of wrong captions: trained on all pairs, without those found, and on right ones.
+
+    Args:
+        found: of `tables.wrong_and_taught_rows`.
+        path: of the picture.
+    """
+    figure, (axes,) = panels(1, 2)
+    for axis, name, title in zip(
+        axes,
+        ("vendor_recall@1", "concepts_recall@5"),
+        ("another style, recall@1", "new concepts, recall@5"),
+        strict=True,
+    ):
+        for (kept, rule), (label, colour, form) in WRONG_CAPTIONS.items():
+            points = {}
+            chosen = ("", f"`leave_out` {rule}" if rule else "")
+            for (*training, wrong, pairs, taught, options), runs in found.items():
+                if training == ["all", "small", "Muon", "589,824"] and pairs == kept and (taught, options) == chosen:
+                    points[float(wrong[:-1])] = [float(row[name]) for row in runs.values()]
+            shares = sorted(points)
+            means = [sum(points[share]) / len(points[share]) for share in shares]
+            axis.plot(shares, means, f"{form}-", color=colour, label=label, markersize=6)
+            for share in shares:
+                axis.plot([share] * len(points[share]), points[share], ".", color=colour, alpha=0.4)
+        axis.set(xlabel="wrong captions, %", title=title, xlim=(-2, 53), xticks=[0, 10, 20, 50])
+        axis.set_ylim(0)
+    axes[0].set(ylabel="%")
+    axes[1].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path)
+
+
 def draw_examples(rows: list[Row], corpus: Path, path: Path) -> None:
     """The five best of the held-out vendor's drawings for ten captions, by three models; the right ones framed."""
     folder = corpus / "evaluation/held_out_vendor/test"

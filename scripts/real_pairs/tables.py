@@ -25,6 +25,7 @@ from real_pairs.pictures import (
     draw_fronts,
     draw_global_batch,
     draw_optimizers,
+    draw_wrong_captions,
 )
 from real_pairs.rows import (
     BATCHES,
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     rows = read(args.results / "results.csv")
+    noisy_and_taught = wrong_and_taught_rows(args.results / "wrong_and_taught.csv")
     tables = {
         "The global batch, at the same number of samples": global_batch(rows),
         "Learning rates": rates(rows),
@@ -84,7 +86,7 @@ def main() -> None:
         "Hard negatives": hard_negatives(rows),
         "Fine-tuning": fine_tuning(rows),
         "Averages with the start": averages(rows),
-        "Wrong captions and teachers": wrong_and_taught(args.results / "wrong_and_taught.csv"),
+        "Wrong captions and teachers": wrong_and_taught(noisy_and_taught),
         "Cost": cost(rows),
         "Cost of the optimizers, compiled": cost(rows, COST_OF_OPTIMIZERS),
     }
@@ -96,6 +98,7 @@ def main() -> None:
     draw_optimizers(rows, args.results / "optimizers.png")
     draw_curves(rows, args.results / "curves.png")
     draw_fronts(rows, args.results / "keeping.png")
+    draw_wrong_captions(noisy_and_taught, args.results / "wrong_captions.png")
     if args.corpus is not None:
         draw_examples(rows, args.corpus, args.results / "examples.png")
 
@@ -351,10 +354,10 @@ def averages(rows: list[Row]) -> str:
     return markdown(["base", "kept / gained", "seeds", *heads], body)
 
 
-def wrong_and_taught(path: Path) -> str:
-    """The means over the seeds of each setting of wrong_and_taught.py, whose newest run of a seed counts."""
+def wrong_and_taught_rows(path: Path) -> dict[tuple[str, ...], dict[str, Mapping[str, str]]]:
+    """The rows of wrong_and_taught.py by setting and seed; the newest run of a seed counts. Empty without the file."""
     if not path.exists():
-        return ""
+        return {}
     found: dict[tuple[str, ...], dict[str, Mapping[str, str]]] = defaultdict(dict)  # by setting and seed
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -364,6 +367,13 @@ def wrong_and_taught(path: Path) -> str:
             options = " ".join(f"`{name}` {value}" for name, value in json.loads(row["options"]).items())
             length = [row["trained_on"], row["size"], OPTIMIZERS[row["optimizer"]], f"{int(row['samples']):,}"]
             found[(*length, f"{wrong:.0%}", kept, taught, options)][row["seed"]] = row
+    return found
+
+
+def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, str]]]) -> str:
+    """The means over the seeds of each setting of wrong_and_taught.py."""
+    if not found:
+        return ""
     body = []
     for setting, rows in sorted(found.items()):
         figures = ([float(row[name]) for row in rows.values()] for name in ("vendor_recall@1", "concepts_recall@5"))
