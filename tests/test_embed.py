@@ -26,7 +26,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, of_caption
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
-from hf_infcl.tools.embedding.sources import ShardSource, TableSource, source_of
+from hf_infcl.tools.embedding.sources import ShardSource, TableSource, make_source
 
 CAPTIONS = [["a"], ["b c", "d e f"], [], ["g"], ["h", "i", "j"], ["k l"], ["m n o p q r s t u"]] * 3
 
@@ -204,7 +204,7 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
     plain = {"split": "train", "on_bad_sample": "raise", "name": None}
     embeddings, found = [], []
     for streaming in (False, True):
-        source = source_of(*names, [], streaming=streaming, **plain)
+        source = make_source(*names, [], streaming=streaming, **plain)
         found.append((source.kinds, embedded(source, tmp_path / str(streaming))))
         embeddings.append([read(tmp_path / str(streaming), part)[1:] for part in parts])
     images, texts = 4 * ("images" in parts), 3 * ("texts" in parts)
@@ -215,7 +215,7 @@ def test_shards_without_captions_or_without_images_are_embedded_as_the_same_tabl
     for option in ("image_column", "caption_column"):
         wrong = {"image_column": "image", "caption_column": "caption", option: "nope"}
         with pytest.raises(ValueError, match=f"no column 'nope', which --{option} names. Its columns are"):
-            source_of(names[0], *wrong.values(), None, [option], streaming=True, **plain)
+            make_source(names[0], *wrong.values(), None, [option], streaming=True, **plain)
 
 
 def test_the_command_embeds_a_folder_of_images_and_a_table_of_texts(demo, small, tmp_path, capsys):

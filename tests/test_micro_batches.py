@@ -21,7 +21,7 @@ from hf_infcl.micro_batches import finding
 from hf_infcl.micro_batches.rows import repeated, split_batches
 from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
 from hf_infcl.options import batch_division
-from hf_infcl.options.batch_division import largest_micro_batch, micro_batches_of
+from hf_infcl.options.batch_division import largest_micro_batch, possible_micro_batches
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
 from hf_infcl.windows.window import Window
 
@@ -119,9 +119,9 @@ def test_sharded_weights_are_not_tried(tmp_path):
 
 def test_what_fits_is_divided_among_all_stages(tmp_path):
     args = arguments(tmp_path, **FREE, global_batch_size=96, global_batch_schedule="12:0.5 24:0.2 96")
-    assert micro_batches_of(args) == [1, 2, 3, 4, 6, 12]
-    assert micro_batches_of(args, exceeds=True) == [1, 2, 3, 4, 6, 12, 24, 32, 48, 96]
-    assert largest_micro_batch(args, micro_batches_of(args, exceeds=True), 50) == 48
+    assert possible_micro_batches(args) == [1, 2, 3, 4, 6, 12]
+    assert possible_micro_batches(args, exceeds=True) == [1, 2, 3, 4, 6, 12, 24, 32, 48, 96]
+    assert largest_micro_batch(args, possible_micro_batches(args, exceeds=True), 50) == 48
     with pytest.raises(ValueError, match="No micro-batch of up to 50 pairs divides all global batches"):
         largest_micro_batch(args, [1, 2, 96], 50)
 

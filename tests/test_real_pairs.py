@@ -774,7 +774,7 @@ def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
     """Their batches are made of micro-batches, and InfCLTrainer knows their options."""
     training, taught, towers = module("training"), module("wrong_and_taught"), module("pretrained_towers")
     parts = taught.with_icons()
-    jobs = taught.jobs_of(list(parts))
+    jobs = taught.make_jobs(list(parts))
     assert {job["batch"] for job in jobs} == {256, 1024, 4096, 16_384}
     for job in jobs:
         micro = 256 if job["method"] == "Trainer" else min(job["batch"], taught.MICRO_BATCH)
@@ -786,7 +786,7 @@ def test_runs_with_icons_and_of_pretrained_towers_can_be_made(module):
     )
     waiting = {name for job in jobs for name in taught.needed_by(job)}
     assert waiting == {f"stored {job['save']}.pt" for job in jobs if "save" in job}
-    for job in towers.jobs_of(["lit", "both", "rates", "less", "short"]):
+    for job in towers.make_jobs(["lit", "both", "rates", "less", "short"]):
         run = towers.run_of(job, toy=False)
         assert set(job) == {*towers.PLAIN}
         assert run.samples % run.batch == 0

@@ -29,7 +29,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept
-from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of, probability_wrong
+from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
 from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
@@ -159,7 +159,7 @@ def test_one_pair_cannot_be_compared(learned):
 def small() -> Ledger:
     scores = np.array([4.0, -1.0, 3.0, 5.0])
     prefers = np.array([5, 9, 2, 7]), np.array([5, 2, 2, -1])
-    return ledger_of("data", np.array([5, 2, 9, 7]), scores, prefers, ["five", "two", "nine", "seven"])
+    return make_ledger("data", np.array([5, 2, 9, 7]), scores, prefers, ["five", "two", "nine", "seven"])
 
 
 def test_a_ledger_is_a_table_that_names_what_is_preferred(tmp_path):
@@ -187,14 +187,14 @@ def test_files_that_are_no_ledgers(tmp_path):
 def test_excluding(tmp_path):
     data, path = numbered(10), tmp_path / "ledger.parquet"
     scores = np.array([1, -1, 1, 1, 1, -2, 1, 1, 1, 1.0])
-    ledger_of(data.content_fingerprint(), np.arange(10), scores).write(path)
+    make_ledger(data.content_fingerprint(), np.arange(10), scores).write(path)
     assert rows_kept(data, f"{path}:0.9").tolist() == [0, 2, 3, 4, 6, 7, 8, 9]
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
         rows_kept(numbered(11), f"{path}:0.9")
     for asked in (str(path), f"{path}:0", f"{path}:1.5", f"{path}:x", ":0.9"):
         with pytest.raises(ValueError, match="exclude must be a ledger and the least probability"):
             rows_kept(data, asked)
-    ledger_of(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
+    make_ledger(data.content_fingerprint(), np.arange(10), -np.ones(10)).write(path)
     with pytest.raises(ValueError, match="excludes all 10 pairs"):
         rows_kept(data, f"{path}:0.9")
 
@@ -204,7 +204,7 @@ def test_excluding_from_a_stream(tmp_path):
     stream, path = stream_of(tmp_path / "shards", lanes=2, samples_per_epoch=40), tmp_path / "ledger.parquet"
     names = {sample_key(f"0/{n // 15:05d}.tar", f"{n:06d}"): n for n in range(40)}
     scores = np.array([-1.0 if n % 5 == 2 or n < 3 else 5.0 for n in names.values()])
-    ledger_of(stream.content_fingerprint(), np.array([*names]), scores).write(path)
+    make_ledger(stream.content_fingerprint(), np.array([*names]), scores).write(path)
     kept = stream_kept(stream, f"{path}:0.9")
     left = {n for n in range(40) if n % 5 == 2 or n < 3}
 
@@ -230,7 +230,7 @@ def test_excluding_from_a_stream(tmp_path):
     assert "without 10 samples" in kept.content_fingerprint()
     with pytest.raises(ValueError, match=r"The ledger .* is of other data"):
         stream_kept(kept, f"{path}:0.9")
-    ledger_of(stream.content_fingerprint(), np.array([*names]), -np.ones(40)).write(path)
+    make_ledger(stream.content_fingerprint(), np.array([*names]), -np.ones(40)).write(path)
     with pytest.raises(ValueError, match="excludes all 40 pairs"):
         stream_kept(stream, f"{path}:0.9")
     (tmp_path / "text.parquet").write_text("no parquet")
@@ -294,7 +294,7 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     assert ledger.caption[5] == "b b"
     # ---- As a model would find that knows the pairs ----
     scores = np.where(np.arange(96) % 16 == 3, -1.0, 5.0)
-    ledger_of(ledger.content, ledger.key, scores, (ledger.text_key, ledger.image_key), ledger.caption).write(
+    make_ledger(ledger.content, ledger.key, scores, (ledger.text_key, ledger.image_key), ledger.caption).write(
         out / LEDGER_FILE
     )
     words = ["--model", folder / "model", "--dataset", data, "--output_dir", tmp_path / "check", *PLAIN]

@@ -80,7 +80,7 @@ def locked_for(args: InfCLTrainingArguments) -> AbstractContextManager[None]:
     return locked(str(args.output_dir), locks=args.should_save, shared=shared)
 
 
-def checkpoints_of(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:
+def make_checkpoints(args: InfCLTrainingArguments, accelerator: Accelerator, last: str | None = None) -> Checkpoints:
     """The checkpoints that a training writes; ``last`` is the one that it resumes from, if any."""
     return Checkpoints(
         completes=args.should_save,

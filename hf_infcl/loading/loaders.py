@@ -23,7 +23,7 @@ from ..windows.setup import Setup
 from .batch_checks import CheckingCollator
 from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
-from .positions import plan_of
+from .positions import make_plan
 from .replay import Replayed, is_own
 from .teacher_inputs import with_teachers
 from .training_loader import TrainingLoader
@@ -160,7 +160,7 @@ def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:
             "global_batch_schedule needs a dataset with a length or an ImageTextStream, got a "
             f"{type(dataset).__name__}. Leave it out."
         )
-    plan = plan_of(args, dataset)
+    plan = make_plan(args, dataset)
     if not any(isinstance(part, ImageTextStream) for part in parts_of(dataset)):
         return
     micro_batch, own = args.per_device_train_batch_size, plan.size(0) // args.world_size

@@ -19,7 +19,7 @@ from .shares import share_of
 from .training_loader import TrainingLoader
 
 
-def plan_of(
+def make_plan(
     args: InfCLTrainingArguments, data: Any, record: RunRecord | None = None, *, changed: bool = False
 ) -> BatchPlan:
     """The global batches of a training, from where it begins or goes on.
@@ -153,7 +153,7 @@ def loop_values(
         plan: of its global batches. Where they grow, each is one batch for Trainer's loop.
         record: that of the checkpoint, if any.
         values: what `Trainer.set_initial_training_values` returns.
-        changed: as for `plan_of`.
+        changed: as for `make_plan`.
 
     Returns:
         The position, whose rows are all pairs of the pass, old ones included, and the values. For a new training the

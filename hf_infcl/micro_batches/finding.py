@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_division import DIVISION, largest_micro_batch, micro_batches_of
+from ..options.batch_division import DIVISION, largest_micro_batch, possible_micro_batches
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
 from ..windows.setup import Setup
@@ -33,18 +34,18 @@ def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
 def find_micro_batches(
     setup: Setup,
     record: RunRecord | None,
-    loader_of: Callable[[], Any],
+    make_loader: Callable[[], Any],
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> int:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
 
-    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise those that were not
-    given are tried, if the memory of the device is known.
+    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise, with
+    ``global_batch_size`` alone, those that were not given are tried, if the memory of the device is known.
 
     Args:
         setup: of the training.
         record: that of the checkpoint that it resumes from, if any.
-        loader_of: returns a training loader, which may be looked into.
+        make_loader: returns a training loader, which may be looked into.
         prepare_inputs: moves a batch to the device.
 
     Returns:
@@ -60,21 +61,15 @@ def find_micro_batches(
         for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
     )
     args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
-    if _resumed(args, record) or not memory_is_known(args.device):
+    if _resumed(args, record) or not memory_is_known(args.device) or not args.divides_by_itself:
         return args.per_device_train_batch_size
     if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        if args.divides_by_itself:
-            raise ValueError(
-                f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
-                "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
-            )
-        return args.per_device_train_batch_size
-    own = args.global_batch_size // args.world_size
-    searches = args.divides_by_itself
-    if not searches:
-        return args.per_device_train_batch_size
+        raise ValueError(
+            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
+            "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
+        )
     # ---- Of each decision, all processes take what all of them can hold ----
-    began, processes = time.perf_counter(), Processes()
+    began, processes, own = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
 
     def agree(number: int) -> int:
         return int(min(number for (number,) in processes.agree([number])))
@@ -93,7 +88,7 @@ def find_micro_batches(
     longest = None if padding is None else args.max_text_tokens or getattr(setup.collator, "max_length", None)
     padded = padding is not None or getattr(setup.collator, "text_options", {}).get("padding") == "max_length"
     with failures_announced():
-        batch = _first_batch(setup, loader_of)
+        batch = _first_batch(setup, make_loader)
     if not agree(batch is not None):  # which the training will say
         return args.per_device_train_batch_size
     with failures_announced():
@@ -103,26 +98,25 @@ def find_micro_batches(
             1 if texts == "auto" else int(texts),
             1 if graphs == "auto" else max(1, int(graphs)),
         )
-    if searches:
-        possible = micro_batches_of(args, exceeds=not isinstance(setup.data, IterableDataset))
-        fits = find_micro_batch(attempt, trial, possible, own, agree)
-        if fits == 0:
-            raise ValueError(
-                f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
-                "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
-            )
-        following = next((n for n in possible if n > fits), fits)
-        if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
-            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
-        trial = Trial(largest_micro_batch(args, possible, fits), trial.texts, trial.graphs)
-        args.per_device_train_batch_size = trial.micro_batch
-        if args.global_batch_schedule is None:
-            args.gradient_accumulation_steps = own // trial.micro_batch
+    possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
+    fits = find_micro_batch(attempt, trial, possible, own, agree)
+    if fits == 0:
+        raise ValueError(
+            f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
+            "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
+        )
+    following = next((n for n in possible if n > fits), fits)
+    if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+        fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
+    trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
+    args.per_device_train_batch_size = trial.micro_batch
+    if args.global_batch_schedule is None:
+        args.gradient_accumulation_steps = own // trial.micro_batch
     count = -(-own // trial.micro_batch)
     if texts == "auto":
         # With gradient_noise_steps all micro-batches have their own.
         most = count - processes.grouped if padded and args.gradient_noise_steps is None else 1
-        trial = Trial(trial.micro_batch, find_texts_at_once(attempt, trial, most, agree), trial.graphs)
+        trial = replace(trial, texts=find_texts_at_once(attempt, trial, most, agree))
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):
         most = max(1, count - 1) if processes.grouped else count  # see `Wrapper.most_graphs`
@@ -130,9 +124,7 @@ def find_micro_batches(
     args.found = {name: getattr(args, name) for name in _FOUND}
     release_memory()
     if processes.rank == 0:
-        logger.warning(
-            f"{described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {options_of(args)}"
-        )
+        logger.warning(f"{_described(args)}: found in {time.perf_counter() - began:.0f} s. To fix it: {_words(args)}")
     return args.per_device_train_batch_size
 
 
@@ -143,7 +135,7 @@ def _varies(args: InfCLTrainingArguments) -> bool:
     )
 
 
-def _first_batch(setup: Setup, loader_of: Callable[[], Any]) -> Any:
+def _first_batch(setup: Setup, make_loader: Callable[[], Any]) -> Any:
     """A batch of the training, which this process loads without workers; None if there is none."""
     args: Any = setup.args
     without = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
@@ -152,7 +144,7 @@ def _first_batch(setup: Setup, loader_of: Callable[[], Any]) -> Any:
     try:
         vars(args).update({name: without[name] for name in before})
         with random_state_kept(args.device):
-            return next(iter(loader_of()), None)
+            return next(iter(make_loader()), None)
     finally:
         vars(args).update(before)
 
@@ -168,7 +160,7 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     return True
 
 
-def described(args: InfCLTrainingArguments) -> str:
+def _described(args: InfCLTrainingArguments) -> str:
     """The division of a global batch in words."""
     texts, graphs = args.texts_together, args.retain_graphs
     more = [f"the texts of {texts} micro-batches at once"] if texts > 1 else []
@@ -178,7 +170,7 @@ def described(args: InfCLTrainingArguments) -> str:
     return ", ".join([f"Global batch of {args.global_batch_size:,} pairs = {factors}", *more])
 
 
-def options_of(args: InfCLTrainingArguments) -> str:
+def _words(args: InfCLTrainingArguments) -> str:
     """The options that fix the division, as the command takes them."""
     names = [name for name in _FOUND[:4] if args.global_batch_schedule is None or name != DIVISION[1]]
     return " ".join(f"--{name} {getattr(args, name)}" for name in names)

@@ -56,10 +56,11 @@ def run_repeating(
             for buffer, value in buffers:
                 buffer.copy_(value)
         args.largest_micro_batch = -(-largest // 2)
-        parts, dealt = split_batches(window.loaded, args.largest_micro_batch), (window.padding, window.at_once)
+        parts = split_batches(window.loaded, args.largest_micro_batch)
         for index in range(len(window)):
             window.release(index)  # Trainer's loop holds its batches
-        window = Window(parts, *dealt, last_has_texts=window.last_has_texts, keeps_loaded=True)
+        last_has_texts = window.last_has_texts
+        window = Window(parts, window.padding, window.at_once, last_has_texts=last_has_texts, keeps_loaded=True)
         release_memory()
         if args.process_index == 0:
             logger.warning(

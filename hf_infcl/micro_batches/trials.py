@@ -61,7 +61,7 @@ class Trials:
         own: int,
     ) -> None:
         self._setup, self._own, self._padding = setup, own, padding
-        self._batch, self._prepare_inputs = with_longest_texts(batch, longest), prepare_inputs
+        self._batch, self._prepare_inputs = _with_longest_texts(batch, longest), prepare_inputs
         self._grouped, self._fitted = Processes().grouped, True
 
     def __call__(self, trial: Trial) -> tuple[int, int]:
@@ -117,8 +117,8 @@ class Trials:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            kept = {"last_has_texts": self._grouped, "keeps_loaded": args.divides_by_itself}
-            window = Window(batches, self._padding, trial.texts, **kept)
+            # As a window of the training, which keeps what was loaded.
+            window = Window(batches, self._padding, trial.texts, last_has_texts=self._grouped, keeps_loaded=True)
             step.run(self._setup.encoder.model, window, 0)
         finally:
             step.close()
@@ -148,7 +148,7 @@ def release_memory() -> None:
     clear_device_cache()
 
 
-def with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
+def _with_longest_texts(batch: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
     """A batch all of whose texts have so many tokens; None for as many as the longest of the batch may have."""
     found = dict(batch)
     for name in (name for name in TEXT_INPUTS if name in found):

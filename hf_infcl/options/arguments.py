@@ -46,10 +46,9 @@ class InfCLTrainingArguments(
 
     One contrastive batch, the global batch, has ``global_batch_size`` pairs, by default
     ``per_device_train_batch_size × gradient_accumulation_steps × world_size``, or those of ``global_batch_schedule``.
-    The micro-batch of ``per_device_train_batch_size`` pairs
-    determines the activation memory. More accumulation steps take more time, but additional memory only for embeddings
-    and inputs. With several captions per image, or negative captions, these numbers count images, and the text tower
-    processes all texts of a micro-batch at once.
+    The micro-batch of ``per_device_train_batch_size`` pairs determines the activation memory. More accumulation steps
+    take more time, but additional memory only for embeddings and inputs. With several captions per image, or negative
+    captions, these numbers count images, and the text tower processes all texts of a micro-batch at once.
 
     The ``help`` of each field describes it; the guide, hf_infcl/training/README.md, has all in one table. A short help
     of the command shows its first sentence.
@@ -60,8 +59,8 @@ class InfCLTrainingArguments(
 
     Attributes:
         asked: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and ``retain_graphs``
-            as they were given; if not, the sizes are None, and the others 1, or ``"auto"`` with ``global_batch_size``.
-            The options themselves become what is found.
+            as they were given; if not, the sizes are None and the others ``"1"``, or ``"auto"`` with
+            ``global_batch_size`` alone. The options themselves become what is found.
         found: those that `hf_infcl.micro_batches` has found for the last training, by their names.
         largest_micro_batch: of a training of which a step ran out of memory, the most pairs of a micro-batch.
 

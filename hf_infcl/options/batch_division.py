@@ -30,7 +30,8 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             raise ExclusiveOptionsError(
                 f"global_batch_size={size:,}, but global_batch_schedule ends with {args.global_batch_size:,}. Leave "
                 "one of them out.",
-                *("global_batch_size", "global_batch_schedule"),
+                "global_batch_size",
+                "global_batch_schedule",
             )
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
@@ -38,7 +39,8 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
         raise ExclusiveOptionsError(
             f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
             f"the processes are known. Give {' and '.join(DIVISION)} as well.",
-            *("global_batch_size", "deepspeed"),
+            "global_batch_size",
+            "deepspeed",
         )
     given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in given)])
@@ -50,7 +52,8 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
             f"{_or(_multiples(size, least))}, or {cure}."
             if size % least
             else f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
-            *(*(name for name, _ in reversed(given)), "global_batch_size"),
+            *[name for name, _ in reversed(given)],
+            "global_batch_size",
         )
     own = size // args.world_size
     micro_batch = micro_batch or (own // accumulation if accumulation else _untried(args))
@@ -60,11 +63,11 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
 def _untried(args: Any) -> int:
     """The micro-batch that nobody has tried: the last word on a CPU, and until the first step on a GPU."""
     if args.device.type == "cpu":
-        return largest_micro_batch(args, micro_batches_of(args), UNTRIED)
-    return max((n for n in micro_batches_of(args) if n <= UNTRIED), default=1)
+        return largest_micro_batch(args, possible_micro_batches(args), UNTRIED)
+    return max((n for n in possible_micro_batches(args) if n <= UNTRIED), default=1)
 
 
-def micro_batches_of(args: Any, *, exceeds: bool = False) -> list[int]:
+def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
     """The micro-batches that divide every global batch of a training equally, in rising order.
 
     Args:
@@ -86,7 +89,7 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
 
     Args:
         args: as for `divide_global_batch`.
-        possible: `micro_batches_of` it.
+        possible: `possible_micro_batches` it.
         most: the pairs that fit.
 
     Raises:

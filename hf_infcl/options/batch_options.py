@@ -59,7 +59,7 @@ class BatchOptions:
             "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
             "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory that "
             "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case. By "
-            "default 1, or with global_batch_size what is found before the first step."
+            "default 1, or with global_batch_size alone what is found before the first step."
         ),
         decides=False,
         one_machine=True,
@@ -68,7 +68,7 @@ class BatchOptions:
     texts_at_once: str | None = option(
         help=(
             "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default 1, or "
-            "with global_batch_size what is found before the first step, at most 4."
+            "with global_batch_size alone what is found before the first step, at most 4."
         ),
         decides=False,
         plans=True,

@@ -125,7 +125,7 @@ def check_overrides(kind: type, base: type) -> None:
         )
 
 
-def setup_of(
+def make_setup(
     encoder: DualEncoder,
     accelerator: Accelerator,
     args: Any,
@@ -141,7 +141,9 @@ def setup_of(
     return Setup(encoder, accelerator, args, equal_ids, start, data, collator, extensions, rows)
 
 
-def collator_of(model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments) -> Any:
+def make_collator(
+    model: nn.Module | None, processor: Any, given: Any, default: Any, args: InfCLTrainingArguments
+) -> Any:
     """The given data collator, or one over the processor; else the default. It and the processor get the sizes."""
     found, image_size = default if given is None else given, args.image_size
     if given is None and processor is not None:

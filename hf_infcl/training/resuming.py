@@ -19,7 +19,7 @@ from ..checkpoints.record import RECORD_NAME, Run, RunRecord, Stage, differences
 from ..checkpoints.run_options import options_of_arguments, options_of_data, options_of_model
 from ..data.wrapped import content_fingerprint, most_captions, negative_caption_columns, parts_of
 from ..loading.batch_plan import BatchPlan, Position
-from ..loading.positions import loop_values, plan_of
+from ..loading.positions import loop_values, make_plan
 from ..loading.replay import Replayed, is_own
 from ..loading.training_data import TrainingData
 from ..micro_batches.finding import recorded
@@ -328,7 +328,7 @@ class Resumption:
 
     def plan(self, args: InfCLTrainingArguments, data: Any) -> BatchPlan:
         """The global batches of a training on a dataset, from the checkpoint on."""
-        return plan_of(args, data, self.record, changed=self.changed(args))
+        return make_plan(args, data, self.record, changed=self.changed(args))
 
     def changed(self, args: InfCLTrainingArguments) -> bool:
         """Whether the run was ever resumed with changes, or has trained global batches of other sizes."""

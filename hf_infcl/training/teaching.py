@@ -21,7 +21,7 @@ from ..windows.teachers import OnlineTeacher
 from ..windows.terms import SIDES, Teacher, TeacherDistance
 
 
-def teachers_of(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
+def make_teachers(setup: Setup, given: Any, *, remakes_model: bool) -> tuple[TeacherDistance, ...]:
     """The term of the teachers that the arguments name, or that were passed; none without teachers.
 
     Args:

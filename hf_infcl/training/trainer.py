@@ -35,7 +35,7 @@ from ..windows.extensions import Extension
 from ..windows.setup import Setup
 from ..windows.start import Start
 from ..windows.step import WindowStep
-from .construction import check_overrides, checked_arguments, collator_of, setup_of
+from .construction import check_overrides, checked_arguments, make_collator, make_setup
 from .ending import saved_early
 from .evaluating import Evaluator, gather_rows
 from .loop_events import Decisions, add_own_callbacks, replaced
@@ -43,7 +43,7 @@ from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
 from .progress import Progress, seconds_of
 from .resuming import Resumption, record_of, resumption_of
-from .teaching import teachers_of
+from .teaching import make_teachers
 
 
 class InfCLTrainer(Trainer):
@@ -64,8 +64,8 @@ class InfCLTrainer(Trainer):
             image, -1 for a text that belongs to no image; without it, text i belongs to image i.
         **kwargs: ``replay_dataset``, old pairs to mix into every global batch: an `ImageTextStream` or a dataset with a
             length (see `hf_infcl.loading.replay.Replayed`, which then is the attribute ``train_dataset``);
-            ``teacher``, a model or a pair of it and its processor, or a list (see `teachers_of`); ``extensions`` of the
-            step (see `hf_infcl.windows.extensions`); and the other arguments of `transformers.Trainer`, of which
+            ``teacher``, a model or a pair of it and its processor, or a list (see `make_teachers`); ``extensions`` of
+            the step (see `hf_infcl.windows.extensions`); and the other arguments of `transformers.Trainer`, of which
             ``compute_metrics`` receives what `Evaluator.embed` describes.
 
     Attributes:
@@ -104,10 +104,10 @@ class InfCLTrainer(Trainer):
         # ---- What needs the accelerator, or the model that model_init has made ----
         if model is not None:  # otherwise `call_model_init` has prepared it
             self._start = prepare_model(self.model, args, self.accelerator)
-        self.data_collator = collator_of(self.model, self.processing_class, data_collator, self.data_collator, args)
-        self._extensions += teachers_of(self.setup, teacher, remakes_model=model is None)
+        self.data_collator = make_collator(self.model, self.processing_class, data_collator, self.data_collator, args)
+        self._extensions += make_teachers(self.setup, teacher, remakes_model=model is None)
         add_own_callbacks(self.callback_handler, args, self._begin_training, lambda: self.batch_plan)
-        self.checkpoints = files.checkpoints_of(args, self.accelerator)
+        self.checkpoints = files.make_checkpoints(args, self.accelerator)
         self._begin_training()
 
     # ---- The life of a training ----
@@ -137,7 +137,7 @@ class InfCLTrainer(Trainer):
         with files.locked_for(self.args), self.interruptions.watched(float(self.args.ddp_timeout), self._pushes.finish):
             self.resumption = resumption_of(self.setup, resume_from_checkpoint, self.hub_model_id)
             self._decisions = Decisions(self.callback_handler.callbacks)
-            self.checkpoints = files.checkpoints_of(self.args, self.accelerator, last=self.resumption.checkpoint)
+            self.checkpoints = files.make_checkpoints(self.args, self.accelerator, last=self.resumption.checkpoint)
             with self.interruptions.phases.errors_of_lost():
                 try:
                     return super().train(self.resumption.checkpoint, trial, ignore_keys_for_eval)
@@ -210,7 +210,7 @@ class InfCLTrainer(Trainer):
     def setup(self) -> Setup:
         """What the parts have in common."""
         of_run = self.args, self._start, self.train_dataset, self.data_collator, self._extensions
-        return setup_of(self.dual_encoder, self.accelerator, *of_run)
+        return make_setup(self.dual_encoder, self.accelerator, *of_run)
 
     @property
     def batch_plan(self) -> BatchPlan:

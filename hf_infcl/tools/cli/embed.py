@@ -13,7 +13,7 @@ from ...options.sets import facts_of
 from ...training.trainer import InfCLTrainer
 from ..embedding.embedding import embed as embedded
 from ..embedding.options import EmbedOptions
-from ..embedding.sources import source_of, sources_of_training
+from ..embedding.sources import make_source, make_sources
 from .command_options import ColumnOptions, DataOptions
 from .commands import OF_EMBEDDING
 from .datasets import replay_set, training_set
@@ -41,13 +41,13 @@ def embed(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         if args.fsdp or args.deepspeed:
             raise ValueError("Every process embeds with the whole model. Omit the options of FSDP and DeepSpeed.")
         if namespace.data is None:
-            sources = sources_of_training(*_sets_to_embed(options, data, columns, args), options.views)
+            sources = make_sources(*_sets_to_embed(options, data, columns, args), options.views)
         else:
             if options.views is not None:
                 raise ValueError("--views are those of a training. Give its --dataset instead of DATA.")
             own = facts_of(namespace.data, split=data.split, name=None, **columns.of_pairs)
             stated = sorted(given | getattr(namespace.data, "facts", {}).keys())
-            source = source_of(
+            source = make_source(
                 namespace.data,
                 own["image_column"],
                 own["caption_column"],

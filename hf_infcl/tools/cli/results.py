@@ -47,9 +47,7 @@ def save_results(
             write_averages(folder, found, start, str(end))
             print(*described(found), f"The average at alpha {found.alpha:g} is saved; the end is {end}.", sep="\n")
     if eval_datasets:
-        others = (
-            trainer.args.load_best_model_at_end or average is not None
-        )  # the weights are not those of the last step
+        others = trainer.args.load_best_model_at_end or average is not None  # weights than those of the last step
         measured = {} if others else measured_last(trainer.state, eval_datasets)
         measured = measured or trainer.evaluate()
         trainer.save_metrics("eval", measured | what_was_measured(eval_datasets))

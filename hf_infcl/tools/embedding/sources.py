@@ -88,7 +88,7 @@ def shard_columns(
     return image_column if images or several else None, captions
 
 
-def source_of(
+def make_source(
     data: str,
     image_column: str,
     caption_column: str,
@@ -115,7 +115,7 @@ def source_of(
     return ShardSource(ImageTextStream(data, split=split, on_bad_sample=on_bad_sample, **chosen))
 
 
-def sources_of_training(new: Any, old: Any, views: int | None) -> dict[str, ItemSource]:
+def make_sources(new: Any, old: Any, views: int | None) -> dict[str, ItemSource]:
     """The sets of a training, by the names of their folders.
 
     Args:

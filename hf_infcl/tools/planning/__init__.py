@@ -4,7 +4,7 @@ Memory is counted, and within 10% of what was measured. Times are operations ove
 the launches of the host, and within 25% for most of the measured steps (scripts/benchmarks/results/PLAN.md).
 """
 
-from .costs import COSTS, GPU, GPUS, RATES, USABLE, Choice, Cost
+from .costs import COSTS, GPUS, RATES, USABLE, Choice, Cost
 from .counting import Counts, Tower, Work, count, measure
 from .planner import Planner, check_memory, choice_of, counts_of
 from .prediction import GIB, best, choices, memory, seconds
@@ -12,7 +12,6 @@ from .prediction import GIB, best, choices, memory, seconds
 __all__ = [
     "COSTS",
     "GIB",
-    "GPU",
     "GPUS",
     "RATES",
     "USABLE",

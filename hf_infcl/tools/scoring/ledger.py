@@ -143,7 +143,7 @@ def _check_data(recorded: str, content: str, path: str | Path) -> None:
         )
 
 
-def ledger_of(
+def make_ledger(
     content: str,
     key: np.ndarray,
     score: np.ndarray,

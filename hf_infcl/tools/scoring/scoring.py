@@ -18,7 +18,7 @@ from ...data.keyed import NO_KEY, KeyedItem, KeyedRows
 from ...encoders.dual_encoder import DualEncoder
 from ...loss.pair_scores import pair_scores
 from ...processes.collectives import Processes, failures_announced
-from .ledger import Ledger, ledger_of
+from .ledger import Ledger, make_ledger
 from .sheet import SHOWN, small_jpeg
 
 _ROWS = 1024  # of the cosines that are compared at a time
@@ -168,7 +168,7 @@ def score_pairs(
         found = found.only(np.isin(found.key, known))
         found.score = scores[np.searchsorted(known, found.key)]
     content = dataset.content_fingerprint()
-    ledger = ledger_of(content, found.key, found.score, (found.text_key, found.image_key), found.caption)
+    ledger = make_ledger(content, found.key, found.score, (found.text_key, found.image_key), found.caption)
     return ledger, found.pictures
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...data import ImageTextStream
 from ...windows.selection import WithoutNoisyPairs
-from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, ledger_of
+from .ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger
+from .options import ScoreOptions
 from .scoring import score_pairs
 from .sheet import SHOWN, draw_suspicious
 from .words import lines_of_words
@@ -49,7 +50,7 @@ def write_ledger(trainer: Any, dataset: Any, window: int, averages: tuple[Tensor
     return ledger
 
 
-def write_ledger_of_training(trainer: Any, dataset: Any, window: int = 4096) -> Ledger | None:
+def write_ledger_of_training(trainer: Any, dataset: Any) -> Ledger | None:
     """The same with the averages of a training that had ``leave_out``; None if it had not; collective.
 
     A stream is not read once more, and neither is a table by a model that FSDP2 or DeepSpeed shards: the ledger then
@@ -60,8 +61,8 @@ def write_ledger_of_training(trainer: Any, dataset: Any, window: int = 4096) -> 
         return None
     keys, scores = averages = selections[0].averages.slow()
     if not (isinstance(dataset, ImageTextStream) or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-        return write_ledger(trainer, dataset, window, averages)
-    ledger = ledger_of(dataset.content_fingerprint(), keys.numpy(), scores.numpy())
+        return write_ledger(trainer, dataset, ScoreOptions.window, averages)
+    ledger = make_ledger(dataset.content_fingerprint(), keys.numpy(), scores.numpy())
     if trainer.is_world_process_zero():
         ledger.write(Path(trainer.args.output_dir, LEDGER_FILE))
     return ledger
