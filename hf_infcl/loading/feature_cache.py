@@ -43,7 +43,7 @@ class CachedImages(Dataset[dict[str, Any]]):
 
     Args:
         pairs: the dataset that provides captions and pair ids. Its `set_epoch` is called along with this one's.
-        features: the bytes of the features, one row for each row of ``pairs``, as written by `cache_images`.
+        features: the bytes of the features, one row for each row of ``pairs``, as written by `cached`.
     """
 
     def __init__(self, pairs: ImageTextDataset, features: datasets.Dataset) -> None:

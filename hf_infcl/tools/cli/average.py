@@ -35,7 +35,7 @@ class BetweenCheckpoints:
         start: the checkpoint before it.
         end: the checkpoint after it, or its LoRA adapter, whose model is the start. If the start has an adapter as
             well, both are merged into their models.
-        path: one of `hf_infcl.checkpoints.average_PATHS`.
+        path: one of `hf_infcl.checkpoints.average_weights.PATHS`.
 
     Attributes:
         model, processor: as loaded; `move` changes the weights of the model in place.

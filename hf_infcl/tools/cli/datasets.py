@@ -187,7 +187,7 @@ def guard_datasets(
         guards: name the sets.
         evaluation: names the labels and the templates.
         data: the training data, which must not be taken for a guard; None without a training.
-        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_halves` of each set; None for all rows.
+        half: 0 or 1 for one of the `hf_infcl.checkpoints.average_choice.halves` of each set; None for all rows.
     """
     found: dict[str, ImageTextDataset | ZeroShotDataset] = {}
     for name, source in zip(guard_names(guards.guard_dataset), guards.guard_dataset or [], strict=True):
