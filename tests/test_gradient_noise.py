@@ -36,6 +36,21 @@ def test_estimate_of_known_gradients():
     assert seen.median() == pytest.approx(expected.item(), rel=0.15)
 
 
+def test_micro_batches_may_differ_in_their_pairs():
+    """As the halves of one that was too large."""
+    sizes, parameter = (3, 2, 3, 2), nn.Parameter(torch.zeros(3))
+    noise = GradientNoise([parameter], 1, 1)
+    window = Window([{"pixel_values": torch.zeros(n, 1), "input_ids": torch.zeros(n, 1)} for n in sizes])
+    noise.begin_window(window, 0)
+    parameter.grad = torch.full((3,), 2.0) * 3 / 10  # 3 of the 10 pairs, whose mean is 2
+    noise.after_backward(0, 1.0)
+    parameter.grad = torch.full((3,), 1.5)
+    noise.end_window(window, 1.0)
+    small, big = 3 * 2.0**2, 3 * 1.5**2
+    signal, spread = (10 * big - 3 * small) / 7, (small - big) / (1 / 3 - 1 / 10)
+    assert noise.estimates() == pytest.approx((signal, spread))
+
+
 def test_a_gradient_that_is_not_finite_is_left_out():
     """As that of a step that the scaler of fp16 skips."""
     parameter = nn.Parameter(torch.zeros(3))

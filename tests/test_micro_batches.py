@@ -326,6 +326,22 @@ def test_nothing_fits(tmp_path):
         trained(tmp_path, 0, global_batch_size=16)
 
 
+def test_losses_of_new_and_old_pairs_apart_are_tried_as_one(tmp_path):
+    """The first rows of a batch, of which a small window is made, are new pairs."""
+    apart: dict[str, Any] = {"replay_dataset": models.Pairs(64, seed=3), "replay_share": 0.25, "replay_as": "own"}
+    found = trained(tmp_path, 4, global_batch_size=16, **apart)
+    assert found.args.per_device_train_batch_size == 4
+    assert torch.equal(parameters(found), parameters(trained(tmp_path, **FOURS, **apart)))
+
+
+def test_a_wrong_batch_is_refused_before_it_is_tried(tmp_path):
+    def without_images(items: Any) -> Any:
+        return {name: value for name, value in default_collate(items).items() if name != "pixel_values"}
+
+    with pytest.raises(ValueError, match="must give a dict with pixel_values and input_ids at least, got keys"):
+        trained(tmp_path, 4, global_batch_size=16, data_collator=without_images)
+
+
 def rank_found(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
     trainer = trained(folder, [9, 3][rank], global_batch_size=32)
     with alone():
@@ -473,6 +489,30 @@ def test_options_are_exact_in_a_repeated_step(tmp_path, options):
     torch.testing.assert_close(parameters(trainers[0]), parameters(trainers[1]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("images", [4, 5])
+def test_what_is_logged_and_counted_is_that_of_whole_micro_batches(tmp_path, images):
+    """Also where halves differ by one pair."""
+    counted: dict[str, Any] = {"include_num_input_tokens_seen": "all", "max_steps": 4}
+    with mock.patch.object(batch_division, "UNTRIED", images):
+        halved = trainer_for(tmp_path, data=models.Pairs(64), **{**OPTIONS, "global_batch_size": 3 * images, **counted})
+    memory = RunsOut(halved.model, 6, images=images)
+    halved.train()
+    assert memory.raised == 1
+    sizes = {"per_device_train_batch_size": images, "gradient_accumulation_steps": 3}
+    whole = fixed(tmp_path, **sizes, **counted)
+    for name in ("total_flos", "num_input_tokens_seen"):
+        assert getattr(halved.state, name) == getattr(whole.state, name) > 0, name
+
+
+def test_a_bad_row_of_a_repeated_step_is_named(tmp_path):
+    data = models.Pairs(64)
+    data.images[17] = torch.nan
+    trainer, memory = halving(tmp_path, 1, data=data)
+    with pytest.raises(ValueError, match=r"image embeddings of micro-batch \d, row \d \(17 of the training set\)"):
+        trainer.train()
+    assert memory.raised == 1
+
+
 def test_without_the_one_number_a_step_ends_the_run_and_says_it(tmp_path, caplog):
     model = models.clip()
     trainer = trainer_for(tmp_path, model, **{**OPTIONS, **FOURS, "data": models.Pairs(64)})
@@ -537,6 +577,28 @@ def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-2"))
     assert (other.args.per_device_train_batch_size, other.args.largest_micro_batch) == (16, None)
     torch.testing.assert_close(parameters(other), parameters(whole), rtol=0, atol=1e-3)  # AdamW
+
+
+@pytest.mark.parametrize(
+    ("then", "division"),
+    [
+        ({"global_batch_size": 32}, (4, 8)),
+        ({"global_batch_size": 8}, (4, 2)),
+        ({"global_batch_size": 16, "global_batch_schedule": ["8:0.5", "16"]}, (4, 1)),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_resumed_with_another_batch_divides_it_anew(tmp_path, then, division):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "resume_with_changes": True}
+    halving(tmp_path, 10**9, **saved, callbacks=[StopAt(2)])[0].train()
+    resumed, _ = halving(tmp_path, 10**9, **saved, **then)
+    resumed.train(resume_from_checkpoint=True)
+    assert (resumed.args.per_device_train_batch_size, resumed.args.gradient_accumulation_steps) == division
+    assert resumed.state.global_step == resumed.state.max_steps
+    (last,) = (
+        entry for entry in resumed.state.log_history if entry["step"] == resumed.state.max_steps and "loss" in entry
+    )
+    assert last["global_batch_size"] == then["global_batch_size"]
 
 
 def test_windows_keep_what_was_loaded_only_if_a_step_may_be_repeated():

@@ -147,7 +147,7 @@ def test_old_pairs_and_streams_have_facts(table, tmp_path):
 
     both = old("caption_column=words", "split=validation&caption_column=others")
     assert [both[row]["caption"] for row in (0, 2)] == [["one"], ["three"]]
-    assert old("caption_column=words&streaming=true").caption_column == "words"
+    assert old("caption_column=words&streaming=True").caption_column == "words"
     with pytest.raises(ValueError, match="tables and streams"):
         old("caption_column=words&streaming=true", "caption_column=words")
     with pytest.raises(ValueError, match=r"one states .*words.* and another .*others"):
@@ -160,6 +160,7 @@ def test_sets_of_a_stream_state_their_weights(table, tmp_path):
 
     assert weights("weight=2", "weight=1") == [2, 1]
     assert weights("split=a", "split=a", dataset_weights=[3.0, 1.0]) == [3, 1]
+    assert weights("weight=0") == [0], "which the stream refuses"
     for wrong in ({}, {"dataset_weights": [1.0, 1.0]}):
         with pytest.raises(ValueError, match="Give every --dataset its weight"):
             weights("weight=2", "weight=1" if wrong else "split=a", **wrong)

@@ -76,7 +76,9 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 if option == "caption_column" and {*dataset.column_names} <= {"image", "label"}:
                     hint = (
                         " The captions of a folder of images belong in its metadata.jsonl or metadata.csv, beside the "
-                        f"file names (file_name).{_metadata_above(dataset)}"
+                        f"file names (file_name).{_metadata_above(dataset)} Folders of classes get captions from "
+                        "--caption_templates 'a photo of a {c}' (captions_of_classes in Python), and "
+                        "--zero_shot_dataset evaluates them."
                     )
                 raise ValueError(
                     f"The dataset has no column {column!r}. Its columns are {few_names(dataset.column_names)}. Name "

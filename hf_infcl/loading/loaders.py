@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..passes.random_state import random_state_kept
 from ..processes.interruptions import Interruptions
 from ..windows.setup import Setup
-from .batch_checks import CheckingCollator
+from .batch_checks import CheckingCollator, check_batch
 from .batch_plan import BatchPlan
 from .feature_cache import CachedImages, CachedStart, FeatureInputs, cached, check_cacheable
 from .positions import make_plan
@@ -149,6 +149,13 @@ def training_loader(
     device = None if args.offload_inputs else args.device
     collate = CheckingCollator(with_teachers(collator, setup), setup.encoder.vocabulary)
     return TrainingLoader(dataset, collate, args, plan, device=device, states=states)
+
+
+def checked_batches(loader_of: Callable[[], Any], equal_ids: str) -> Iterator[Any]:
+    """The batches of a new training loader, each of which is checked; see `check_batch`."""
+    for batch in loader_of():
+        check_batch(batch, equal_ids)
+        yield batch
 
 
 def check_planned(dataset: Any, args: InfCLTrainingArguments) -> None:

@@ -17,6 +17,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
+from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
 from .batch_plan import BatchPlan, Position
@@ -75,7 +76,8 @@ class TrainingData:
         self._skipped = None if resumed is None else resumed.skipped_samples
         if self._skipped is not None and self._processes.rank > 0:
             self._skipped = 0
-        self._has_warned_of_wait, self._loaded = False, 0  # the batches of the loader that the window was made of
+        self._has_warned_of_wait = False
+        self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._sides, self._begin = args.image_sizes(course), begin
         self._epoch = _Epoch()
 
@@ -133,7 +135,7 @@ class TrainingData:
         """
         interruptions.phases.enter("loading data", step)
         self._images = self._plan.size(step) // self._processes.world_size
-        self.window = Window([])  # the batches of the last one take memory
+        self.window, self._loaded = Window([]), []  # the batches of the last one take memory
         source, rows = self.source, 0
         batches: list[Any] = []
         if self._epoch.exhausted:
@@ -159,7 +161,8 @@ class TrainingData:
         seen = [int(rows) for rows, _ in agreed]
         if seen == [self._images] * len(seen):
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
-            self._loaded, batches = len(batches), split_batches(batches, self._args.largest_micro_batch)
+            self._loaded = list(map(_without_images, batches))
+            batches = split_batches(batches, self._args.largest_micro_batch)
             dealt = {"last_has_texts": self._processes.grouped, "keeps_loaded": self._args.divides_by_itself}
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
@@ -178,11 +181,13 @@ class TrainingData:
 
     def batches_of_loop(self) -> list[Any]:
         """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        count = 1 if self._plan.grows else self._loaded
-        if count == len(self.window):
-            return self.window.batches
-        # The loop would keep the images of what it gets during the step.
-        return [{name: part for name, part in b.items() if name != "pixel_values"} for b in self.window.batches[:count]]
+        count = len(self._loaded) - self.beyond_loop
+        return self.window.batches if count == len(self.window) else self._loaded[:count]
+
+    @property
+    def beyond_loop(self) -> int:
+        """The batches of the window that `batches_of_loop` leaves out."""
+        return max(0, len(self._loaded) - 1) if self._plan.grows else 0
 
     def _too_short(self, seen: list[int]) -> ValueError:
         pairs = self._images * self._processes.world_size
@@ -208,7 +213,7 @@ class TrainingData:
         """The rows of the training set at (micro-batch, row) of the current window; empty for a stream."""
         if self.source.own is None:
             return []
-        size = self._images // max(1, self._loaded)  # of the loader's micro-batches, which may have been split
+        size = self._images // max(1, len(self._loaded))  # of the loader's micro-batches, which may have been split
         return self.source.own.rows_at([divmod(sum(self.window.sizes[0][:i]) + row, size) for i, row in places])
 
     def position(self) -> dict[str, Any]:
@@ -277,3 +282,8 @@ class TrainingData:
         self.window = Window([])
         if self.source.own is not None:
             self.source.own.close()
+
+
+def _without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What Trainer's loop counts of a batch, and may hold during the step: images would take memory."""
+    return {name: v for name, v in batch.items() if name != "pixel_values" and not name.startswith(OF_TEACHERS)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def recorded(args: InfCLTrainingArguments) -> dict[str, Any]:
 def find_micro_batches(
     setup: Setup,
     record: RunRecord | None,
-    make_loader: Callable[[], Any],
+    batches_of: Callable[[], Iterable[Any]],
     prepare_inputs: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> int:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
@@ -45,7 +45,7 @@ def find_micro_batches(
     Args:
         setup: of the training.
         record: that of the checkpoint that it resumes from, if any.
-        make_loader: returns a training loader, which may be looked into.
+        batches_of: returns those of a training loader, which may be looked into.
         prepare_inputs: moves a batch to the device.
 
     Returns:
@@ -88,7 +88,7 @@ def find_micro_batches(
     longest = None if padding is None else args.max_text_tokens or getattr(setup.collator, "max_length", None)
     padded = padding is not None or getattr(setup.collator, "text_options", {}).get("padding") == "max_length"
     with failures_announced():
-        batch = _first_batch(setup, make_loader)
+        batch = _first_batch(setup, batches_of)
     if not agree(batch is not None):  # which the training will say
         return args.per_device_train_batch_size
     with failures_announced():
@@ -135,7 +135,7 @@ def _varies(args: InfCLTrainingArguments) -> bool:
     )
 
 
-def _first_batch(setup: Setup, make_loader: Callable[[], Any]) -> Any:
+def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Any]]) -> Any:
     """A batch of the training, which this process loads without workers; None if there is none."""
     args: Any = setup.args
     without = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
@@ -144,16 +144,21 @@ def _first_batch(setup: Setup, make_loader: Callable[[], Any]) -> Any:
     try:
         vars(args).update({name: without[name] for name in before})
         with random_state_kept(args.device):
-            return next(iter(make_loader()), None)
+            return next(iter(batches_of()), None)
     finally:
         vars(args).update(before)
 
 
 def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
-    """Takes the division of the checkpoint, if it is of the same options and machines on all processes; collective."""
-    before = None if record is None else record.micro_batches
+    """Takes the division of the checkpoint, if it is of the same batch, options and machines; collective."""
     # Every process calls `_machines`, since all of them have the record or none.
-    if before is None or before["asked"] != list(args.asked) or before["machines"] != _machines(args):
+    if record is None or (before := record.micro_batches) is None:
+        return False
+    # They differ after a resume with changes.
+    batch = record.run.global_batch_size, record.run.options.get("global_batch_schedule") or []
+    if batch != (args.global_batch_size, list(args.global_batch_schedule or ())):
+        return False
+    if before["asked"] != list(args.asked) or before["machines"] != _machines(args):
         return False
     args.found = {name: before[name] for name in _FOUND}
     vars(args).update(args.found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from transformers.utils import logging
@@ -17,30 +19,37 @@ from .trials import release_memory
 logger = logging.get_logger(__name__)
 
 
+class HasWindow(Protocol):
+    """Whose window is trained next."""
+
+    window: Window
+
+
 def run_repeating(
-    step: WindowStep, model: nn.Module, window: Window, number: int, args: InfCLTrainingArguments
-) -> tuple[Tensor, Window]:
+    step: WindowStep, model: nn.Module, data: HasWindow, number: int, args: InfCLTrainingArguments
+) -> Tensor:
     """The step of a window, which is repeated with halved micro-batches as long as memory runs out; collective.
 
     Args:
         step, model: of the training.
-        window: its next window.
+        data: has its next window, which becomes the one that is trained in the end.
         number: the optimizer steps that were trained.
         args: its arguments, of which ``largest_micro_batch`` becomes what fits.
 
     Returns:
-        The loss, and the window that was trained in the end.
+        The loss.
 
     Raises:
         torch.OutOfMemoryError: the step cannot be repeated; see `WindowStep.may_repeat`.
     """
     while True:
+        window = data.window
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if window.loaded else []
         largest = max(window.sizes[0])
         try:
             loss = step.run(model, window, number)
             window.loaded.clear()
-            return loss, window
+            return loss
         except torch.OutOfMemoryError:
             if not (window.loaded and step.may_repeat and largest > 1):
                 _advise(args, number, repeats=bool(window.loaded))
@@ -59,8 +68,8 @@ def run_repeating(
         parts = split_batches(window.loaded, args.largest_micro_batch)
         for index in range(len(window)):
             window.release(index)  # Trainer's loop holds its batches
-        last_has_texts = window.last_has_texts
-        window = Window(parts, window.padding, window.at_once, last_has_texts=last_has_texts, keeps_loaded=True)
+        again = {"last_has_texts": window.last_has_texts, "keeps_loaded": True}
+        data.window = Window(parts, window.padding, window.at_once, **again)
         release_memory()
         if args.process_index == 0:
             logger.warning(

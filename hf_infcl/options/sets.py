@@ -77,8 +77,8 @@ def _read(place: str, name: str, value: Any) -> Any:
     elif isinstance(value, str) and value:
         if name == "weight" and re.fullmatch(r"\d*\.?\d+([eE][-+]?\d+)?", value):
             return float(value)
-        if name == "streaming" and value in ("true", "false"):
-            return value == "true"
+        if name == "streaming" and value.lower() in ("true", "false"):
+            return value.lower() == "true"
         if name not in ("weight", "streaming"):
             return value
     kind = {"weight": "a number", "streaming": "true or false"}.get(name, "a text")

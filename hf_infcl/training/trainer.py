@@ -147,7 +147,8 @@ class InfCLTrainer(Trainer):
                     self.window_step.close()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        searched: Any = self.setup, self.resumption.record, self.get_train_dataloader, self._prepare_inputs
+        batches = partial(loaders.checked_batches, self.get_train_dataloader, self.setup.equal_ids)
+        searched: Any = self.setup, self.resumption.record, batches, self._prepare_inputs
         self._train_batch_size = find_micro_batches(*searched)  # once gradient checkpointing is set up
         return super()._inner_training_loop(*args, **kwargs)
 
@@ -314,11 +315,9 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        window, step = self.training_data.window, self.state.global_step
-        if more := len(window) - self.args.gradient_accumulation_steps:  # which Trainer's loop does not see
+        if more := self.training_data.beyond_loop:
             self.current_flos += more * self.floating_point_ops(inputs)
-        loss, self.training_data.window = run_repeating(self.window_step, model, window, step, self.args)
-        return loss
+        return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         return self.progress.operations(inputs, super().floating_point_ops)

@@ -47,13 +47,13 @@ class GradientNoise(StepObserver):
         self._sums: Tensor | None = None  # decayed, of |g|² and tr(Σ), and their weight
 
     def begin_window(self, window: Window, step: int) -> None:
-        micro_batch, micro_batches = window.sizes[0][0], len(window)
-        pairs = micro_batch, micro_batch * micro_batches * self._processes
+        micro_batch, own = window.sizes[0][0], sum(window.sizes[0])
+        pairs = micro_batch, own * self._processes
         if pairs != self._pairs:  # other negatives
             self._pairs, self._sums = pairs, None
         # The gradient of a single micro-batch is reduced as soon as it is there.
-        self._measures = micro_batches > 1 and step % self._every == 0
-        self._share, self._small = 1 / micro_batches, None
+        self._measures = len(window) > 1 and step % self._every == 0
+        self._share, self._small = micro_batch / own, None  # halved micro-batches may differ by one pair
 
     def after_backward(self, index: int, scale: float) -> None:
         if self._measures and index == 0:

@@ -57,6 +57,7 @@ class WithoutNoisyPairs(PairSelection):
         self._share = None if leave_out == NOISY else float(leave_out)
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
         self.border: float | None = None  # once it has begun
+        self.waits_for = ""  # why it has not, as of the last window
         self._counts = [0, 0]  # pairs left out, and all new ones, since the last log
         self._logged = [0, 0]  # the same before it
 
@@ -65,6 +66,8 @@ class WithoutNoisyPairs(PairSelection):
         worst = "those that did not seem to belong together"
         which = worst if self._share is None else f"the worst {self._share:.3g} of each step"
         left, pairs = (one + other for one, other in zip(self._counts, self._logged, strict=True))
+        if self.waits_for:
+            return {"pairs left out": f"none, because {self.waits_for}"}
         return {"pairs left out": f"{which}, {left / pairs:.1%} of all" if pairs else which}
 
     def select(
@@ -112,11 +115,17 @@ class WithoutNoisyPairs(PairSelection):
 
     def _begin(self, mean: float) -> None:
         """Begins, if the pairs are known well enough."""
-        if mean < LEAST_MEAN or self.averages.mean_visits < LEAST_VISITS:
-            return
-        below = self.averages.share_below_zero
-        if self._share is not None or below >= LEAST_BELOW:
-            self.border = BORDER if below < MANY else BORDER_OF_MANY
+        visits, below = self.averages.mean_visits, self.averages.share_below_zero
+        if visits < LEAST_VISITS:
+            self.waits_for = f"each pair was seen {visits:.1f} times, and the rule begins after {LEAST_VISITS}"
+        elif mean < LEAST_MEAN:
+            self.waits_for = (
+                f"pairs that are learned score {mean:.1f} on average, and the rule begins at {LEAST_MEAN:g}"
+            )
+        elif self._share is None and below < LEAST_BELOW:
+            self.waits_for = f"{below:.1%} of the pairs score below 0, and the rule begins at {LEAST_BELOW:.0%}"
+        else:
+            self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
     def logs(self) -> dict[str, float]:
         """``left_out``: the share of the new pairs that took no part, since the last log."""

@@ -108,9 +108,9 @@ def replay_set(
 def weights_of(data: DataOptions) -> list[float] | None:
     """The proportions in which the sets of a training are mixed, from the option or from the sets themselves."""
     own: list[Any] = [facts_of(source).get("weight") for source in data.dataset]
-    if not any(own):
+    if all(weight is None for weight in own):
         return data.dataset_weights
-    if not all(own) or data.dataset_weights is not None:
+    if None in own or data.dataset_weights is not None:
         raise ValueError("Give every --dataset its weight, or all of them with --dataset_weights.")
     return own
 

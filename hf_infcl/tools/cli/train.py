@@ -19,6 +19,8 @@ from ...encoders.adapters import ADAPTER_FILES, has_adapters
 from ...processes.preemption import Preempted
 from ...training.trainer import InfCLTrainer
 from ...training.with_start import AverageWithStart
+from ...windows.extensions import of_kind
+from ...windows.selection import WithoutNoisyPairs
 from ..checking.overlap import overlaps
 from ..planning import check_memory
 from ..publishing import CardCallback, PicturesCallback, Told, doubtful_rate, lines_of_changes, outcome
@@ -129,6 +131,9 @@ def train(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         with mistakes_in_one_line(parser.prog, of_libraries=True):
             trainer.push_folder(delete=ADAPTER_FILES if merge else ())
     if trainer.is_world_process_zero():
+        for one in of_kind(trainer.window_step.extensions, WithoutNoisyPairs):
+            if one.waits_for:
+                print(f"--leave_out has left nothing out: {one.waits_for}.")
         print(*lines_of_changes(facts), *(ledger_lines(ledger, str(args.output_dir)) if ledger else ()), sep="\n")
         tell_places(args, trainer.hub_model_id if args.push_to_hub else None)
         if doubt := outcome(facts):

@@ -12,7 +12,10 @@ class ScoreOptions:
 
     split: str = field(default="train", metadata={"help": "Split of the data."})
     streaming: bool = field(
-        default=False, metadata={"help": "Read tar or parquet shards, such as 'shards/{00000..00127}.tar', once."}
+        default=False,
+        metadata={
+            "help": "The data are tar or parquet shards, such as 'shards/{00000..00127}.tar', which are read once."
+        },
     )
     on_bad_sample: Literal["raise", "skip"] = field(
         default="raise", metadata={"help": "What to do with a broken image or an empty caption: end, or leave it out."}
