@@ -443,3 +443,17 @@ def test_the_share_on_the_card_is_that_of_the_whole_training(noisy):
     again.load_state_dict(state)
     assert again.card == {"pairs left out": "those that did not seem to belong together"}
     assert WithoutNoisyPairs("0.3", 512).card == {"pairs left out": "the worst 0.3 of each step"}
+
+
+def test_the_card_says_what_the_rule_waits_for():
+    selection, keys = WithoutNoisyPairs("noisy", 2), torch.tensor([[0, 1]])
+    for scores, reason in (
+        ([1.0, 1.0], "each pair was seen 1.0 times, and the rule begins after 3"),
+        *[([1.0, 1.0], "each pair was seen 2.0 times, and the rule begins after 3")],
+        *[([1.0, 1.0], "pairs that are learned score 1.0 on average, and the rule begins at 2")],
+        *[([100.0, 100.0], "0.0% of the pairs score below 0, and the rule begins at 1%")],
+    ):
+        assert bool(selection._stays(keys, torch.tensor([scores], dtype=torch.float64)).all())
+        assert selection.card == {"pairs left out": f"none, because {reason}"}
+    selection._stays(keys, torch.tensor([[100.0, -1000.0]], dtype=torch.float64))
+    assert "none" not in selection.card["pairs left out"], "it has begun"

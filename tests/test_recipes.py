@@ -118,6 +118,15 @@ def test_a_recipe_is_checked_and_planned_on_a_machine_without_a_gpu(small, tmp_p
     assert ("replaces resume_from_checkpoint auto of from_scratch.yaml" in said) == (name == "from_scratch")
 
 
+def test_a_zero_shot_set_takes_the_place_of_the_set_that_a_recipe_leaves_open(tmp_path):
+    words = ["--recipe", "finetune_alone", "--dataset", "d", "--output_dir", str(tmp_path)]
+    assert PARSERS["train"]().read(words)[0].eval_dataset == "path/to/images"
+    namespace, given = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d"])
+    assert namespace.eval_dataset is None and "eval_dataset" not in given
+    namespace, _ = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d", "--eval_dataset", "e"])
+    assert namespace.eval_dataset == "e"
+
+
 SAMPLES = {int: ("2", "0"), float: ("0.5", "0"), bool: ("true", "false")}
 
 

@@ -51,6 +51,7 @@ FILES = (".yaml", ".yml", ".json")  # the endings of a file of options
 OF_COMPUTING = {"use_cpu": True, "torch_compile": False, "tf32": None, "fsdp": None, "deepspeed": None}
 OF_COMPUTING |= {"ddp_backend": None}
 
+PLACE = "path/to/"  # how the files of recipes begin the name of what the user has to name
 # The files of options that the package holds, by the names of --recipe.
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
 
@@ -221,6 +222,10 @@ class Parser(HfArgumentParser):
             if action.dest in values:
                 action.required = False
         namespace = self.parse_args(words, argparse.Namespace(**values))
+        if self._typed.keys() & {"zero_shot_dataset", "eval_benchmark"} and "eval_dataset" in self._of_file:
+            if str(namespace.eval_dataset).startswith(PLACE):  # which the recipe leaves open
+                namespace.eval_dataset = None
+                self._of_file.discard("eval_dataset")
         try:
             read_sets(namespace)
         except ValueError as error:
