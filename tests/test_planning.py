@@ -401,7 +401,6 @@ def test_the_plan_knows_replay_and_averages(small_model, capsys):
         (["--epochs", 0.02], "0.02 epochs take 2 steps"),
         (["--num_train_epochs", 3], "3 epochs take 291 steps"),
         (["--max_steps", 7], "--max_steps 7 takes"),
-        ([], "An epoch of 100,000 pairs takes 97 steps"),
     ],
 )
 def test_the_length_is_that_of_the_trainer(small_model, capsys, words, told):

@@ -303,9 +303,14 @@ def moved(trainer: InfCLTrainer) -> Tensor:
     return parameters(trainer) - nn.utils.parameters_to_vector(models.clip(end=END).parameters())
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize(
-    "options", [{"captions_per_image": 2}, {"augmentation": "none", "on_bad_sample": "skip"}], ids=["captions", "skip"]
+    ("options", "half"),
+    [
+        ({"captions_per_image": 2}, False),
+        ({"captions_per_image": 2}, True),
+        ({"augmentation": "none", "on_bad_sample": "skip"}, False),
+    ],
+    ids=["captions", "fp16", "skip"],
 )
 def test_stored_equals_online_on_images_that_are_not_augmented(tmp_path, options, half):
     data = ImageTextDataset(rows(), **options)
@@ -673,7 +678,8 @@ def test_every_other_option_trains_alike_with_the_teacher_and_with_its_embedding
         change_of(tmp_path / name, build_model(), teaches, options)
         for name, teaches in (("a", online), ("b", {"teacher_embeddings": [folder]}))
     ]
-    without = change_of(tmp_path / "c", build_model(), {"teacher_weight": 1.0}, options)
+    eager = {name: value for name, value in options.items() if not name.startswith("torch_compile")}
+    without = change_of(tmp_path / "c", build_model(), {"teacher_weight": 1.0}, eager)
     # AdamW turns the rounding of gradients that are zero, such as those of a key's bias, into steps.
     tolerance = 0.05 if "optimizer" in options else 1e-3
     assert (found[0] - found[1]).norm() <= tolerance * found[0].norm()

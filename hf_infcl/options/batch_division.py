@@ -75,7 +75,7 @@ def possible_micro_batches(args: Any, *, exceeds: bool = False) -> list[int]:
         exceeds: whether a micro-batch may be larger than what a process has of the first of growing global batches,
             whose single micro-batch is smaller then. That of a stream may not.
     """
-    sizes = _sizes(args)
+    sizes = BatchSchedule.of_arguments(args).sizes
     if any(size % args.world_size for size in sizes):
         return []
     owns = [size // args.world_size for size in sizes]
@@ -110,12 +110,6 @@ def largest_micro_batch(args: Any, possible: Sequence[int], most: int) -> int:
         f"large as fits, which is {most} pairs here: the largest that divides it has {fits[-1] if fits else 'none'}. "
         f"Choose {_or(_multiples(size, step))}, or give per_device_train_batch_size."
     )
-
-
-def _sizes(args: Any) -> tuple[int, ...]:
-    if args.global_batch_schedule is not None:
-        return BatchSchedule.of(args.global_batch_schedule).sizes
-    return (args.global_batch_size,)
 
 
 def _of(processes: int) -> str:

@@ -46,7 +46,7 @@ from ..checking import (
 )
 from ..planning import GPUS, choice_of, counts_of
 from ..planning.answers import fitting, line
-from ..scoring.ledger import Ledger
+from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
 from .launched import mistakes_in_one_line
@@ -78,7 +78,7 @@ def check(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> Non
         sets = sets_to_check(data, columns, evaluation, keep, args)
         ledger = None if options.ledger is None else Ledger.read(options.ledger)
         if ledger is not None:
-            ledger.check_data(sets[TRAINED].content_fingerprint(), options.ledger)
+            check_data(ledger.content, sets[TRAINED].content_fingerprint(), options.ledger)
         check_writable(str(args.output_dir))  # before hours of reading
     results: dict[str, tuple[SetFacts, list[Finding]]] = {}
     for key, dataset in sets.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class Rows:
 
     keys: list[str]
     captions: list[str] | None
-    embeddings: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    places: list[str] = field(default_factory=list)
+    embeddings: np.ndarray
+    places: list[str]
 
 
 def write(path: Path, rows: Rows) -> None:

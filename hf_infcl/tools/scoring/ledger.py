@@ -90,10 +90,6 @@ class Ledger:
             return cls(record["content"], **arrays, caption=table["caption"].to_pylist())
         raise AssertionError
 
-    def check_data(self, content: str, path: str | Path) -> None:
-        """Raises a ValueError if the ledger, read from ``path``, is of other data than that of this fingerprint."""
-        _check_data(self.content, content, path)
-
 
 def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, int]:
     """The keys [n] int64 of the pairs of a ledger that are wrong with at least this probability, and all its pairs.
@@ -117,7 +113,7 @@ def wrong_in(path: str | Path, content: str, least: float) -> tuple[np.ndarray, 
             key, p_wrong = (batch[name].to_numpy() for name in ("key", "p_wrong"))
             found.append(key[p_wrong >= least].astype(np.int64))
         count = int(file.metadata.num_rows)
-    _check_data(recorded, content, path)
+    check_data(recorded, content, path)
     return np.concatenate(found), count
 
 
@@ -135,7 +131,8 @@ def _read_as_ledger(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _check_data(recorded: str, content: str, path: str | Path) -> None:
+def check_data(recorded: str, content: str, path: str | Path) -> None:
+    """Raises a ValueError if the ledger in a file, of the data ``recorded``, is not of that of this fingerprint."""
     if recorded != content:
         raise ValueError(
             f"The ledger {path} is of other data: it was written for {recorded}, and this is {content}. Its "
