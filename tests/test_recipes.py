@@ -122,7 +122,8 @@ def test_a_zero_shot_set_takes_the_place_of_the_set_that_a_recipe_leaves_open(tm
     words = ["--recipe", "finetune_alone", "--dataset", "d", "--output_dir", str(tmp_path)]
     assert PARSERS["train"]().read(words)[0].eval_dataset == "path/to/images"
     namespace, given = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d"])
-    assert namespace.eval_dataset is None and "eval_dataset" not in given
+    assert namespace.eval_dataset is None
+    assert "eval_dataset" not in given
     namespace, _ = PARSERS["train"]().read([*words, "--zero_shot_dataset", "d", "--eval_dataset", "e"])
     assert namespace.eval_dataset == "e"
 

@@ -222,10 +222,10 @@ class Parser(HfArgumentParser):
             if action.dest in values:
                 action.required = False
         namespace = self.parse_args(words, argparse.Namespace(**values))
-        if self._typed.keys() & {"zero_shot_dataset", "eval_benchmark"} and "eval_dataset" in self._of_file:
-            if str(namespace.eval_dataset).startswith(PLACE):  # which the recipe leaves open
-                namespace.eval_dataset = None
-                self._of_file.discard("eval_dataset")
+        left_open = "eval_dataset" in self._of_file and str(namespace.eval_dataset).startswith(PLACE)
+        if left_open and self._typed.keys() & {"zero_shot_dataset", "eval_benchmark"}:
+            namespace.eval_dataset = None
+            self._of_file.discard("eval_dataset")
         try:
             read_sets(namespace)
         except ValueError as error:
