@@ -307,7 +307,10 @@ def test_score_check_and_exclude(folder, capsys, tmp_path):
     batch = ["--per_device_train_batch_size", 8, "--max_steps", 2, "--logging_steps", 1, "--save_strategy", "no"]
     words = ["--model", folder / "model", "--dataset", data, *batch, *PLAIN, "--leave_out", "noisy"]
     infcl("train", *words, "--output_dir", tmp_path / "run", "--exclude", f"{out / LEDGER_FILE}:0.9")
-    assert "pairs left out" in (tmp_path / "run" / "README.md").read_text()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "| pairs left out | none, because each pair was seen" in card
+    assert f"| pairs excluded before | wrong with at least 0.9 by `{LEDGER_FILE}` |" in card
+    assert "--leave_out has left nothing out: each pair was seen" in capsys.readouterr().out
     trained = Ledger.read(tmp_path / "run" / LEDGER_FILE)
     assert len(trained) == 16, "those of two steps"
     assert trained.key.max() < 90

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
@@ -61,10 +62,17 @@ def describe_run(
             **trains,
             **frozen,
             "augmentation": data.augmentation,
+            **({"pairs excluded before": _excluded(data.exclude)} if data.exclude else {}),
             **({"words left out of captions": f"{data.text_dropout:g}"} if data.text_dropout else {}),
             "image preprocessing": collator.image_backend,
         },
     )
+
+
+def _excluded(asked: Sequence[str]) -> str:
+    """Of ``exclude``; only the names of the files, because a card is public."""
+    parts = [one.rpartition(":") for one in asked]
+    return joined([f"wrong with at least {least} by {code(Path(file).name)}" for file, _, least in parts])
 
 
 def trained_part(model: Any, start: str) -> tuple[dict[str, str], str | None]:
