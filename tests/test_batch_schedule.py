@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.parity import FLOOR, MODELS, TOLERANCE, _whole
+from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
@@ -109,20 +109,6 @@ def test_micro_batches_shrink_only_where_the_batch_is_smaller(size, processes, d
 
 STAGES = {"global_batch_schedule": ["12:0.3", "24:0.3", "48"], "gradient_accumulation_steps": 1, "max_steps": 9}
 SIZES = [12] * 5 + [24] * 3 + [48]
-
-
-class EachGradient(TrainerCallback):
-    """The weights before each step, and the gradients that it sees."""
-
-    def __init__(self) -> None:
-        self.weights: list[Tensor] = []
-        self.gradients: list[list[Tensor]] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.gradients.append([_whole(p.grad) for p in model.parameters()])
 
 
 def rank_gradients(

@@ -12,13 +12,12 @@ import pytest
 import torch
 from helpers import models
 from helpers.demo import infcl
-from helpers.parity import FLOOR, MODELS, TOLERANCE
+from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
 from helpers.shards import png, write_tars
 from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from transformers import TrainerCallback
 
 from hf_infcl import ImageTextDataset, InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -43,20 +42,6 @@ def trainer_of(folder: Any, model: Any, new: Any = NEW, old: Any = OLD, **option
 
 
 # ---- Exact gradients ----
-
-
-class EachGradient(TrainerCallback):
-    """The weights before each step, and the gradients that it sees."""
-
-    def __init__(self) -> None:
-        self.weights: list[Tensor] = []
-        self.gradients: list[list[Tensor]] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.gradients.append([p.grad.clone() for p in model.parameters()])
 
 
 def rank_gradients(

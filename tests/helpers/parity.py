@@ -37,6 +37,20 @@ class Gradients(TrainerCallback):
         self.seen = {n: _whole(p.grad) for n, p in _unwrap(model).named_parameters() if p.grad is not None}
 
 
+class EachGradient(TrainerCallback):
+    """The weights before each step, and the gradients that it sees."""
+
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.gradients: list[list[Tensor]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.weights.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.gradients.append([_whole(p.grad) for p in model.parameters()])
+
+
 def _whole(gradient: Any) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
