@@ -321,7 +321,7 @@ class StreamBatches(MicroBatches):
                 if stream.on_bad_sample == "skip":
                     item["skipped"], reported = skipped - reported, skipped
                 name = stream.shards[shard].name
-                items.append(KeyedItem(item, sample_key(name, key)) if self._keyed else item)
+                items.append(KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item)
             yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
 
 

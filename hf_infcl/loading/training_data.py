@@ -181,13 +181,13 @@ class TrainingData:
 
     def batches_of_loop(self) -> list[Any]:
         """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        count = len(self._loaded) - self.beyond_loop
+        count = len(self._loaded) - len(self.beyond_loop)
         return self.window.batches if count == len(self.window) else self._loaded[:count]
 
     @property
-    def beyond_loop(self) -> int:
-        """The batches of the window that `batches_of_loop` leaves out."""
-        return max(0, len(self._loaded) - 1) if self._plan.grows else 0
+    def beyond_loop(self) -> list[Any]:
+        """The batches of the window that `batches_of_loop` leaves out, without their images."""
+        return self._loaded[1:] if self._plan.grows else []
 
     def _too_short(self, seen: list[int]) -> ValueError:
         pairs = self._images * self._processes.world_size

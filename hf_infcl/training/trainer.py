@@ -293,7 +293,8 @@ class InfCLTrainer(Trainer):
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
-        counted = super()._init_training_state(*args)
+        with files.intervals_told_once():
+            counted = super()._init_training_state(*args)
         return self.resumption.first_position(self.state, self.args, args[:3], counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
@@ -315,8 +316,9 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        if more := self.training_data.beyond_loop:
-            self.current_flos += more * self.floating_point_ops(inputs)
+        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the others
+            self.current_flos += self.floating_point_ops(batch)
+            self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
