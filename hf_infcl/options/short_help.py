@@ -22,7 +22,7 @@ FIRST = {
         *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "optimizer"),
         "ema_decay",
     ),
-    "Precision and speed": ("bf16", "bf16_activations", "torch_compile", "dataloader_num_workers", "use_cpu"),
+    "Precision and speed": ("bf16", "torch_compile", "dataloader_num_workers", "use_cpu"),
     "Evaluation": (
         *("eval_dataset", "zero_shot_dataset", "class_names", "templates", "eval_benchmark", "guard_dataset"),
         *("eval_strategy", "eval_steps", "eval_pictures", "metric_for_best_model"),
