@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_whole_batch_within_rounding(ranks, world_siz
 
 def gradients(folder: Any, model: nn.Module | None = None, data: Any = None, **options: Any) -> dict[str, Tensor]:
     seen = Gradients()
-    trainer_for(folder, model, data, max_steps=1, max_grad_norm=0.0, callbacks=[seen], **IN_BF16, **options).train()
+    trainer_for(folder, model, data, max_steps=1, max_grad_norm=0.0, callbacks=[seen], **{**IN_BF16, **options}).train()
     return seen.seen
 
 
@@ -87,23 +87,30 @@ def test_updates_smaller_than_the_rounding_of_bf16_add_up(tmp_path, options):
     assert (change > 0).float().mean() > 0.9
 
 
-def test_compiled_gradients_are_the_same(tmp_path):
-    torch._dynamo.utils.counters.clear()
-    eager, compiled = (
-        gradients(tmp_path, torch_compile=compiled, torch_compile_backend="aot_eager" if compiled else None)
-        for compiled in (False, True)
-    )
-    assert not torch._dynamo.utils.counters["graph_break"]
-    compiled = {name.replace("_orig_mod.", ""): gradient for name, gradient in compiled.items()}
+def rank_compiled(rank: int, world_size: int, folder: str) -> None:
+    data, breaks, found = models.Pairs(16 * world_size), [], []
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for options in ({"bf16_activations": False, **compiled}, compiled):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        found.append(gradients(folder, data=data, **options))
+        breaks.append(sum(torch._dynamo.utils.counters["graph_break"].values()))
+    assert breaks[1] == breaks[0], "those of DDP"
+    eager = gradients(folder, data=data)
+    compiled = {name.replace("_orig_mod.", ""): gradient for name, gradient in found[1].items()}
     in_layers = models.clip()
     for layer in (*in_layers.vision_model.encoder.layers, *in_layers.text_model.encoder.layers):
         layer.compile(backend="aot_eager", fullgraph=True)
-    by_layer = gradients(tmp_path, in_layers)
+    by_layer = gradients(folder, in_layers, data)
     assert eager.keys() == compiled.keys() == by_layer.keys()
     for name, gradient in eager.items():
         assert relative_error(compiled[name], gradient) < 1e-3, name
         assert relative_error(by_layer[name], gradient) < 1e-3, name
-    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_gradients_are_the_same(ranks, tmp_path, world_size):
+    ranks.run(rank_compiled, world_size, str(tmp_path))
 
 
 def test_cached_features_of_a_frozen_tower_are_rounded():
