@@ -20,10 +20,10 @@ def gather_rows(tensors: Any) -> Any:
     Raises:
         OtherRankFailedError: on every process, if one of them announced a failure instead.
     """
-    several = tensors if isinstance(tensors, tuple) else (tensors,)
     processes = Processes()
     if processes.world_size == 1:
         return tensors
+    several = tensors if isinstance(tensors, tuple) else (tensors,)
     numbers = processes.agree([len(tensor) for tensor in several])  # [world_size][tensors]
     gathered = []
     for index, tensor in enumerate(several):
@@ -36,7 +36,11 @@ def gather_rows(tensors: Any) -> Any:
 
 
 class AnnouncingDataLoader:
-    """A data loader that announces its errors to all processes; each process calls `Processes.agree` once per batch."""
+    """A data loader that announces its errors to all processes; each process calls `Processes.agree` once per batch.
+
+    Args:
+        dataloader: the loader.
+    """
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
