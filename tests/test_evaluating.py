@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +24,9 @@ from torch.utils.data import ChainDataset, IterableDataset
 from hf_infcl import ContrastiveCollator, InfCLTrainer, ZeroShotDataset, reference
 from hf_infcl.checkpoints.average_choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.evaluation import retrieval_metrics, texts_on_host, zero_shot_classifier, zero_shot_metrics
+from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.processes.collectives import OtherRankFailedError
+from hf_infcl.training import evaluating
 
 SIZES = range(1, 14)
 
@@ -511,17 +514,23 @@ def test_no_process_asks_for_the_width_of_what_others_have(tmp_path, monkeypatch
 
 def test_texts_are_read_on_the_host(tmp_path):
     trainer = trainer_for(tmp_path, models.clip(), data_collator=collate_captions, per_device_eval_batch_size=4)
-    data = Captioned(9)
-    loader = trainer.get_eval_dataloader(data)
-    for batch in loader:
-        assert texts_on_host(batch).keys() == batch.keys() - {"pixel_values", "texts_on_host"}
-        assert all(torch.equal(value, batch[name]) for name, value in texts_on_host(batch).items())
-    kept = trainer.evaluate(data)
-    plain = torch.utils.data.DataLoader(data, 4, collate_fn=collate_captions)
-    output = trainer.evaluation_loop(trainer.accelerator.prepare(plain), "Evaluation")
-    for name, value in kept.items():
+    data, loader = Captioned(9), trainer.get_eval_dataloader(Captioned(9))
+    names = next(iter(loader)).keys()
+    read, metrics = [], []
+    apart = evaluating.taken_apart
+    with mock.patch.object(evaluating, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
+        metrics.append(trainer.evaluation_loop(loader, "Evaluation").metrics)
+    assert len(read) == 3
+    for batch, texts in read:
+        assert batch.keys() == names, "what the trainer and a subclass of it get is that of the collator"
+        assert texts.keys() == names - {"pixel_values"}
+        assert all(torch.equal(value, batch[name]) for name, value in texts.items())
+    assert next(iter(loader)).keys() == names
+    with mock.patch.object(evaluating, "_texts_kept", return_value=nullcontext()):
+        metrics.append(trainer.evaluate(data))
+    for name, value in metrics[0].items():
         if "recall" in name or "loss" in name:
-            assert output.metrics[name] == value, name
+            assert metrics[1][name] == value, name
 
 
 def test_of_labelled_images_ranks_are_gathered_instead_of_embeddings(tmp_path):

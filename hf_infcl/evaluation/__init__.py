@@ -1,7 +1,7 @@
 """Zero-shot classification, image-text retrieval and the choice of captions from embeddings."""
 
 from .bootstrap import Difference, bounds, differences, differences_by_class, hits_of, interval, resampled
-from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, texts_on_host
+from .captions import WithTextsOnHost, caption_ids, group_by_image, image_of_captions, taken_apart
 from .classification import (
     checked_ranks,
     checked_scores,
@@ -45,7 +45,7 @@ __all__ = [
     "recall_ceilings",
     "resampled",
     "retrieval_metrics",
-    "texts_on_host",
+    "taken_apart",
     "zero_shot_classifier",
     "zero_shot_metrics",
 ]

@@ -84,7 +84,7 @@ class _OnHost:
 
 
 class WithTextsOnHost:
-    """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory.
+    """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory; see `taken_apart`.
 
     What is read there does not wait for the forwards that the device has queued before.
 
@@ -103,7 +103,11 @@ class WithTextsOnHost:
         return {**batch, _ON_HOST: _OnHost(small)}
 
 
-def texts_on_host(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tensors that `WithTextsOnHost` has kept, or the batch itself if another collator has made it."""
-    kept = batch.get(_ON_HOST)
-    return batch if kept is None else kept.tensors
+def taken_apart(batch: Any) -> tuple[Any, Any]:
+    """The batch of a `WithTextsOnHost` as its collator has returned it, and its small tensors in host memory.
+
+    Both are the batch itself if another collator has made it.
+    """
+    if not isinstance(batch, Mapping) or _ON_HOST not in batch:
+        return batch, batch
+    return {name: value for name, value in batch.items() if name != _ON_HOST}, batch[_ON_HOST].tensors

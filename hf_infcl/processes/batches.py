@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -40,10 +40,11 @@ class AnnouncingDataLoader:
 
     Args:
         dataloader: the loader.
+        each: what is returned for a batch, just before that is needed.
     """
 
-    def __init__(self, dataloader: Any) -> None:
-        self._dataloader = dataloader
+    def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:
+        self._dataloader, self._each = dataloader, each
         self._begun: Iterator[Any] | None = None
 
     def begin(self) -> None:
@@ -62,7 +63,7 @@ class AnnouncingDataLoader:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield batch
+            yield self._each(batch)
 
     def __len__(self) -> int:
         return len(self._dataloader)

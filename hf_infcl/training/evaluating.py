@@ -13,6 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -24,6 +25,7 @@ from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, check_tokens
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
     Found,
+    WithTextsOnHost,
     bounds,
     caption_ids,
     checked_ranks,
@@ -39,7 +41,7 @@ from ..evaluation import (
     pair_ranks,
     recall_ceilings,
     resampled,
-    texts_on_host,
+    taken_apart,
     zero_shot_classifier,
 )
 from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
@@ -114,6 +116,7 @@ class Evaluator:
         self._scores_before = kept.setdefault("scores_before", {})
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
+        self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: Found | None = None
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -145,7 +148,7 @@ class Evaluator:
         name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
         if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
             raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
-        on_host = texts_on_host(batch)
+        on_host = self._of_batch[1] if inputs is self._of_batch[0] else batch
         with torch.no_grad(), self._accelerator.autocast():
             if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
                 check_tokens(on_host["input_ids"], self._encoder.vocabulary)
@@ -209,8 +212,11 @@ class Evaluator:
             self._notices.look(f"evaluation set of {prefix}_*", parts_of(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
-        batches = dataloader if isinstance(dataloader, DataLoaderDispatcher) else AnnouncingDataLoader(dataloader)
-        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder):
+        batches = dataloader
+        if not isinstance(dataloader, DataLoaderDispatcher):
+            batches = AnnouncingDataLoader(dataloader, self._take_apart)
+        keeps_texts = _texts_kept(dataloader)
+        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), keeps_texts:
             self._type_of_set, self._prefix = type(dataloader.dataset).__name__, prefix
             if isinstance(dataloader.dataset, ZeroShotDataset):
                 if isinstance(batches, AnnouncingDataLoader):
@@ -226,6 +232,10 @@ class Evaluator:
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         output.metrics.update(of_main_process(output.metrics))
         return output
+
+    def _take_apart(self, batch: Any) -> Any:
+        self._of_batch = taken_apart(batch)
+        return self._of_batch[0]
 
     def _without_padding(self) -> AbstractContextManager[None]:
         """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
@@ -332,6 +342,14 @@ class Evaluator:
 
     def _on_device(self, array: Any) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
+
+
+def _texts_kept(dataloader: Any) -> AbstractContextManager[None]:
+    """The context in which a loader's collator is a `WithTextsOnHost`, except for a stream that is sent to others."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)
+    if isinstance(dataloader, DataLoaderDispatcher) or not isinstance(loader, DataLoader):
+        return nullcontext()
+    return replaced(loader, collate_fn=WithTextsOnHost(loader.collate_fn))
 
 
 def check_same_size(dataset: Any, prefix: str) -> None:

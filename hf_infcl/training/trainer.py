@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 from ..checkpoints import model_files as files
 from ..checkpoints import pushes
 from ..encoders.dual_encoder import DualEncoder
-from ..evaluation import Found, WithTextsOnHost
+from ..evaluation import Found
 from ..loading import loaders
 from ..loading.batch_plan import BatchPlan
 from ..loading.notices import CaptionNotices
@@ -281,8 +281,7 @@ class InfCLTrainer(Trainer):
     ) -> DataLoader:
         if not isinstance(dataset, IterableDataset):
             of_rows: Any = partial(super()._get_dataloader, loaders.without_epochs(dataset), description, batch_size)
-            with replaced(self, data_collator=WithTextsOnHost(self.data_collator)):
-                return of_rows(*args, is_training=is_training, **kwargs)
+            return of_rows(*args, is_training=is_training, **kwargs)
         collate = self._get_collator_with_removed_columns(self.data_collator, description)
         loader = loaders.loader_of_stream(dataset, collate, self.args, batch_size, is_training=is_training)
         return self.accelerator.prepare(loader) if is_training else loader
