@@ -632,6 +632,27 @@ def test_a_resumed_run_has_the_same_micro_batches_to_the_bit(tmp_path):
     torch.testing.assert_close(parameters(other), parameters(whole), rtol=0, atol=1e-3)  # AdamW
 
 
+@pytest.mark.parametrize("schedule", [None, ["8:0.5", "16"]], ids=["equal", "growing"])
+def test_the_micro_batch_of_a_stream_stays_on_another_machine(tmp_path, schedule):
+    """The order of a stream depends on it, so that another one would be refused."""
+    (tmp_path / "shards").mkdir()
+    write_tars(tmp_path / "shards", [20] * 4)
+    options = {"global_batch_size": 16, "global_batch_schedule": schedule, "max_steps": 4, "data_collator": collate}
+    options |= {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    stopped = trained(tmp_path, 5, data=stream_of(tmp_path / "shards"), **options, callbacks=[StopAt(2)])
+    assert stopped.args.per_device_train_batch_size == 4
+    for known in (False, True):
+        other = trainer_for(tmp_path, data=stream_of(tmp_path / "shards"), **{**OPTIONS, **options})
+        with (
+            mock.patch.object(finding, "_machines", return_value=["another"]),
+            mock.patch.object(finding, "memory_is_known", return_value=known),
+        ):
+            other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert other.args.per_device_train_batch_size == 4
+        assert other.args.gradient_accumulation_steps == (4 if schedule is None else 1)
+        assert other.state.global_step == 4
+
+
 @pytest.mark.parametrize(
     ("then", "division"),
     [

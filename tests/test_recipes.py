@@ -42,7 +42,7 @@ def changes(small: list[Any], tmp_path: Path, recipe: Mapping[str, Any]) -> dict
         "report_to": "none",
         "use_cpu": True,
     }
-    changed |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dataloader_num_workers": 0}
+    changed |= {"global_batch_size": 8, "per_device_train_batch_size": 4, "dataloader_num_workers": 0}
     if recipe.get("streaming"):
         images = sorted((pairs / "train").glob("*.png"))
         files = [(f"{image.stem}.{kind}", image.read_bytes()) for image in images for kind in ("png", "txt")]
@@ -293,8 +293,8 @@ def sharded_training(small: list[Any], tmp_path: Path, name: str) -> list[str]:
         pytest.skip(f"FSDP needs accelerate {FSDP_SINCE}")
     recipe = RECIPES["finetune_clip"]
     changed = changes(small, tmp_path, yaml.safe_load(recipe.read_text()))
-    changed |= {"use_cpu": False, "bf16": False, "global_batch_size": 16}
-    return ["train", str(recipe), *as_words({key: value for key, value in changed.items() if key not in DIVISION})]
+    del changed["per_device_train_batch_size"]
+    return ["train", str(recipe), *as_words(changed | {"use_cpu": False, "bf16": False, "global_batch_size": 16})]
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
@@ -322,7 +322,7 @@ def test_several_nodes_train_together(small, tmp_path, monkeypatch):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n".replace('\\"', '"'))
         (tmp_path / "bin" / name).chmod(0o755)
     recipe = yaml.safe_load(RECIPES["from_scratch"].read_text())
-    changed = changes(small, tmp_path, recipe) | {"gradient_accumulation_steps": 1}
+    changed = changes(small, tmp_path, recipe)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

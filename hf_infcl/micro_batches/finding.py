@@ -41,7 +41,8 @@ def find_micro_batches(
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
 
     Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise those that were not
-    given are tried, if the memory of the device is known and the model is not sharded.
+    given are tried, if the memory of the device is known and the model is not sharded. The micro-batch of a stream,
+    which its order depends on, stays that of the checkpoint.
 
     Args:
         setup: of the training.
@@ -68,6 +69,7 @@ def find_micro_batches(
     if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         _decide_untried(args)
         return args.per_device_train_batch_size
+    kept = _kept_by_stream(setup, record)
     if not memory_is_known(args.device):
         return args.per_device_train_batch_size
     if not (args.divides_by_itself or args.gradient_accumulation_steps > 1 or args.global_batch_schedule):
@@ -106,7 +108,7 @@ def find_micro_batches(
             1 if texts == "auto" else int(texts),
             1 if graphs == "auto" else max(1, int(graphs)),
         )
-    if args.divides_by_itself:
+    if args.divides_by_itself and not kept:
         possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
         fits = find_micro_batch(attempt, trial, possible, own, agree)
         if fits == 0:
@@ -118,9 +120,7 @@ def find_micro_batches(
         if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
             fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
         trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
-        args.per_device_train_batch_size = trial.micro_batch
-        if args.global_batch_schedule is None:
-            args.gradient_accumulation_steps = own // trial.micro_batch
+        _divide(args, trial.micro_batch)
     count = -(-own // trial.micro_batch)
     if texts == "auto":
         # With gradient_noise_steps all micro-batches have their own.
@@ -191,6 +191,24 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     args.found = {name: before[name] for name in _FOUND}
     vars(args).update(args.found)
     return True
+
+
+def _kept_by_stream(setup: Setup, record: RunRecord | None) -> bool:
+    """Takes the micro-batch of the checkpoint for a stream, if it divides the global batch on these processes."""
+    args = setup.args
+    if record is None or record.micro_batches is None or not isinstance(setup.data, IterableDataset):
+        return False
+    before = record.micro_batches[DIVISION[0]]
+    if not args.divides_by_itself or before not in possible_micro_batches(args):
+        return False
+    _divide(args, before)
+    return True
+
+
+def _divide(args: InfCLTrainingArguments, micro_batch: int) -> None:
+    args.per_device_train_batch_size = micro_batch
+    if args.global_batch_schedule is None:
+        args.gradient_accumulation_steps = args.global_batch_size // args.world_size // micro_batch
 
 
 def _described(args: InfCLTrainingArguments) -> str:

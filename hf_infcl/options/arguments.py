@@ -80,7 +80,8 @@ class InfCLTrainingArguments(
             given = getattr(self, name)
             setattr(self, name, "auto" if given is None else str(given))
             self.asked += (None if given is None else str(given),)
-        if self.global_batch_schedule is not None and self.asked[:2] == (None, None):
+        undivided = self.global_batch_schedule is not None and self.asked[:2] == (None, None)
+        if undivided and self._global_batch_size is None:
             self._global_batch_size = self.global_batch_size  # its last one, which divides itself
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.found: dict[str, Any] = {}
