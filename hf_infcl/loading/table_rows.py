@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 from ..data.keyed import keyed_rows, rows_of
 from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import has_epochs, set_epoch
+from ..windows.passing_over import without_rows
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
 
@@ -69,6 +70,8 @@ class TableRows(MicroBatches):
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
+        self._passed_over: torch.Tensor | None = None
+        self.can_pass_over = shuffle and share.is_alone
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -103,6 +106,10 @@ class TableRows(MicroBatches):
         ahead = (epoch - first.epoch) * plan.windows(first.epoch) + windows - first.windows
         self._consumed = ahead * self._share.micro_batches
         return self._consumed != before
+
+    def pass_over(self, rows: torch.Tensor | None) -> bool:
+        before, self._passed_over, self._pass = self._passed_over, rows, (-1, torch.empty(0))
+        return rows is not before and (rows is None or before is None or not torch.equal(rows, before))
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)
@@ -164,6 +171,7 @@ class TableRows(MicroBatches):
             return [(at.samples + pair) % length for pair in pairs]
         if self._pass[0] != at.epoch:
             generator = torch.Generator().manual_seed(self._seed + at.epoch)
-            self._pass = at.epoch, torch.randperm(length, generator=generator)
+            order, largest = torch.randperm(length, generator=generator), max(s.rows for s in self._share.plan.sections)
+            self._pass = at.epoch, without_rows(order, self._passed_over, largest)
         rows: list[int] = self._pass[1][at.rows + pairs.start : at.rows + pairs.stop].tolist()
         return rows

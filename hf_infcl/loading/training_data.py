@@ -17,6 +17,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
+from ..windows.passing_over import PassedOver
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
@@ -81,7 +82,7 @@ class TrainingData:
         self._sides, self._begin = args.image_sizes(course), begin
         self._epoch = _Epoch()
 
-    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
+    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0, passed_over: PassedOver | None = None) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         rows, begin = windows * self._args.global_batch_size, self._begin
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
@@ -90,20 +91,23 @@ class TrainingData:
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides)
+            self.source.own.begin_epoch(epoch, windows, step, self._sides, passed_over)
 
-    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
+    def begin_epoch_of_loop(
+        self, epoch: int, step: int, counted: Mapping[str, Any], passed_over: PassedOver | None = None
+    ) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.
 
         Args:
             epoch, step: the passes and the optimizer steps before it.
             counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
+            passed_over: as for `TrainingLoader.begin_epoch`.
 
         Returns:
             Those of them that are others where the global batch grows, and with it the steps of a pass differ.
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
-        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
+        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step, passed_over)
         if not self._plan.grows:
             return {}
         return dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), self._plan.windows(epoch))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..data.stream_batches import MicroBatches, StepSides
 from ..options.arguments import InfCLTrainingArguments
+from ..windows.passing_over import PassedOver
 from .batch_plan import BatchPlan
 from .replay import Replayed, micro_batches_of
 from .shares import SourceShare
@@ -76,14 +77,20 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None) -> None:
+    def begin_epoch(
+        self, epoch: int, windows: int, step: int, sides: StepSides | None, passed_over: PassedOver | None = None
+    ) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:
             epoch, windows, step: as above.
             sides: of the images from this step on.
+            passed_over: the rows of a table that an epoch does without.
         """
-        if self._batches.begin_at(epoch, windows):
+        changed = self._batches.begin_at(epoch, windows)
+        if passed_over is not None and self._batches.can_pass_over:
+            changed |= self._batches.pass_over(passed_over(epoch))
+        if changed:
             self.close()
         self._batches.set_sides(sides, step)
         self._step = step

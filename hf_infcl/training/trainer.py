@@ -181,7 +181,8 @@ class InfCLTrainer(Trainer):
         kept = self.state, self.args, self.control, self._decisions
         methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
         if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
-            kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
+            at: Any = epoch, self.state.global_step, kwargs, self.window_step.passed_over
+            kwargs |= self.training_data.begin_epoch_of_loop(*at)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 

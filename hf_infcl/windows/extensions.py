@@ -144,6 +144,14 @@ class PairSelection(Extension):
         """
         raise NotImplementedError
 
+    def passed_over(self, epoch: int) -> Tensor | None:
+        """The rows of a shuffled table that an epoch does without, [rows] bool on the CPU; None if it has all.
+
+        Asked when the epoch begins, or goes on after a resume; other pairs of the epoch come again instead. The rows
+        have to be the same ones in both cases, on every process.
+        """
+        return None
+
 
 Kind = TypeVar("Kind", bound=Extension)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,13 @@ MANY = 0.1  # share of the pairs below 0 from which on the second border holds
 LEAST_BELOW = 0.01  # share of the pairs below 0 without which nothing is left out
 LEAST_MEAN = 2.0  # of the pairs that are trained
 LEAST_VISITS = 3
+STAYS = 0.5  # of the share of the pairs below 0, what must be left of it after a visit: pairs that are learned leave it
+_BETWEEN = 0.5  # visits from one look at it to the next
+
+PARTS = 4  # of a table; in each epoch one of them changes its part: what is trained rests, what is left out is seen
+RESTS = True
+HONEST = 0.5, 0.3  # the weights of a visit of a pair that was not trained for an epoch
+LIMIT = 99.0
 _ITERATIONS = 12
 
 
@@ -56,10 +64,15 @@ class WithoutNoisyPairs(PairSelection):
     def __init__(self, leave_out: str, rows: int | None) -> None:
         self._share = None if leave_out == NOISY else float(leave_out)
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
+        self._limit = LIMIT
         self.border: float | None = None  # once it has begun
+        self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether it stays
+        self._rows, self._epoch, self._passed_over = rows, -1, torch.empty(0, dtype=torch.bool)
+        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was, from the first one
         self.waits_for = ""  # why it has not, as of the last window
-        self._counts = [0, 0]  # pairs left out, and all new ones, since the last log
-        self._logged = [0, 0]  # the same before it
+        self._never = 0.0  # the share of the rows that this epoch passes over as they were left out
+        self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
+        self._logged = [0.0, 0.0]  # the same before it
 
     @property
     def card(self) -> Mapping[str, str]:
@@ -82,13 +95,21 @@ class WithoutNoisyPairs(PairSelection):
         keys, score = (numbers.cpu() for numbers in everyone)  # [processes, images of each]
         stays = self._stays(keys, score)
         new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
-        self._counts[0] += int((~stays).sum())
-        self._counts[1] += int(new.sum())
+        pairs = int(new.sum())
+        left = pairs * self._never + int((~stays).sum()) * (1 - self._never)  # of a window of all rows
+        self._counts = [self._counts[0] + left, self._counts[1] + pairs]
         return None if bool(stays.all()) else stays[processes.rank]
 
     def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
         """Which pairs of the window take part, [processes, images of each]."""
-        average, visits = (found.view_as(keys) for found in self.averages.visit(keys.flatten(), score.flatten()))
+        stays = self._decided(keys, score)
+        if len(self._trained):
+            self._trained[keys[stays & (keys != NO_KEY)]] = self._epoch
+        return stays
+
+    def _decided(self, keys: Tensor, score: Tensor) -> Tensor:
+        found = self.averages.visit(keys.flatten(), score.flatten(), self._weights(keys.flatten()))
+        average, visits = (numbers.view_as(keys) for numbers in found)
         known = average[visits > 0]
         if len(known) == 0:
             return torch.ones_like(keys, dtype=torch.bool)
@@ -98,7 +119,7 @@ class WithoutNoisyPairs(PairSelection):
             return torch.ones_like(keys, dtype=torch.bool)
         candidates = visits >= LEAST_VISITS
         if self._share is None:
-            left = candidates & (average < self.border * mean_of_trained(known, self.border))
+            left = candidates & (average < self._least(known))
         else:
             # Averages that are equal have the order of the keys, whichever process they are on.
             order = keys.flatten().argsort(stable=True)
@@ -113,9 +134,41 @@ class WithoutNoisyPairs(PairSelection):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
         return ~left
 
+    def _weights(self, keys: Tensor) -> Tensor | None:
+        """The least weights of visits, as for `PairAverages.visit`: what is trained tells nothing about itself."""
+        if self.border is None or not len(self._trained) or self._share is not None or not RESTS:
+            return None
+        honest = self._epoch - self._trained[keys.clamp(min=0)] >= 2
+        honest |= self.averages.fast[1][keys.clamp(min=0)] < LEAST_VISITS
+        return torch.tensor(HONEST, dtype=torch.float64)[:, None] * honest
+
+    def _least(self, averages: Tensor) -> float:
+        assert self.border is not None
+        return min(self._limit, self.border * mean_of_trained(averages, self.border))
+
+    def passed_over(self, epoch: int) -> Tensor | None:
+        if self._rows is None or self._share is not None:
+            return None
+        if not len(self._trained):
+            self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
+        if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
+            self._epoch, self._passed_over = epoch, self._rows_to_pass_over(epoch)
+        return self._passed_over if len(self._passed_over) else None
+
+    def _rows_to_pass_over(self, epoch: int) -> Tensor:
+        average, visits = self.averages.fast
+        if self.border is None:
+            return torch.empty(0, dtype=torch.bool)
+        left = (visits >= LEAST_VISITS) & (average < self._least(average[visits > 0].double()))
+        part = (torch.arange(len(visits)) % PARTS == epoch % PARTS) & (visits > 0)
+        self._never = float((left & ~part).double().mean())
+        return left ^ part if RESTS else left & ~part
+
     def _begin(self, mean: float) -> None:
         """Begins, if the pairs are known well enough."""
         visits, below = self.averages.mean_visits, self.averages.share_below_zero
+        if (passed := visits - self._look[0]) >= _BETWEEN:
+            self._look = visits, below, below >= STAYS**passed * self._look[1]
         if visits < LEAST_VISITS:
             self.waits_for = f"each pair was seen {visits:.1f} times, and the rule begins after {LEAST_VISITS}"
         elif mean < LEAST_MEAN:
@@ -124,6 +177,8 @@ class WithoutNoisyPairs(PairSelection):
             )
         elif self._share is None and below < LEAST_BELOW:
             self.waits_for = f"{below:.1%} of the pairs score below 0, and the rule begins at {LEAST_BELOW:.0%}"
+        elif self._share is None and not self._look[2]:
+            self.waits_for = "the pairs below 0 become fewer from one visit to the next"
         else:
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
@@ -131,17 +186,34 @@ class WithoutNoisyPairs(PairSelection):
         """``left_out``: the share of the new pairs that took no part, since the last log."""
         left, pairs = self._counts
         self._logged = [self._logged[0] + left, self._logged[1] + pairs]
-        self._counts = [0, 0]
+        self._counts = [0.0, 0.0]
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        return {**self.averages.state_dict(), **numbers}
+        numbers |= {"look": list(self._look), "epoch": self._epoch, "never": self._never}
+        rows = {"passed_over": self._passed_over, "trained": self._trained}
+        return {**self.averages.state_dict(), **numbers, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
         self.border, self._counts = state["border"] or None, list(state["counts"])
-        self._logged = list(state.get("logged", self._logged))  # earlier checkpoints have none
+        # ---- What earlier checkpoints lack ----
+        self._logged = list(state.get("logged", self._logged))
+        self._look = tuple(state.get("look", self._look))
+        if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
+            self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
+            self._never = state["never"]
+        if "trained" in state:
+            self._trained = self._fitted(state["trained"], -1)
+
+    def _fitted(self, values: Tensor, new: int) -> Tensor:
+        """Values of the rows of a table that had another number of them."""
+        if not len(values) or self._rows is None:
+            return values.clone()
+        fitted = values.new_full((self._rows,), new)
+        fitted[: len(values)] = values[: self._rows]
+        return fitted
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

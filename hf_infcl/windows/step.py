@@ -306,6 +306,11 @@ class WindowStep:
 
     # ---- Around the step ----
 
+    def passed_over(self, epoch: int) -> Tensor | None:
+        """The rows of the training set that this epoch, which begins or goes on, does without: [rows] bool, or None."""
+        found = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
+        return next((rows for rows in found if rows is not None), None)
+
     @property
     def _observers(self) -> list[StepObserver]:
         return of_kind(self.extensions, StepObserver)
