@@ -25,11 +25,11 @@ from transformers import TrainerCallback
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
 from hf_infcl.checkpoints.model_files import STATES_NAME
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loss.pair_averages import NO_KEY
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.extensions import PairSelection, StepObserver
-from hf_infcl.windows.pair_averages import NO_KEY
 from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.windows.window import Window, WindowLoss
 

@@ -90,23 +90,15 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
     The elements are pairs (batch, tag), for ``DataLoader(batches, batch_size=None, num_workers=...)``. Call `consume`
     with each tag, in order, once its batch has been trained on; `state` is then this process's part of a checkpoint.
     Iteration begins after the consumed batches. ``tag["pairs"]`` were prepared in ``tag["seconds"]``.
-
-    Attributes:
-        can_pass_over: whether `pass_over` has an effect.
     """
-
-    can_pass_over = False
-
-    def pass_over(self, rows: Any) -> bool:
-        """Lets the pass under way do without the rows of a table that are True in [rows] bool, or with all for None.
-
-        Returns whether it had others before.
-        """
-        raise NotImplementedError
 
     def begin_at(self, epoch: int, windows: int) -> bool:
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
         return False  # there is no other one, whichever epoch begins
+
+    def pass_over(self, rows: Callable[[], Any]) -> bool:
+        """Lets a shuffled table do without these rows, [rows] bool or None. Returns whether these are other ones."""
+        return False  # other data has all its samples, and does not ask which ones to pass over
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         """Lets the items that follow the consumed ones, of this step, be for images of these sides."""

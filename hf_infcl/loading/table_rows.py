@@ -71,7 +71,6 @@ class TableRows(MicroBatches):
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
         self._passed_over: torch.Tensor | None = None
-        self.can_pass_over = shuffle and share.is_alone
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -107,9 +106,10 @@ class TableRows(MicroBatches):
         self._consumed = ahead * self._share.micro_batches
         return self._consumed != before
 
-    def pass_over(self, rows: torch.Tensor | None) -> bool:
-        before, self._passed_over, self._pass = self._passed_over, rows, (-1, torch.empty(0))
-        return rows is not before and (rows is None or before is None or not torch.equal(rows, before))
+    def pass_over(self, rows: Callable[[], torch.Tensor | None]) -> bool:
+        before, self._pass = self._passed_over, (-1, torch.empty(0))
+        self._passed_over = after = rows() if self._shuffle and self._share.is_alone else None
+        return after is not before and (after is None or before is None or not torch.equal(after, before))
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)

@@ -17,7 +17,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
-from ..windows.passing_over import PassedOver
+from ..windows.passing_over import PassedOver, no_rows
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
@@ -55,6 +55,7 @@ class TrainingData:
         window: the micro-batches that are trained now.
         source: the parts of the loader.
         wait: how long this process waits for data.
+        passed_over: see `WindowStep.passed_over`.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class TrainingData:
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._sides, self._begin = args.image_sizes(course), begin
+        self.passed_over: PassedOver = no_rows
         self._epoch = _Epoch()
 
-    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0, passed_over: PassedOver | None = None) -> None:
+    def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
         """Begins a pass over the data with this step, in which ``windows`` windows are trained already."""
         rows, begin = windows * self._args.global_batch_size, self._begin
         if begin is not None and (epoch, windows) == (begin.epoch, begin.windows):
@@ -91,23 +93,20 @@ class TrainingData:
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides, passed_over)
+            self.source.own.begin_epoch(epoch, windows, step, self._sides, self.passed_over)
 
-    def begin_epoch_of_loop(
-        self, epoch: int, step: int, counted: Mapping[str, Any], passed_over: PassedOver | None = None
-    ) -> dict[str, int]:
+    def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.
 
         Args:
             epoch, step: the passes and the optimizer steps before it.
             counted: Trainer's numbers of the pass, by their names in ``Trainer._run_epoch``.
-            passed_over: as for `TrainingLoader.begin_epoch`.
 
         Returns:
             Those of them that are others where the global batch grows, and with it the steps of a pass differ.
         """
         trained = counted["steps_trained_in_current_epoch"] if epoch == counted["epochs_trained"] else 0
-        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step, passed_over)
+        self.begin_epoch(epoch, trained // self._args.gradient_accumulation_steps, step)
         if not self._plan.grows:
             return {}
         return dict.fromkeys(("steps_in_epoch", "num_update_steps_per_epoch"), self._plan.windows(epoch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,19 +79,17 @@ class TrainingLoader(DataLoader[Any]):
             yield self._to_device(batch)
 
     def begin_epoch(
-        self, epoch: int, windows: int, step: int, sides: StepSides | None, passed_over: PassedOver | None = None
+        self, epoch: int, windows: int, step: int, sides: StepSides | None, passed_over: PassedOver
     ) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:
             epoch, windows, step: as above.
             sides: of the images from this step on.
-            passed_over: the rows of a table that an epoch does without.
+            passed_over: see `WindowStep.passed_over`.
         """
-        changed = self._batches.begin_at(epoch, windows)
-        if passed_over is not None and self._batches.can_pass_over:
-            changed |= self._batches.pass_over(passed_over(epoch))
-        if changed:
+        moved, changed = self._batches.begin_at(epoch, windows), self._batches.pass_over(partial(passed_over, epoch))
+        if moved or changed:
             self.close()
         self._batches.set_sides(sides, step)
         self._step = step

@@ -171,6 +171,7 @@ class InfCLTrainer(Trainer):
             phases=self.interruptions.phases,
             course=course,
         )
+        self.training_data.passed_over = self.window_step.passed_over
         files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size
@@ -181,8 +182,7 @@ class InfCLTrainer(Trainer):
         kept = self.state, self.args, self.control, self._decisions
         methods: Any = {"evaluate": self._evaluate, "determine_best": self._determine_best_metric}
         if not self.resumption.ends_with_evaluation(*kept, epoch, kwargs, **methods):
-            at: Any = epoch, self.state.global_step, kwargs, self.window_step.passed_over
-            kwargs |= self.training_data.begin_epoch_of_loop(*at)
+            kwargs |= self.training_data.begin_epoch_of_loop(epoch, self.state.global_step, kwargs)
             super()._run_epoch(model, epoch, *args, **kwargs)
             self.interruptions.agree()  # a signal may have come in the last step
 

@@ -10,6 +10,10 @@ from torch import Tensor
 PassedOver = Callable[[int], Tensor | None]  # of an epoch: [rows] bool, or None for no row
 
 
+def no_rows(epoch: int) -> None:
+    """A `PassedOver` of epochs that have all rows."""
+
+
 def without_rows(order: Tensor, passed_over: Tensor | None, largest: int) -> Tensor:
     """The order of the rows of a pass, [rows] int64, in which the rows that stay come again instead of the others.
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..loss.pair_averages import NO_KEY, PairAverages
 from ..loss.pair_scores import pair_scores
 from ..options.selection_options import NOISY
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
 from .extensions import PairSelection
-from .pair_averages import NO_KEY, PairAverages
 from .window import Window
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics
+from hf_infcl.loss.pair_averages import PairAverages
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.scoring.ledger import probability_wrong
 from hf_infcl.windows import selection
 from hf_infcl.windows.extensions import of_kind
-from hf_infcl.windows.pair_averages import PairAverages
 from hf_infcl.windows.selection import WithoutNoisyPairs
 from hf_infcl.windows.terms import SIDES, TeacherDistance
 from real_pairs import fine_tuning, side_by_side, training
