@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.demo import infcl
 
+from hf_infcl.tools.cli.check import line_of_answer
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.planning.answers import ANSWERS, PAGE, fitting, line, table
 
@@ -74,6 +76,20 @@ def test_what_is_to_be_written_is_accepted(name):
 )
 def test_the_answer_that_fits(options, facts, name):
     assert fitting(options, **facts) is ANSWERS[name]
+
+
+@pytest.mark.parametrize(
+    ("options", "known", "name"),
+    [
+        ({}, 500, "several captions"),
+        ({"caption_templates": ["a {c}", "the {c}"]}, 500, "few pairs"),  # which say the same
+        ({"caption_templates": ["a {c}", "the {c}"]}, None, "pairs"),  # a stream, of which so many were read
+        ({"caption_templates": ["a {c}", "the {c}"], "samples_per_epoch": 5_000_000}, None, "many pairs"),
+    ],
+)
+def test_the_answer_for_a_set_that_was_checked(options, known, name):
+    facts: Any = types.SimpleNamespace(pairs=known, looks=10_000, tokens=[5] * 20_000, caption_ids=range(10_000))
+    assert line_of_answer(options, facts, []) == line(ANSWERS[name])
 
 
 def test_plan_and_check_end_with_the_line_that_fits(small: list[Any], tmp_path, capsys):

@@ -354,6 +354,7 @@ def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):
 
 def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
     options = {**GROWS, "max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    options |= {"include_num_input_tokens_seen": "all"}
     trainer = trainer_for(tmp_path, models.clip(), models.Pairs(50), eval_dataset=models.Pairs(8), **options)
     trainer.train()
     plan, history = trainer.batch_plan, trainer.state.log_history
@@ -366,6 +367,7 @@ def test_epochs_evaluations_and_saves_follow_the_plan(tmp_path):
     epochs = [entry["epoch"] for entry in history if "loss" in entry]
     assert epochs[:3] == pytest.approx([4 / 48, 8 / 48, 12 / 48])
     assert trainer.state.total_flos == trainer.floating_point_ops(models.Pairs(4).batch()) * plan.samples / 4
+    assert trainer.state.num_input_tokens_seen == models.LENGTH * plan.samples
 
 
 @pytest.mark.parametrize(("max_steps", "passes"), [(10, 52 / 60), (15, 1 + 24 / 56), (20, 1 + 48 / 56)])

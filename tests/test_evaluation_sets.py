@@ -265,10 +265,11 @@ def test_captions_above_the_folders_of_the_splits_are_told(tmp_path, name):
 
 def test_results_and_output_of_an_evaluation_say_the_what_was_measured(demo, tmp_path, capfd):
     folder = write_classes(tmp_path / "imnet/val")
-    words = ["--use_cpu", "--report_to", "none", "--output_dir", tmp_path / "out"]
+    words = ["--use_cpu", "--report_to", "none", "--output_dir", tmp_path / "out", "--bf16"]
     infcl("evaluate", "--model", demo / "clip-init", "--zero_shot_dataset", folder, *words)
     results = json.loads((tmp_path / "out/eval_results.json").read_text())
     assert results["eval_zero_shot_prompts"] == ["a photo of a n00000003.", "a photo of a n00000007."]
-    assert "images of the split train; image_column image, label_column label. The prompts begin with 'a photo" in (
-        capfd.readouterr().out
-    )
+    assert results["eval_precision"] == "bf16 autocast"
+    printed = capfd.readouterr().out
+    assert "images of the split train; image_column image, label_column label. The prompts begin with 'a" in printed
+    assert "Measured in bf16 autocast; " in printed

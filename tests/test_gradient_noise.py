@@ -66,15 +66,17 @@ def test_a_gradient_that_is_not_finite_is_left_out():
     assert logged == [{}, {"gradient_noise_scale": 5.5}]
 
 
-def test_a_signal_below_its_error_has_no_scale():
+@pytest.mark.parametrize(("first", "last"), [(1.0, 0.01), (0.2, 1.0)], ids=["signal", "spread"])
+def test_estimates_below_their_error_have_no_scale(first, last):
     parameter = nn.Parameter(torch.zeros(3))
     noise = GradientNoise([parameter], 1, 1)
     assert noise.logs() == {}
     noise.begin_window(WINDOW, 0)
-    parameter.grad = torch.ones(3)
+    parameter.grad = torch.full((3,), first)
     noise.after_backward(0, 1.0)
-    parameter.grad = torch.full((3,), 0.01)
+    parameter.grad = torch.full((3,), last)
     noise.end_window(WINDOW, 1.0)
+    assert [estimate > 0 for estimate in noise.estimates()] == [first < last, first > last]
     assert noise.logs() == {}
 
 
@@ -89,7 +91,7 @@ def rank_noise(rank: int, world_size: int, folder: str, objective: str) -> tuple
     trainer.train()
     signal, noise = noise_of(trainer).estimates()
     (logs,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if signal > 0 else None)
+    assert logs.get("gradient_noise_scale") == (round(noise / signal, 1) if min(signal, noise) > 0 else None)
     return signal, noise
 
 

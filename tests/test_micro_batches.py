@@ -334,6 +334,26 @@ def test_losses_of_new_and_old_pairs_apart_are_tried_as_one(tmp_path):
     assert torch.equal(parameters(found), parameters(trained(tmp_path, **FOURS, **apart)))
 
 
+class Noisy(models.Pairs):
+    """Pairs whose images have noise of a generator of their own."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.generator = torch.Generator()
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        item = super().__getitem__(row)
+        return {**item, "pixel_values": item["pixel_values"] + torch.rand(1, generator=self.generator)}
+
+
+def test_what_is_tried_draws_nothing_from_the_dataset_of_the_workers(tmp_path):
+    trainers = [
+        trained(tmp_path, limit, **sizes, data=Noisy(64), dataloader_num_workers=2)
+        for limit, sizes in ((5, {"global_batch_size": 16}), (None, FOURS))
+    ]
+    assert torch.equal(*map(parameters, trainers))
+
+
 def test_a_wrong_batch_is_refused_before_it_is_tried(tmp_path):
     def without_images(items: Any) -> Any:
         return {name: value for name, value in default_collate(items).items() if name != "pixel_values"}

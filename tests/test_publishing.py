@@ -187,6 +187,12 @@ def after(score: float, low: float, **metrics: float) -> Evaluation:
     return dataclasses.replace(LABELLED, metrics=new, before={"acc1": 0.5, "acc1_low": 0.4, "loss": 6.0})
 
 
+def at_chance(**metrics: float) -> Evaluation:
+    """A set of two classes that a model guesses, as before or after it chose the same class for nearly all images."""
+    before = {"acc1": 0.4, "acc1_low": 0.35, "acc5": 0.5, "acc5_low": 0.45}
+    return dataclasses.replace(after(0.49, 0.3, **metrics), before=before)
+
+
 FEW, NOISE = "the training made 60 steps instead of a few hundred", "rose beyond its 95% interval"
 
 
@@ -205,6 +211,8 @@ FEW, NOISE = "the training made 60 steps instead of a few hundred", "rose beyond
         ({"evaluations": [after(0.6, 0.4, score_change_low=0.01)]}, []),
         ({"evaluations": [after(0.6, 0.4, score_change_low=-0.01)]}, [FEW, NOISE]),
         ({"evaluations": [after(0.3, 0.2, score_change_low=-0.3)], "steps": 100}, [NOISE]),
+        ({"evaluations": [at_chance(acc5=0.9, acc5_low=0.8)], "steps": 100}, [NOISE]),  # its top-5 accuracy has risen
+        ({"evaluations": [at_chance(acc1_low=0.47, score_change_low=0.1)], "steps": 100}, [NOISE]),  # two classes
         ({"evaluations": [after(0.6, 0.4, loss=4.0)], "rates": {"adamw": 1.0}}, []),
         ({"evaluations": [after(0.6, 0.4, loss=5.6)], "steps": 100}, [NOISE]),  # a model that tells nothing apart
         ({"evaluations": [dataclasses.replace(after(0.6, 0.51), guard=True)]}, [FEW]),
@@ -387,6 +395,7 @@ def test_facts_are_the_last_of_the_logs(tmp_path):
     assert made.measured_during_training
     assert "the figures are those of step 2, but the weights are those of step 10." in read(made, tmp_path).text
     assert not made.start_on_hub
+    assert "Measured in fp32; another precision" in read(made, tmp_path).text
     assert made.settings["precision"] == "fp32", "accelerate computes in fp32 on CPUs where fp16 is asked for"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -283,11 +284,12 @@ def test_progress_in_the_groups_of_an_optimizer_is_no_option(tmp_path):
     assert resumed.optimizer.param_groups[0]["momentum"] == 0.9
 
 
-def test_another_split_of_the_same_global_batch_goes_on(tmp_path):
-    stopped(tmp_path)
+def test_another_split_of_the_same_global_batch_goes_on(tmp_path, caplog):
+    stopped(tmp_path, logging_steps=0.3)
     options = {**OPTIONS, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    resumed = trainer_for(tmp_path, **options)
+    resumed = trainer_for(tmp_path, **options, logging_steps=0.3)
     resumed.train(resume_from_checkpoint=True)
+    assert not re.search(r"from args|other intervals", caplog.text), "the same share is no change"
     whole = trainer_for(tmp_path / "whole", **OPTIONS)
     whole.train()
     assert relative_error(parameters(resumed), parameters(whole)) < 5e-5

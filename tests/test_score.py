@@ -28,10 +28,11 @@ from hf_infcl import ImageTextDataset, InfCLTrainer
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.loss.pair_scores import pair_scores
 from hf_infcl.shards.names import sample_key
+from hf_infcl.tools.checking.findings import findings_of_ledger
 from hf_infcl.tools.scoring.excluding import rows_kept, stream_kept
 from hf_infcl.tools.scoring.ledger import LEDGER_FILE, SHEET_FILE, Ledger, make_ledger, probability_wrong
 from hf_infcl.tools.scoring.scoring import score_pairs
-from hf_infcl.tools.scoring.sheet import draw_suspicious, small_jpeg
+from hf_infcl.tools.scoring.sheet import _lines, draw_suspicious, small_jpeg
 from hf_infcl.tools.scoring.words import lines_of_words, most_chosen_words
 from hf_infcl.tools.scoring.writing import write_ledger_of_training
 
@@ -137,6 +138,15 @@ def test_each_sample_of_a_stream_is_scored_once(learned, tmp_path, num_workers):
     names = {sample_key(f"0/{shards[n]:05d}.tar", f"{n:06d}"): n for n in range(ROWS)}
     assert sorted(ledger.key.tolist()) == sorted(names)
     assert sorted(names[ledger.key[place]] for place in ledger.most_suspicious(5)) == WRONG
+    # ---- The names by which a person finds the samples ----
+    ledger.write(tmp_path / "ledger.parquet")
+    written = Ledger.read(tmp_path / "ledger.parquet")
+    assert pq.read_table(tmp_path / "ledger.parquet")["sample"].to_pylist() == written.sample
+    for key, name in zip(written.key.tolist(), written.sample, strict=True):
+        assert written.name_of(key) == name == f"0/{shards[names[key]]:05d}.tar {names[key]:06d}"
+    written.p_wrong[:] = np.arange(ROWS) < 2
+    (finding,) = findings_of_ledger(written, "ledger.parquet")
+    assert f"sample {written.sample[0]} (" in finding.text
 
 
 def test_averages_replace_the_scores(learned):
@@ -172,6 +182,7 @@ def test_a_ledger_is_a_table_that_names_what_is_preferred(tmp_path):
     assert columns["prefers_image"] == ["two", "five", "", "two"]
     again = Ledger.read(tmp_path / "ledger.parquet")
     assert (again.content, again.wrong(0.5).tolist(), again.caption) == ("data", [2], columns["caption"])
+    assert (again.sample, again.name_of(2)) == ([], "2"), "a table's pair is its row"
 
 
 def test_files_that_are_no_ledgers(tmp_path):
@@ -256,6 +267,8 @@ def test_the_sheet_shows_pictures_and_captions(tmp_path):
     sheet = np.asarray(draw_suspicious(small(), {2: small_jpeg(red)}))
     assert (abs(sheet[10:60, 10:120].astype(int) - [254, 0, 0]) < 9).all(), "the first pair has the lowest score"
     assert (sheet[140:, :260] < 250).any(), "its captions"
+    assert _lines("a b c", 10, 2) == ["a b c"]
+    assert _lines("0/shards-of-the-left-side.tar 00000123", 19, 2) == ["0/shards-of-the-", "left-side.tar …"]
 
 
 # ---- Commands ----

@@ -70,6 +70,7 @@ def test_a_mapping_says_the_same():
         ("dataset", "a?weight=much", "weight must be a number, got 'much'"),
         ("replay_dataset", "a?streaming=yes", "streaming must be true or false, got 'yes'"),
         ("eval_dataset", "a?split=", "split must be a text, got ''"),
+        ("eval_dataset", "a?split=b&name=d&split=c", r"'a\?split=b&name=d&split=c' states split more than once"),
         ("eval_dataset", {"split": "b"}, "a mapping without a path"),
     ],
 )
@@ -136,6 +137,18 @@ def test_sets_of_one_command_are_read_each_in_its_own_way(table, tmp_path):
     assert (number_of(first[1]), first[1]["caption"]) == (11, ["two"])
     assert isinstance(second, ZeroShotDataset)
     assert (number_of(second[0]), second.class_names) == (0, ["a", "b"])
+
+
+def test_one_folder_is_split_into_training_and_evaluation(tmp_path):
+    """As the guide says."""
+    write_parquet(tmp_path / "tables/train.parquet", range(20))
+    args = InfCLTrainingArguments(str(tmp_path / "out"), use_cpu=True)
+    data = DataOptions([set_named("dataset", f"{tmp_path / 'tables'}?split=train[:90%]")])
+    rest = EvaluationOptions(eval_dataset=set_named("eval_dataset", f"{tmp_path / 'tables'}?split=train[90%:]"))
+    trained = opening.training_set(data, ColumnOptions(), args)
+    (evaluated,) = opening.evaluation_datasets(ColumnOptions(), rest, data).values()
+    assert [number_of(trained[row]) for row in range(len(trained))] == list(range(18))
+    assert [number_of(evaluated[row]) for row in range(len(evaluated))] == [18, 19]
 
 
 def test_old_pairs_and_streams_have_facts(table, tmp_path):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from hf_infcl.tools.cli import launched
 from hf_infcl.tools.cli.launched import warn_once
 from hf_infcl.tools.publishing import Told, rows_of, table_of
 
@@ -109,8 +112,36 @@ def test_only_the_first_process_warns_of_what_all_meet(monkeypatch, capfd):
         monkeypatch.setattr(logging.root, "handlers", [])
         monkeypatch.setenv("RANK", rank)
         with warnings.catch_warnings():
-            warn_once()
+            warn_once(1)
             warnings.warn("of Python", stacklevel=1) if rank == "1" else None
         for one in (record, of_one, wrong, others):
             handler.handle(one)
         assert capfd.readouterr().err.split() == told
+
+
+def test_too_many_workers_are_told_once(monkeypatch, capfd):
+    monkeypatch.setattr(logging, "lastResort", None)
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(launched, "cores", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # which torch asks
+    for rank, processes, workers, told in (
+        ("0", "1", 3, ""),
+        (
+            "0",
+            "1",
+            4,
+            "dataloader_num_workers=4 are more than the 3 cores",
+        ),
+        ("0", "2", 2, "dataloader_num_workers=2 × 2 processes are more than the 3 cores"),
+        ("1", "2", 2, ""),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        with warnings.catch_warnings(record=True) as of_torch:
+            warnings.simplefilter("always")
+            warn_once(workers)
+            DataLoader([1], num_workers=workers)
+        assert not of_torch
+        said = capfd.readouterr().err
+        assert (told in said) if told else not said
+        assert said.count("\n") == bool(told)

@@ -1,4 +1,4 @@
-"""What this package adds to the files that Trainer writes."""
+"""What this package adds to the files that Trainer writes, and to what it says of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils import logging
 
 from ..conversion.sentence_transformers import write_sentence_files
 from ..data import ContrastiveCollator
@@ -197,3 +198,25 @@ def save_whole(model: Any, accelerator: Accelerator, args: InfCLTrainingArgument
         state = accelerator.get_state_dict(model)
         if args.should_save:
             save(state_dict=state)
+
+
+@contextmanager
+def intervals_told_once() -> Iterator[None]:
+    """The context in which Trainer compares intervals and micro-batch with a checkpoint's, without its warning.
+
+    It takes shares of the training (``logging_steps=0.01``), and micro-batches that were found, for changes. Those of
+    intervals are told by `Resumption.first_position`, and the micro-batch decides nothing.
+    """
+    loggers = [logging.get_logger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
+
+    def is_other(record: Any) -> bool:
+        return "do not match the ones in the `trainer_state.json`" not in record.getMessage()
+
+    unsaid: Any = is_other
+    for one in loggers:
+        one.addFilter(unsaid)
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.removeFilter(unsaid)

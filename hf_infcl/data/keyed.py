@@ -11,10 +11,11 @@ NO_KEY = -1
 
 
 class KeyedItem(NamedTuple):
-    """An item of a training set with its key: at least 0 and less than 2⁶³, or `NO_KEY`."""
+    """An item of a training set with its key: at least 0 and less than 2⁶³, or `NO_KEY`. A stream's has a name too."""
 
     item: Any
     key: int
+    name: str = ""
 
     @classmethod
     def of_row(cls, item: Any, row: int) -> KeyedItem:

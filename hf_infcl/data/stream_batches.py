@@ -97,7 +97,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return False  # there is no other one, whichever epoch begins
 
     def pass_over(self, rows: Callable[[], Any]) -> bool:
-        """Lets a shuffled table do without these rows, [rows] bool or None. Returns whether these are other ones."""
+        """Lets a shuffled table do without these rows, as for `without_rows`. Returns whether they are other ones."""
         return False  # other data has all its samples, and does not ask which ones to pass over
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
@@ -325,7 +325,7 @@ class StreamBatches(MicroBatches):
                 if stream.on_bad_sample == "skip":
                     item["skipped"], reported = skipped - reported, skipped
                 name = stream.shards[shard].name
-                items.append(KeyedItem(item, sample_key(name, key)) if self._keyed else item)
+                items.append(KeyedItem(item, sample_key(name, key), f"{name} {key}") if self._keyed else item)
             yield items, passes, {"drawn": drawn, "skipped": skipped, "sources": [s.cursor() for s in sources]}
 
 

@@ -71,9 +71,9 @@ class CheckingCollator:
 
     def __call__(self, items: list[Any]) -> Any:
         keyed = isinstance(items[0], KeyedItem)
-        batch = self._collate([item for item, _ in items] if keyed else items)
+        batch = self._collate([one.item for one in items] if keyed else items)
         if isinstance(batch, Mapping) and isinstance(tokens := batch.get("input_ids"), Tensor):
             check_tokens(tokens, self._vocabulary)
         if keyed and isinstance(batch, Mapping):
-            batch = {**batch, "pair_keys": torch.tensor([key for _, key in items])}
+            batch = {**batch, "pair_keys": torch.tensor([one.key for one in items])}
         return batch

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from ..data.keyed import keyed_rows, rows_of
 from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import has_epochs, set_epoch
-from ..windows.passing_over import without_rows
+from ..windows.passing_over import NO_ROWS, without_rows
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
 
@@ -70,7 +70,7 @@ class TableRows(MicroBatches):
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
-        self._passed_over: torch.Tensor | None = None
+        self._passed_over = NO_ROWS
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -106,10 +106,10 @@ class TableRows(MicroBatches):
         self._consumed = ahead * self._share.micro_batches
         return self._consumed != before
 
-    def pass_over(self, rows: Callable[[], torch.Tensor | None]) -> bool:
+    def pass_over(self, rows: Callable[[], torch.Tensor]) -> bool:
         before, self._pass = self._passed_over, (-1, torch.empty(0))
-        self._passed_over = after = rows() if self._shuffle and self._share.is_alone else None
-        return after is not before and (after is None or before is None or not torch.equal(after, before))
+        self._passed_over = rows() if self._shuffle and self._share.is_alone else NO_ROWS
+        return not torch.equal(self._passed_over, before)
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)

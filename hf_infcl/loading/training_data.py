@@ -17,7 +17,7 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
-from ..windows.passing_over import PassedOver, no_rows
+from ..windows.passing_over import NO_ROWS, PassedOver
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
@@ -81,7 +81,7 @@ class TrainingData:
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._sides, self._begin = args.image_sizes(course), begin
-        self.passed_over: PassedOver = no_rows
+        self.passed_over: PassedOver = lambda epoch: NO_ROWS
         self._epoch = _Epoch()
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
@@ -184,13 +184,13 @@ class TrainingData:
 
     def batches_of_loop(self) -> list[Any]:
         """The batches of the window for Trainer's loop, which takes it for one batch if the global batch grows."""
-        count = len(self._loaded) - self.beyond_loop
+        count = len(self._loaded) - len(self.beyond_loop)
         return self.window.batches if count == len(self.window) else self._loaded[:count]
 
     @property
-    def beyond_loop(self) -> int:
-        """The batches of the window that `batches_of_loop` leaves out."""
-        return max(0, len(self._loaded) - 1) if self._plan.grows else 0
+    def beyond_loop(self) -> list[Any]:
+        """The batches of the window that `batches_of_loop` leaves out, without their images."""
+        return self._loaded[1:] if self._plan.grows else []
 
     def _too_short(self, seen: list[int]) -> ValueError:
         pairs = self._images * self._processes.world_size

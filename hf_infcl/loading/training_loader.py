@@ -78,18 +78,15 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(
-        self, epoch: int, windows: int, step: int, sides: StepSides | None, passed_over: PassedOver
-    ) -> None:
+    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, passed: PassedOver) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:
             epoch, windows, step: as above.
             sides: of the images from this step on.
-            passed_over: see `WindowStep.passed_over`.
+            passed: see `WindowStep.passed_over`.
         """
-        moved, changed = self._batches.begin_at(epoch, windows), self._batches.pass_over(partial(passed_over, epoch))
-        if moved or changed:
+        if self._batches.begin_at(epoch, windows) | self._batches.pass_over(partial(passed, epoch)):
             self.close()
         self._batches.set_sides(sides, step)
         self._step = step

@@ -136,13 +136,15 @@ def _varies(args: InfCLTrainingArguments) -> bool:
 
 
 def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Any]]) -> Any:
-    """A batch of the training, which this process loads without workers; None if there is none."""
+    """A batch of the training; None if there is none.
+
+    A worker loads it where the training has workers: a generator of the dataset's own then stays where it was.
+    """
     args: Any = setup.args
-    without = {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
-    without |= {"dataloader_multiprocessing_context": None}  # not in transformers before 5.15
-    before = {name: getattr(args, name) for name in without if hasattr(args, name)}
+    one = {"dataloader_num_workers": min(1, args.dataloader_num_workers), "dataloader_persistent_workers": False}
+    before = {name: getattr(args, name) for name in one}
     try:
-        vars(args).update({name: without[name] for name in before})
+        vars(args).update(one)
         with random_state_kept(args.device):
             return next(iter(batches_of()), None)
     finally:

@@ -40,7 +40,7 @@ def set_named(option: str, value: str | Mapping[str, Any]) -> SetName:
     ``0000?.tar``, and in a URL, unless all that follows are known facts: ``https://a/b.tar?token=c`` has none.
 
     Raises:
-        ValueError: a fact is unknown, or its value is no such thing; a mapping has no path.
+        ValueError: a fact is unknown or stated twice, or its value is no such thing; a mapping has no path.
     """
     known = FACTS_OF_SETS[option]
     if isinstance(value, Mapping):
@@ -63,9 +63,14 @@ def _parted(value: str, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
     path, _, words = value.rpartition("?")
     if not path or not re.match(r"\w+=", words) or os.path.exists(value):
         return value, {}
-    facts = {name: fact for name, _, fact in (word.partition("=") for word in words.split("&"))}
-    is_query = "://" in value and not value.startswith("hf://") and not facts.keys() <= set(known)
-    return (value, {}) if is_query else (path, facts)
+    stated = [(name, fact) for name, _, fact in (word.partition("=") for word in words.split("&"))]
+    facts = dict(stated)
+    if "://" in value and not value.startswith("hf://") and not facts.keys() <= set(known):
+        return value, {}
+    if len(facts) < len(stated):
+        names = ", ".join(name for name in facts if sum(name == other for other, _ in stated) > 1)
+        raise ValueError(f"{value!r} states {names} more than once. State each fact once; a split may be train+test.")
+    return path, facts
 
 
 def _read(place: str, name: str, value: Any) -> Any:

@@ -163,14 +163,9 @@ class InfCLTrainer(Trainer):
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader()
         self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
-        self.window_step = WindowStep(
-            *(self.setup, self.model_wrapped, record),
-            prepare_inputs=self._prepare_inputs,
-            rows_of_dataset=self.training_data.rows_at,
-            roll_back=self._roll_back,
-            phases=self.interruptions.phases,
-            course=course,
-        )
+        hooks: Any = {"prepare_inputs": self._prepare_inputs, "roll_back": self._roll_back}
+        hooks |= {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks, course=course)
         self.training_data.passed_over = self.window_step.passed_over
         files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
         if loader is not None and self.is_world_process_zero():
@@ -294,7 +289,8 @@ class InfCLTrainer(Trainer):
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """The number of completed epochs, and of trained micro-batches of the next one."""
-        counted = super()._init_training_state(*args)
+        with files.intervals_told_once():
+            counted = super()._init_training_state(*args)
         return self.resumption.first_position(self.state, self.args, args[:3], counted)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
@@ -316,8 +312,9 @@ class InfCLTrainer(Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         switch_weights(self.optimizer, "train")
-        if more := self.training_data.beyond_loop:
-            self.current_flos += more * self.floating_point_ops(inputs)
+        for batch in self.training_data.beyond_loop:  # Trainer's loop counts the others
+            self.current_flos += self.floating_point_ops(batch)
+            self._track_num_input_tokens(batch)
         return run_repeating(self.window_step, model, self.training_data, self.state.global_step, self.args)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

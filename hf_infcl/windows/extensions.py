@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from ..passes.grad_cache import Features
+from .passing_over import NO_ROWS
 from .window import Window
 
 
@@ -144,13 +145,13 @@ class PairSelection(Extension):
         """
         raise NotImplementedError
 
-    def passed_over(self, epoch: int) -> Tensor | None:
-        """The rows of a shuffled table that an epoch does without, [rows] bool on the CPU; None if it has all.
+    def passed_over(self, epoch: int) -> Tensor:
+        """The rows of a shuffled table that an epoch does without, [rows] bool on the CPU; `NO_ROWS` if it has all.
 
         Asked when the epoch begins, or goes on after a resume; other pairs of the epoch come again instead. The rows
         have to be the same ones in both cases, on every process.
         """
-        return None
+        return NO_ROWS
 
 
 Kind = TypeVar("Kind", bound=Extension)

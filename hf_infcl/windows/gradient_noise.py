@@ -85,11 +85,14 @@ class GradientNoise(StepObserver):
         return get_total_norm([p.grad for p in self._parameters if p.grad is not None])
 
     def logs(self) -> dict[str, float]:
-        """``gradient_noise_scale`` in pairs; collective. Nothing if none was measured, or the error hides |g|²."""
+        """``gradient_noise_scale`` in pairs; collective. Nothing if none was measured.
+
+        Nor where an estimate is not positive: they are unbiased, and their error then exceeds what they estimate.
+        """
         if (found := self.estimates()) is None:
             return {}
         signal, noise = found
-        return {"gradient_noise_scale": round(noise / signal, 1)} if signal > 0 else {}
+        return {"gradient_noise_scale": round(noise / signal, 1)} if min(found) > 0 else {}
 
     def estimates(self) -> tuple[float, float] | None:
         """The means of |g|² and of tr(Σ) over the last measured windows; collective. None before the first."""

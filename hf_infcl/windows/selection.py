@@ -15,6 +15,7 @@ from ..options.selection_options import NOISY
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
 from .extensions import PairSelection
+from .passing_over import NO_ROWS
 from .window import Window
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
@@ -67,7 +68,7 @@ class WithoutNoisyPairs(PairSelection):
         self._limit = LIMIT
         self.border: float | None = None  # once it has begun
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether it stays
-        self._rows, self._epoch, self._passed_over = rows, -1, torch.empty(0, dtype=torch.bool)
+        self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
         self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was, from the first one
         self.waits_for = ""  # why it has not, as of the last window
         self._never = 0.0  # the share of the rows that this epoch passes over as they were left out
@@ -146,19 +147,19 @@ class WithoutNoisyPairs(PairSelection):
         assert self.border is not None
         return min(self._limit, self.border * mean_of_trained(averages, self.border))
 
-    def passed_over(self, epoch: int) -> Tensor | None:
+    def passed_over(self, epoch: int) -> Tensor:
         if self._rows is None or self._share is not None:
-            return None
+            return NO_ROWS
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
             self._epoch, self._passed_over = epoch, self._rows_to_pass_over(epoch)
-        return self._passed_over if len(self._passed_over) else None
+        return self._passed_over
 
     def _rows_to_pass_over(self, epoch: int) -> Tensor:
         average, visits = self.averages.fast
         if self.border is None:
-            return torch.empty(0, dtype=torch.bool)
+            return NO_ROWS
         left = (visits >= LEAST_VISITS) & (average < self._least(average[visits > 0].double()))
         part = (torch.arange(len(visits)) % PARTS == epoch % PARTS) & (visits > 0)
         self._never = float((left & ~part).double().mean())

@@ -32,6 +32,7 @@ from .memory import WindowMemory
 from .nonfinite import finite_rows
 from .number_checks import NumberChecks, RowsOfDataset
 from .observers import LossParts, PositiveCosines, TowerNorms
+from .passing_over import NO_ROWS
 from .selection import WithoutNoisyPairs
 from .setup import Setup
 from .skipping import SkippedWindows
@@ -306,10 +307,10 @@ class WindowStep:
 
     # ---- Around the step ----
 
-    def passed_over(self, epoch: int) -> Tensor | None:
-        """The rows of the training set that this epoch, which begins or goes on, does without: [rows] bool, or None."""
+    def passed_over(self, epoch: int) -> Tensor:
+        """The rows of the training set that this epoch, which begins or goes on, does without; see `without_rows`."""
         found = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
-        return next((rows for rows in found if rows is not None), None)
+        return next(filter(len, found), NO_ROWS)
 
     @property
     def _observers(self) -> list[StepObserver]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -136,10 +136,20 @@ def make_pool(
 class Loader:
     """Yields a given number of batches from a pool, over and over.
 
-    With a device, each batch is a separate copy on it, as from a data loader, so a window takes its full memory.
+    With a device, each batch is a separate copy on it, as from a data loader, so a window takes its full memory. With
+    ``rows``, a batch has so many images, a multiple or a divisor of what the batches of the pool have.
     """
 
-    def __init__(self, pool: list[Batch], length: int, device: torch.device | None) -> None:
+    def __init__(self, pool: list[Batch], length: int, device: torch.device | None, rows: int | None = None) -> None:
+        own = len(pool[0]["pixel_values"])
+        if rows is not None and rows > own:
+            count = rows // own
+            groups = [[pool[(i + j) % len(pool)] for j in range(count)] for i in range(len(pool))]
+            pool = [{name: torch.cat([batch[name] for batch in group]) for name in pool[0]} for group in groups]
+            if device is not None and device.type == "cuda":
+                pool = [{name: value.pin_memory() for name, value in batch.items()} for batch in pool]
+        elif rows is not None and rows < own:
+            pool = [{name: value[:rows] for name, value in batch.items()} for batch in pool]
         self._pool, self._length, self._device = pool, length, device
 
     def __len__(self) -> int:
@@ -158,3 +168,9 @@ class Normaliser:
 
     def normalise(self, pixel_values: Tensor) -> Tensor:
         return pixel_values.float().div_(127.5).sub_(1)
+
+
+class Padded:
+    """The part of `ContrastiveCollator` that says that all texts have one length."""
+
+    text_options: ClassVar = {"padding": "max_length"}

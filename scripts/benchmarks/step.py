@@ -81,6 +81,7 @@ OVERHEAD: dict[str, dict[str, Any]] = {
     "hf_infcl leave_out 0.5": {"retain_graphs": "1", "leave_out": "0.5"},
     "hf_infcl texts at once": {"retain_graphs": "1", "texts_at_once": "all"},
     "hf_infcl texts at once, retain auto": {"retain_graphs": "auto", "texts_at_once": "all"},
+    "hf_infcl found": {"global_batch_size": "all"},  # as if the user had said nothing else
 }
 LOSSES: dict[str, Any] = {
     OURS: contrastive_loss,
@@ -149,7 +150,11 @@ def measured(
             row["peak_gib"] = round(common.over_processes(clock.peak, device) / common.GIB, 3)
             row["loss_gib"] = round(common.over_processes(clock.loss_peak, device) / common.GIB, 3) or ""
         if isinstance(trainer, training.PooledInfCLTrainer) and trainer.args.asked[3] == "auto":
-            row["note"] = f"keeps {trainer.args.retain_graphs} graphs"
+            found = trainer.args
+            row["note"] = f"keeps {found.retain_graphs} graphs"
+            if found.divides_by_itself:
+                micro_batches = f"{found.gradient_accumulation_steps} × {found.per_device_train_batch_size}"
+                row["note"] += f", {micro_batches} images, texts of {found.texts_at_once} at once"
     del trainer
     torch.compiler.reset()  # compiled code and its memory belong to this row only
     gc.collect()  # trainers and models refer to each other
@@ -197,8 +202,9 @@ def implementations(
     for name, options in OVERHEAD.items():
         if args.patch_dropout and options.get("freeze") == "image":
             continue  # a frozen image tower sees all patches
-        numbers = {name: steps if value == "all" else value for name, value in options.items()}
-        options = {"texts_at_once": 1} | numbers | common_options
+        all_of = {"global_batch_size": steps * args.micro_batch_size * common.world_size()}
+        numbers = {name: all_of.get(name, steps) if value == "all" else value for name, value in options.items()}
+        options = ({} if "global_batch_size" in numbers else {"texts_at_once": 1}) | numbers | common_options
         yield name, trains(args, pool, training.PooledInfCLTrainer, **options), steps
     yield "OpenCLIP accumulation", trains(args, pool, training.OpenCLIPTrainer, **common_options), steps
     if importlib.util.find_spec("open_clip_train") is None or common.world_size() > 1:

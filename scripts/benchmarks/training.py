@@ -25,7 +25,7 @@ from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
 
 from . import peers
-from .inputs import Batch, Loader, Normaliser, sizes_of
+from .inputs import Batch, Loader, Normaliser, Padded, sizes_of
 
 
 class Clock(transformers.TrainerCallback):
@@ -196,7 +196,8 @@ class PooledInfCLTrainer(InfCLTrainer):
         if self.args.leave_out is not None:
             keys = torch.arange(images * len(pool)).split(images)
             pool = [{**batch, "pair_keys": own} for batch, own in zip(pool, keys, strict=True)]
-        return Loader(pool, self.args.max_steps * self.args.gradient_accumulation_steps, device)
+        length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
+        return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
@@ -232,11 +233,12 @@ def train(
         options["patch_dropout"] = patch_dropout
     elif patch_dropout:
         PatchDropout(DualEncoder(model), patch_dropout)
+    sizes = {"per_device_train_batch_size": len(pool[0]["pixel_values"]), "gradient_accumulation_steps": accumulation}
+    if "global_batch_size" in options:
+        sizes = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         args = (InfCLTrainingArguments if issubclass(trainer_class, InfCLTrainer) else transformers.TrainingArguments)(
             output_dir=folder,
-            per_device_train_batch_size=len(pool[0]["pixel_values"]),
-            gradient_accumulation_steps=accumulation,
             max_steps=steps,
             learning_rate=1e-6,
             optim="adamw_torch_fused",
@@ -247,6 +249,7 @@ def train(
             logging_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **sizes,
             **options,
         )
         clock = Clock(args.device)
@@ -254,6 +257,8 @@ def train(
         trainer.pool = pool
         if pool[0]["pixel_values"].dtype == torch.uint8:
             trainer.data_collator = Normaliser()
+        elif "global_batch_size" in options:
+            trainer.data_collator = Padded()
         trainer.remove_callback(transformers.PrinterCallback)
         if loss is not None:
             window = hf_infcl.windows.window

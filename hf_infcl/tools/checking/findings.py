@@ -128,11 +128,13 @@ def findings_of_ceilings(facts: SetFacts, ceilings: Mapping[str, float]) -> list
 
 def findings_of_ledger(ledger: Ledger, path: str | Path) -> list[Finding]:
     """Pairs that do not belong together, as the ledger in a file says."""
-    rows = tuple(str(key) for key in ledger.wrong(WRONG))
+    wrong = [int(key) for key in ledger.wrong(WRONG)]
+    rows = tuple(map(ledger.name_of, wrong))
     if not rows:
         return []
-    examples = [(key, ledger.caption_of(int(key))) for key in rows[:3]]
-    shown = ", ".join(f"row {key}" + (f" ({_short(caption)})" if caption else "") for key, caption in examples)
+    examples = [(name, ledger.caption_of(key)) for name, key in zip(rows[:3], wrong, strict=False)]
+    kind = "sample" if ledger.sample else "row"
+    shown = ", ".join(f"{kind} {name}" + (f" ({_short(caption)})" if caption else "") for name, caption in examples)
     option = f"--exclude {path}:{WRONG:g}"
     text = (
         f"{_count(len(rows), len(ledger))} do not belong together with a probability of at least {WRONG:g}: {shown}. "

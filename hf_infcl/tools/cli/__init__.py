@@ -64,7 +64,7 @@ def _run(command: str | None, words: list[str]) -> None:
     from ... import training  # noqa: F401  # first, as its error names a torchvision that does not fit
     from .launched import warn_once
 
-    warn_once()
+    warn_once(getattr(namespace, "dataloader_num_workers", None) or 0)
 
     if command == "train":
         from .train import train as run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +48,7 @@ from ..planning.answers import fitting, line
 from ..scoring.ledger import Ledger, check_data
 from .command_options import ColumnOptions, DataOptions
 from .datasets import evaluation_datasets, guard_datasets, replay_set, training_set
-from .launched import mistakes_in_one_line
+from .launched import cores, mistakes_in_one_line
 from .parser import Parser
 
 SAMPLES, SHORT_SAMPLES = 10_000, 256  # pairs that are read by `infcl check`, and before a training
@@ -177,20 +176,17 @@ def loading_of(config: PretrainedConfig, args: InfCLTrainingArguments, facts: Se
 
 def line_of_answer(options: Mapping[str, Any], facts: SetFacts, findings: Sequence[Finding]) -> str:
     """What to write for such a training set."""
-    texts = len(facts.tokens) / max(1, len(facts.caption_ids))
+    # Captions of several templates say the same.
+    texts = 1 if options.get("caption_templates") else len(facts.tokens) / max(1, len(facts.caption_ids))
+    pairs = facts.pairs or options.get("samples_per_epoch") or facts.looks  # a stream has those that were read, or more
     foreign = any(finding.kind == "foreign" and finding.spoils for finding in findings)
-    return line(fitting(options, pairs=facts.pairs, texts=texts, foreign=foreign))
+    return line(fitting(options, pairs=pairs, texts=texts, foreign=foreign))
 
 
 def length_of(dataset: Any, facts: SetFacts, data: DataOptions) -> list[str]:
     """The number of pairs of a stream that was read to its end, as an option."""
     known = facts.is_whole and isinstance(dataset, ImageTextStream) and data.samples_per_epoch is None
     return [f"--samples_per_epoch {facts.usable}"] if known else []
-
-
-def cores() -> int:
-    """The processor's cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def short_check(trainer: Any, dataset: Any, data: DataOptions) -> Iterator[str]:

@@ -77,9 +77,22 @@ def _raised_here_in_a_worker(error: Exception) -> str | None:
 _OF_ONE_PROCESS = ("hf_infcl.data.stream_batches", "hf_infcl.shards", "hf_infcl.processes", "hf_infcl.tools.embedding")
 
 
-def warn_once() -> None:
-    """Leaves the warnings that all launched processes have alike to the first of them."""
+def warn_once(workers: int = 0) -> None:
+    """Leaves the warnings that all launched processes have alike to the first of them.
+
+    Args:
+        workers: of the data loaders of each process. That they are more than the cores, torch says for each loader.
+    """
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     if os.environ.get("RANK", "0") == "0":
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if workers * processes > (there := cores()):
+            of_each = f" × {processes} processes" if processes > 1 else ""
+            print(
+                f"dataloader_num_workers={workers}{of_each} are more than the {there} cores that are there for them, "
+                f"so they take turns. Pass {max(1, there // processes)}.",
+                file=sys.stderr,
+            )
         return
 
     def is_of_this_process(record: logging.LogRecord) -> bool:
@@ -90,6 +103,11 @@ def warn_once() -> None:
     for handler in (logging.lastResort, *logging.root.handlers):
         if handler is not None:
             handler.addFilter(is_of_this_process)
+
+
+def cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def tell_deepspeed_of_cpu(args: InfCLTrainingArguments) -> None:

@@ -13,6 +13,7 @@ from ...training.ending import measured_last
 from ...training.trainer import InfCLTrainer
 from ...training.with_start import AverageWithStart, checkpoint_of_end
 from ..publishing import write_averages
+from ..publishing.settings import precision
 from .datasets import what_was_measured
 
 
@@ -50,7 +51,9 @@ def save_results(
         others = trainer.args.load_best_model_at_end or average is not None  # weights than those of the last step
         measured = {} if others else measured_last(trainer.state, eval_datasets)
         measured = measured or trainer.evaluate()
-        trainer.save_metrics("eval", measured | what_was_measured(eval_datasets))
+        trainer.save_metrics(
+            "eval", measured | what_was_measured(eval_datasets) | {"eval_precision": precision(trainer)}
+        )
     trainer.save_state()
     return found
 

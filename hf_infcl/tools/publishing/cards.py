@@ -321,6 +321,8 @@ def _results(facts: TrainingFacts) -> str:
             f"Some captions of {'; '.join(repeating)} belong to several images, but only an image's own captions count "
             "as correct. Where the table says “at most”, no model can reach a higher recall."
         )
+    if computed := facts.settings.get("precision"):
+        notes.append(f"Measured in {escaped(computed)}; another precision rounds otherwise, and changes a few answers.")
     notes += _when(facts)
     return "\n\n".join([table(("set", "images", "metric", "value"), rows), *notes])
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...checkpoints.average_search import not_trained
-from ...evaluation.metrics import CHANGE, LOW
+from ...evaluation.metrics import CHANGE, LOW, SCORES
 from ...optimizers import NAMES
 from ...options.arguments import InfCLTrainingArguments
 from ..planning.report import TOO_FEW_STEPS, number
@@ -64,13 +64,18 @@ def _reasons(facts: TrainingFacts) -> Iterator[str]:
 
 
 def _has_learned(evaluation: Evaluation, facts: TrainingFacts) -> bool | None:
-    """Whether a set that the model was trained for shows that it has learned; None if it cannot show it."""
+    """Whether a set that the model was trained for shows that it has learned; None if it cannot show it.
+
+    Only the parts of its score count, above what guessing gives: among ten classes, a top-5 accuracy rises by chance.
+    """
     before, after = evaluation.before, evaluation.metrics
-    bounds = {name: after[name + LOW] for name in before if name + LOW in after}
-    if evaluation.guard or not bounds:
+    names = [name for of_kind in SCORES.values() for name in of_kind if name in before and name + LOW in after]
+    if evaluation.guard or not names:
         return None
-    risen = [before[name] < low for name, low in bounds.items()] + [after.get(CHANGE + LOW, 0.0) > 0]
-    return any(risen) or _has_lower_loss(evaluation, facts)
+    chance = 1 / (len(evaluation.class_names) or evaluation.size)
+    risen = [max(before[name], chance) < after[name + LOW] for name in names]
+    changed = after.get(CHANGE + LOW, 0.0) > 0 and any(after[name] > chance for name in names)
+    return any(risen) or changed or _has_lower_loss(evaluation, facts)
 
 
 def _has_lower_loss(evaluation: Evaluation, facts: TrainingFacts) -> bool:

@@ -32,6 +32,7 @@ class Ledger:
         text_key, image_key: [n] int64: in a window of pairs, the pair whose text the image prefers, and the pair whose
             image the text prefers. Both are the pair itself if it has the highest cosine. -1 if unknown.
         caption: n captions, of each pair one; empty if unknown.
+        sample: n names of the samples of a stream, each after that of its shard; no names for a table.
     """
 
     content: str
@@ -41,6 +42,7 @@ class Ledger:
     text_key: np.ndarray
     image_key: np.ndarray
     caption: list[str] = field(default_factory=list)
+    sample: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.key)
@@ -48,6 +50,11 @@ class Ledger:
     def most_suspicious(self, count: int) -> np.ndarray:
         """The places of the pairs with the lowest scores, the lowest first."""
         return np.argsort(self.score, kind="stable")[:count]
+
+    def name_of(self, key: int) -> str:
+        """What a person finds the pair with a key by: the name of a stream's sample if it is known, or else the key."""
+        place = int(np.searchsorted(self.key, key))
+        return self.sample[place] if place < len(self.sample) and self.key[place] == key else str(key)
 
     def caption_of(self, key: int) -> str:
         """The caption of the pair with a key; empty if it is not in the ledger."""
@@ -61,7 +68,10 @@ class Ledger:
     # ---- Files ----
 
     def write(self, path: str | Path) -> None:
-        """Writes a parquet file with these columns, and ``prefers_text`` and ``prefers_image`` as captions."""
+        """Writes a parquet file with these columns, and ``prefers_text`` and ``prefers_image`` as captions.
+
+        A ledger without names has no column ``sample``.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -69,6 +79,8 @@ class Ledger:
         columns["caption"] = pa.array(self.caption, pa.string())
         for name, keys in (("prefers_text", self.text_key), ("prefers_image", self.image_key)):
             columns[name] = pa.array([self.caption_of(int(key)) for key in keys], pa.string())
+        if self.sample:
+            columns["sample"] = pa.array(self.sample, pa.string())
         table = pa.table(columns).replace_schema_metadata({_RECORD: json.dumps({"content": self.content})})
         partial = Path(path).with_name(f"_{os.getpid()}.{Path(path).name}")
         pq.write_table(table, partial)
@@ -87,7 +99,8 @@ class Ledger:
             table = pq.read_table(path)
             record = json.loads((table.schema.metadata or {})[_RECORD])
             arrays = {name: table[name].to_numpy().astype(kind) for name, kind in _ARRAYS.items()}
-            return cls(record["content"], **arrays, caption=table["caption"].to_pylist())
+            words = {name: table[name].to_pylist() for name in ("caption", "sample") if name in table.column_names}
+            return cls(record["content"], **arrays, **words)
         raise AssertionError
 
 
@@ -146,13 +159,16 @@ def make_ledger(
     score: np.ndarray,
     prefers: tuple[np.ndarray, np.ndarray] | None = None,
     caption: list[str] | None = None,
+    sample: list[str] | None = None,
 ) -> Ledger:
     """The ledger of pairs in any order; the arguments are those of `Ledger`, ``prefers`` its two keys."""
     order = np.argsort(key, kind="stable")
     text_key, image_key = (np.full(len(key), -1), np.full(len(key), -1)) if prefers is None else prefers
     captions = [""] * len(key) if caption is None else [caption[place] for place in order]
+    samples = [] if sample is None else [sample[place] for place in order]
     score = score[order].astype(np.float32)
-    return Ledger(content, key[order], score, probability_wrong(score), text_key[order], image_key[order], captions)
+    arrays = key[order], score, probability_wrong(score), text_key[order], image_key[order]
+    return Ledger(content, *arrays, captions, samples)
 
 
 def probability_wrong(score: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ class _ReadPairs(NamedTuple):
     keys: list[int]
     captions: list[str]  # one of each pair
     pictures: list[bytes]  # small JPEGs
+    names: list[str]  # of the samples of a stream
 
 
 class _Collated:
@@ -41,10 +42,11 @@ class _Collated:
 
     def __call__(self, items: list[Any]) -> _ReadPairs:
         keyed: list[KeyedItem] = items
-        plain = [item for item, _ in keyed]
+        plain = [one.item for one in keyed]
         pictures = [small_jpeg(item["image"]) for item in plain]
+        captions = [item["caption"][0] for item in plain]
         return _ReadPairs(
-            self._collate(plain), [key for _, key in keyed], [item["caption"][0] for item in plain], pictures
+            self._collate(plain), [one.key for one in keyed], captions, pictures, [one.name for one in keyed]
         )
 
 
@@ -78,6 +80,7 @@ class _Embedded:
                 [key for part in parts for key in part.pairs.keys],
                 [caption for part in parts for caption in part.pairs.captions],
                 [picture for part in parts for picture in part.pairs.pictures],
+                [name for part in parts for name in part.pairs.names],
             ),
             torch.cat([part.images for part in parts]),
             torch.cat([part.texts for part in parts]),
@@ -88,13 +91,14 @@ class _Embedded:
 
 @dataclass
 class _Scored:
-    """What is found out about pairs: arrays [n] of the `Ledger`, their captions, and pictures of some by their keys."""
+    """What is found out about pairs: arrays and words of the `Ledger`, and pictures of some by their keys."""
 
     key: np.ndarray
     score: np.ndarray
     text_key: np.ndarray
     image_key: np.ndarray
     caption: list[str]
+    name: list[str]
     pictures: dict[int, bytes]
 
     @classmethod
@@ -105,13 +109,15 @@ class _Scored:
             np.concatenate([part.text_key for part in parts]),
             np.concatenate([part.image_key for part in parts]),
             [caption for part in parts for caption in part.caption],
+            [name for part in parts for name in part.name],
             {key: picture for part in parts for key, picture in part.pictures.items()},
         )
 
     def only(self, kept: np.ndarray) -> _Scored:
         """Some of the pairs, [n] bool, with all pictures."""
         arrays = self.key[kept], self.score[kept], self.text_key[kept], self.image_key[kept]
-        return _Scored(*arrays, list(itertools.compress(self.caption, kept)), self.pictures)
+        caption, name = (list(itertools.compress(words, kept)) for words in (self.caption, self.name))
+        return _Scored(*arrays, caption, name, self.pictures)
 
 
 def score_pairs(
@@ -168,7 +174,8 @@ def score_pairs(
         found = found.only(np.isin(found.key, known))
         found.score = scores[np.searchsorted(known, found.key)]
     content = dataset.content_fingerprint()
-    ledger = make_ledger(content, found.key, found.score, (found.text_key, found.image_key), found.caption)
+    name = None if not any(found.name) else found.name
+    ledger = make_ledger(content, found.key, found.score, (found.text_key, found.image_key), found.caption, name)
     return ledger, found.pictures
 
 
@@ -221,6 +228,7 @@ def _scored(window: _Embedded, shown: Collection[int] | None) -> _Scored:
     every = _Scored(
         *(key.cpu().numpy(), score.cpu().numpy(), text_key.cpu().numpy(), image_key.cpu().numpy()),
         window.pairs.captions,
+        window.pairs.names,
         dict(zip(window.pairs.keys, window.pairs.pictures, strict=True)),
     )
     found = every.only(every.key != NO_KEY)

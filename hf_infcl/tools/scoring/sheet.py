@@ -14,7 +14,7 @@ from .ledger import Ledger
 
 SHOWN = 64  # pairs
 _COLUMNS, _WIDTH, _SIDE, _HEIGHT = 4, 260, 120, 216  # pixels of a cell, and the longer side of its image
-_LETTERS = 40  # in a line
+_LETTERS, _BESIDE = 40, 19  # in a line below and beside an image
 
 
 def small_jpeg(image: np.ndarray) -> bytes:
@@ -43,14 +43,21 @@ def draw_suspicious(ledger: Ledger, pictures: Mapping[int, bytes]) -> Image.Imag
         key = int(ledger.key[place])
         if key in pictures:
             sheet.paste(Image.open(io.BytesIO(pictures[key])), (left, top))
-        facts = f"pair {key}\nscore {ledger.score[place]:.2f}\nwrong {ledger.p_wrong[place]:.0%}"
-        pen.text((left + _SIDE + 8, top), facts, "#555555", font)
+        name = f"sample {ledger.sample[place]}" if ledger.sample else f"row {key}"
+        facts = [f"score {ledger.score[place]:.2f}", f"wrong {ledger.p_wrong[place]:.0%}", *_lines(name, _BESIDE, 5)]
+        pen.text((left + _SIDE + 8, top), "\n".join(facts), "#555555", font)
         lines = [("#00693e", ledger.caption[place])]
         if ledger.text_key[place] != key and (instead := ledger.caption_of(int(ledger.text_key[place]))):
             lines.append(("#b03000", f"prefers: {instead}"))
         below = top + _SIDE + 6
         for colour, text in lines:
-            wrapped = textwrap.wrap(text, _LETTERS)[:2] or [""]
+            wrapped = _lines(text, _LETTERS, 2) or [""]
             pen.text((left, below), "\n".join(wrapped), colour, font)
             below += 16 * len(wrapped) + 4
     return sheet
+
+
+def _lines(text: str, letters: int, most: int) -> list[str]:
+    """So many lines at most of a text; "…" stands for the rest."""
+    lines = textwrap.wrap(text, letters)
+    return lines if len(lines) <= most else [*lines[: most - 1], f"{lines[most - 1][: letters - 2]} …"]
