@@ -97,7 +97,7 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         return False  # there is no other one, whichever epoch begins
 
     def pass_over(self, rows: Callable[[], Any]) -> bool:
-        """Lets a shuffled table do without these rows, as for `without_rows`. Returns whether they are other ones."""
+        """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
         return False  # other data has all its samples, and does not ask which ones to pass over
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:

@@ -14,7 +14,6 @@ from torch.utils.data import get_worker_info
 from ..data.keyed import keyed_rows, rows_of
 from ..data.stream_batches import MicroBatches, StepSides
 from ..data.wrapped import has_epochs, set_epoch
-from ..windows.passing_over import NO_ROWS, without_rows
 from .batch_plan import MicroBatchPlace, Position
 from .shares import SourceShare
 
@@ -35,7 +34,8 @@ class TableRows(MicroBatches):
 
     The rows of a global batch depend only on the seed, the pass and the rows of the pass before it, not on how it is
     split over processes and accumulation steps. A pass ends where the next global batch does not fit in. The rows left
-    over differ from pass to pass.
+    over differ from pass to pass. Where rows are passed over, the others come again instead, in the same order, so that
+    no global batch has one twice: as many stay as the largest batch has.
 
     Args:
         dataset: the table.
@@ -70,7 +70,7 @@ class TableRows(MicroBatches):
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
         self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
-        self._passed_over = NO_ROWS
+        self._passed_over = torch.empty(0)
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -108,7 +108,7 @@ class TableRows(MicroBatches):
 
     def pass_over(self, rows: Callable[[], torch.Tensor]) -> bool:
         before, self._pass = self._passed_over, (-1, torch.empty(0))
-        self._passed_over = rows() if self._shuffle and self._share.is_alone else NO_ROWS
+        self._passed_over = rows() if self._shuffle and self._share.is_alone else before
         return not torch.equal(self._passed_over, before)
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
@@ -170,8 +170,11 @@ class TableRows(MicroBatches):
         if not self._shuffle:
             return [(at.samples + pair) % length for pair in pairs]
         if self._pass[0] != at.epoch:
-            generator = torch.Generator().manual_seed(self._seed + at.epoch)
-            order, largest = torch.randperm(length, generator=generator), max(s.rows for s in self._share.plan.sections)
-            self._pass = at.epoch, without_rows(order, self._passed_over, largest)
+            order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + at.epoch))
+            if len(self._passed_over):
+                out = self._passed_over[order]
+                out &= out.cumsum(0) > max(section.rows for section in self._share.plan.sections) - (~out).sum()
+                order = order[~out][torch.arange(length) % (~out).sum()]
+            self._pass = at.epoch, order
         rows: list[int] = self._pass[1][at.rows + pairs.start : at.rows + pairs.stop].tolist()
         return rows

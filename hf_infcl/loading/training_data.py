@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from ..options.arguments import InfCLTrainingArguments
 from ..options.batch_schedule import Course
 from ..processes.collectives import Processes, announce_failure
 from ..processes.interruptions import Interruptions
-from ..windows.passing_over import NO_ROWS, PassedOver
 from ..windows.terms import OF_TEACHERS
 from ..windows.window import Window
 from .batch_checks import check_window
@@ -81,7 +81,7 @@ class TrainingData:
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._sides, self._begin = args.image_sizes(course), begin
-        self.passed_over: PassedOver = lambda epoch: NO_ROWS
+        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)
         self._epoch = _Epoch()
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
@@ -93,7 +93,7 @@ class TrainingData:
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides, self.passed_over)
+            self.source.own.begin_epoch(epoch, windows, step, self._sides, partial(self.passed_over, epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.

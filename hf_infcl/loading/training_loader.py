@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from ..data.stream_batches import MicroBatches, StepSides
 from ..options.arguments import InfCLTrainingArguments
-from ..windows.passing_over import PassedOver
 from .batch_plan import BatchPlan
 from .replay import Replayed, micro_batches_of
 from .shares import SourceShare
@@ -78,15 +76,16 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, passed: PassedOver) -> None:
+    def begin_epoch(
+        self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Callable[[], Any]
+    ) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:
             epoch, windows, step: as above.
-            sides: of the images from this step on.
-            passed: see `WindowStep.passed_over`.
+            sides, rows: of the images from this step on; for `MicroBatches.pass_over`.
         """
-        if self._batches.begin_at(epoch, windows) | self._batches.pass_over(partial(passed, epoch)):
+        if self._batches.begin_at(epoch, windows) | self._batches.pass_over(rows):
             self.close()
         self._batches.set_sides(sides, step)
         self._step = step

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..passes.grad_cache import Features
-from .passing_over import NO_ROWS
 from .window import Window
+
+NO_ROWS = torch.empty(0, dtype=torch.bool)
 
 
 class Extension:

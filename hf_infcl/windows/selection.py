@@ -14,8 +14,7 @@ from ..loss.pair_scores import pair_scores
 from ..options.selection_options import NOISY
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
-from .extensions import PairSelection
-from .passing_over import NO_ROWS
+from .extensions import NO_ROWS, PairSelection
 from .window import Window
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
