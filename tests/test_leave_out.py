@@ -31,7 +31,7 @@ from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.extensions import PairSelection, StepObserver
-from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, HONEST, WithoutNoisyPairs, mean_of_trained
+from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.windows.window import Window, WindowLoss
 
 LEARNS = {
@@ -229,10 +229,10 @@ def test_only_scores_of_pairs_that_were_not_trained_count():
 
     assert visit(3, 7, 0.0) == 0, "it was trained in the epoch before"
     assert visit(4, 7, 0.0) == 0
-    assert visit(6, 7, 3.0) == pytest.approx(HONEST[0]), "it has rested"
+    assert visit(6, 7, 3.0) == pytest.approx(RESTED[0]), "it has rested"
     assert visit(6, 7, 0.0) == 0, "and was trained since"
-    assert visit(6, 5, 0.0) == pytest.approx(HONEST[0]), "it was left out since the epoch 2"
-    assert visit(6, 5, 0.0) == pytest.approx(HONEST[0])
+    assert visit(6, 5, 0.0) == pytest.approx(RESTED[0]), "it was left out since the epoch 2"
+    assert visit(6, 5, 0.0) == pytest.approx(RESTED[0])
     selection.averages._visits[30] = 1
     assert visit(7, 30, 0.0) == pytest.approx(0.5), "the first visits all count alike"
 
@@ -247,7 +247,7 @@ def test_it_does_not_begin_while_pairs_are_learned():
             if selection.border is None and below > 0.01:
                 selection._begin(3.0)
                 assert (selection.border is not None) == (begins and quarter >= 12)
-        assert begins or "become fewer" in selection.waits_for
+        assert begins or "falls fast" in selection.waits_for
 
 
 def test_what_is_never_left_out():

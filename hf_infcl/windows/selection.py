@@ -25,13 +25,10 @@ MANY = 0.1  # share of the pairs below 0 from which on the second border holds
 LEAST_BELOW = 0.01  # share of the pairs below 0 without which nothing is left out
 LEAST_MEAN = 2.0  # of the pairs that are trained
 LEAST_VISITS = 3
-STAYS = 0.5  # of the share of the pairs below 0, what must be left of it after a visit: pairs that are learned leave it
+STAYS = 0.5  # how much of the share below 0 must stay after another visit; right pairs leave it as they are learned
 _BETWEEN = 0.5  # visits from one look at it to the next
-
-PARTS = 4  # of a table; in each epoch one of them changes its part: what is trained rests, what is left out is seen
-RESTS = True
-HONEST = 0.5, 0.3  # the weights of a visit of a pair that was not trained for an epoch
-LIMIT = 99.0
+TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
+RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
 
 
@@ -43,12 +40,18 @@ class WithoutNoisyPairs(PairSelection):
     pair is left out while its average is below f m. A pair that is left out is not learned, so its score stays honest,
     and it comes back if the average rises.
 
-    It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
-    1% of all averages are below 0. Where all pairs belong together there are fewer, and the training is, bit for bit,
-    the one without the selection. f is chosen at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+    The epochs of a shuffled table pass over the rows that are left out, so that global batches are full of pairs that
+    are trained. In each epoch a quarter of the rows, in turn, has the other part: those that are left out are looked at
+    again, and those that are trained rest. A wrong pair that is trained is learned by heart, so its score says nothing
+    then: only visits after an epoch without training count.
 
-    With a share, the begin needs no averages below 0, and in each window the pairs with the lowest averages are left
-    out: that share of those that could be, rounded down.
+    It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
+    1% of all averages are below 0, a share that has not halved with the last visit. Where all pairs belong together
+    there are fewer, or they become fewer, and the training is, bit for bit, the one without the selection. f is chosen
+    at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+
+    With a share, nothing is passed over, the begin needs no averages below 0, and in each window the pairs with the
+    lowest averages are left out: that share of those that could be, rounded down.
 
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
@@ -64,13 +67,12 @@ class WithoutNoisyPairs(PairSelection):
     def __init__(self, leave_out: str, rows: int | None) -> None:
         self._share = None if leave_out == NOISY else float(leave_out)
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
-        self._limit = LIMIT
         self.border: float | None = None  # once it has begun
-        self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether it stays
-        self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
-        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was, from the first one
         self.waits_for = ""  # why it has not, as of the last window
-        self._never = 0.0  # the share of the rows that this epoch passes over as they were left out
+        self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
+        self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
+        self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
+        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was; none if never asked
         self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
         self._logged = [0.0, 0.0]  # the same before it
 
@@ -96,7 +98,7 @@ class WithoutNoisyPairs(PairSelection):
         stays = self._stays(keys, score)
         new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
         pairs = int(new.sum())
-        left = pairs * self._never + int((~stays).sum()) * (1 - self._never)  # of a window of all rows
+        left = self._missing * pairs + (1 - self._missing) * int((~stays).sum())  # of a window of all rows
         self._counts = [self._counts[0] + left, self._counts[1] + pairs]
         return None if bool(stays.all()) else stays[processes.rank]
 
@@ -119,7 +121,7 @@ class WithoutNoisyPairs(PairSelection):
             return torch.ones_like(keys, dtype=torch.bool)
         candidates = visits >= LEAST_VISITS
         if self._share is None:
-            left = candidates & (average < self._least(known))
+            left = candidates & (average < self.border * mean_of_trained(known, self.border))
         else:
             # Averages that are equal have the order of the keys, whichever process they are on.
             order = keys.flatten().argsort(stable=True)
@@ -135,16 +137,12 @@ class WithoutNoisyPairs(PairSelection):
         return ~left
 
     def _weights(self, keys: Tensor) -> Tensor | None:
-        """The least weights of visits, as for `PairAverages.visit`: what is trained tells nothing about itself."""
-        if self.border is None or not len(self._trained) or self._share is not None or not RESTS:
+        """The least weights of these visits for `PairAverages.visit`; None for its own."""
+        if self.border is None or not len(self._trained):
             return None
-        honest = self._epoch - self._trained[keys.clamp(min=0)] >= 2
-        honest |= self.averages.fast[1][keys.clamp(min=0)] < LEAST_VISITS
-        return torch.tensor(HONEST, dtype=torch.float64)[:, None] * honest
-
-    def _least(self, averages: Tensor) -> float:
-        assert self.border is not None
-        return min(self._limit, self.border * mean_of_trained(averages, self.border))
+        rows = keys.clamp(min=0)
+        counts = (self._epoch - self._trained[rows] > 1) | (self.averages.fast[1][rows] < LEAST_VISITS)
+        return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
 
     def passed_over(self, epoch: int) -> Tensor:
         if self._rows is None or self._share is not None:
@@ -156,13 +154,14 @@ class WithoutNoisyPairs(PairSelection):
         return self._passed_over
 
     def _rows_to_pass_over(self, epoch: int) -> Tensor:
-        average, visits = self.averages.fast
         if self.border is None:
             return NO_ROWS
-        left = (visits >= LEAST_VISITS) & (average < self._least(average[visits > 0].double()))
-        part = (torch.arange(len(visits)) % PARTS == epoch % PARTS) & (visits > 0)
-        self._never = float((left & ~part).double().mean())
-        return left ^ part if RESTS else left & ~part
+        average, visits = self.averages.fast
+        least = self.border * mean_of_trained(average[visits > 0].double(), self.border)
+        left = (visits >= LEAST_VISITS) & (average < least)
+        turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
+        self._missing = float((left & ~turn).double().mean())
+        return left ^ turn
 
     def _begin(self, mean: float) -> None:
         """Begins, if the pairs are known well enough."""
@@ -178,7 +177,7 @@ class WithoutNoisyPairs(PairSelection):
         elif self._share is None and below < LEAST_BELOW:
             self.waits_for = f"{below:.1%} of the pairs score below 0, and the rule begins at {LEAST_BELOW:.0%}"
         elif self._share is None and not self._look[2]:
-            self.waits_for = "the pairs below 0 become fewer from one visit to the next"
+            self.waits_for = f"the share of the pairs that score below 0 falls fast, to {below:.1%}: they are learned"
         else:
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
@@ -191,7 +190,7 @@ class WithoutNoisyPairs(PairSelection):
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        numbers |= {"look": list(self._look), "epoch": self._epoch, "never": self._never}
+        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
         rows = {"passed_over": self._passed_over, "trained": self._trained}
         return {**self.averages.state_dict(), **numbers, **rows}
 
@@ -203,7 +202,7 @@ class WithoutNoisyPairs(PairSelection):
         self._look = tuple(state.get("look", self._look))
         if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
             self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
-            self._never = state["never"]
+            self._missing = state["missing"]
         if "trained" in state:
             self._trained = self._fitted(state["trained"], -1)
 

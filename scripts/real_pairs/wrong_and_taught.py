@@ -34,10 +34,8 @@ from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics
-from hf_infcl.loss.pair_averages import PairAverages
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.scoring.ledger import probability_wrong
-from hf_infcl.windows import selection
 from hf_infcl.windows.extensions import of_kind
 from hf_infcl.windows.selection import WithoutNoisyPairs
 from hf_infcl.windows.terms import SIDES, TeacherDistance
@@ -52,7 +50,6 @@ PLAIN: dict[str, Any] = {
     **{"size": "small", "optimizer": "muon", "times": 1, "wrong": 0.0, "oracle": False, "cleaned": 0.0},
     **{"trained_on": "all", "teacher": "", "taught_by": "", "weight": 0.0, "side": "both", "options": {}},
     **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False},
-    **{"rule": "", "visits": False},
 }
 NOISY = {"leave_out": "noisy"}
 
@@ -151,16 +148,6 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
-    noisy = {"options": NOISY, "visits": True}
-    rules = "rest", "rest 0.75", "fill"
-    parts["noisy"] = [
-        *({"wrong": w, "seed": 0, "rule": r, **noisy} for r in rules for w in (0.5, 0.2)),
-        *({"wrong": w, "seed": s, **tuned, **noisy, "rule": "rest"} for s in (0, 1) for w in (0.0, 0.2, 0.5)),
-        *({"wrong": w, "seed": 1, "rule": r, **noisy} for r in rules for w in (0.5, 0.2)),
-        {"seed": 0, **noisy, "rule": "rest"},
-        *({"wrong": w, "seed": 1, "rule": "rest", "cleaned": 0.5, **noisy} for w in (0.5, 0.2)),
-        *({"wrong": w, "seed": 2, "rule": r, **noisy} for r in rules for w in (0.5, 0.2)),
-    ]
     parts |= with_icons()
     jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
     return sorted(jobs, key=lambda job: "save" not in job)
@@ -235,27 +222,6 @@ class Observed(training.InfCLTrainer):
         return result
 
 
-RULES: dict[str, dict[str, Any]] = {
-    **{"": {}, "rest": {}, "fill": {"RESTS": False}, "fill 2.5": {"RESTS": False, "LIMIT": 2.5}},
-    "rest 0.75": {"BORDER": 0.75, "BORDER_OF_MANY": 0.75},
-}
-USUAL = {name: getattr(selection, name) for name in ("RESTS", "PARTS", "HONEST", "LIMIT", "BORDER", "BORDER_OF_MANY")}
-VISITS: list[tuple[Tensor, Tensor]] = []
-VISIT = PairAverages.visit
-
-
-def with_rule(rule: str) -> None:
-    """Sets constants of the rule, and lets it note keys and scores of all visits."""
-
-    def visit(self: PairAverages, keys: Tensor, values: Tensor, least: Tensor | None = None) -> Any:
-        VISITS.append((keys.short(), values.half()))
-        return VISIT(self, keys, values, least)
-
-    for name, value in {**USUAL, **RULES[rule]}.items():
-        setattr(selection, name, value)
-    PairAverages.visit = visit  # type: ignore[method-assign]
-
-
 def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: bool) -> dict[str, Any]:
     tuning, device = job["trained_on"] == "clip art", data["images"].device
     batch, samples = (TUNING_BATCH, TUNING_SAMPLES) if tuning else (job["batch"], SAMPLES * job["times"])
@@ -304,8 +270,6 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     elif data["images"].is_cuda:
         training.compile_layers(model, texts=True)
     training.TRAINERS["InfCLTrainer"] = Observed
-    with_rule(job["rule"])
-    VISITS.clear()
     rows, model = training.train(run, changed, {}, model=model, sources=sources, toy=toy, **guests)
     if name := job.get("save"):
         save([part.half().cpu() for part in stored(model, data)], folder / f"stored {name}.pt")
@@ -313,32 +277,23 @@ def run_job(job: dict[str, Any], data: dict[str, Any], folder: Path, *, toy: boo
     found = {name: value for name, value in job.items() if name in (*PLAIN, "seed")} | {"options": run.options}
     found |= {"rate": run.learning_rate, "seconds": rows[-1]["seconds"], "samples": rows[-1]["samples_seen"]}
     found |= training.recalls(rows[-1])
-    seen = torch.tensor([source in sources if sources else True for source in changed["sources"]], device=device)
-    if job["visits"]:
-        name = f"visits {job['trained_on']}, {job['wrong']}, {job['seed']}, {job['rule']}, {job['cleaned']}.pt"
-        save({"visits": list(VISITS), "is_wrong": is_wrong[seen].cpu()}, folder / name)
     if "matryoshka_dims" in job["options"] or job["teacher"]:
         for width in (32, 64, 128):
             found |= at_width(model, changed, width)
-    for left_out in [] if of_trainer else of_kind(Observed.last.extensions, WithoutNoisyPairs):
-        found |= _of_selection(left_out, is_wrong[seen])
-        usual = job["optimizer"] == "muon" and job["rule"] in ("", "rest")
-        if job["seed"] == 0 and not tuning and usual and not job["teacher"]:
-            save(left_out.averages.state_dict()["averages"][1], folder / f"averages {job['wrong']}.pt")
+    for selection in [] if of_trainer else of_kind(Observed.last.extensions, WithoutNoisyPairs):
+        seen = [source in sources if sources else True for source in changed["sources"]]
+        found |= _of_selection(selection, is_wrong[torch.tensor(seen, device=device)])
+        if job["seed"] == 0 and not tuning and job["optimizer"] == "muon" and not job["teacher"]:
+            save(selection.averages.state_dict()["averages"][1], folder / f"averages {job['wrong']}.pt")
     if removed.any() and not job["oracle"]:
         found |= {"removed": int(removed.sum()), "wrong_kept": int((is_wrong & ~removed).sum())}
     return found
 
 
-def _of_selection(rule: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, Any]:
+def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, Any]:
     """How well the averages at the end of a training tell the wrong pairs from the others."""
-    fast, slow = rule.averages.state_dict()["averages"].to(is_wrong.device)
-    found: dict[str, Any] = {"border": rule.border or "", "waits_for": rule.waits_for}
-    if rule.border is not None:
-        left = fast < rule._least(fast.double())
-        kept = (is_wrong & ~left).sum() / (~left).sum()
-        found |= {"wrong_among_kept": round(kept.item(), 4)}
-        found["right_left_out"] = round((~is_wrong & left).sum().item() / (~is_wrong).sum().item(), 4)
+    fast, slow = selection.averages.state_dict()["averages"].to(is_wrong.device)
+    found: dict[str, Any] = {"border": selection.border or ""}
     if is_wrong.any():
         for name, values in (("auc", fast), ("auc_of_ledger", slow)):
             ranks = values.argsort().argsort().double() + 1
