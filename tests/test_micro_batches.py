@@ -20,6 +20,7 @@ from hf_infcl.checkpoints.record import RunRecord
 from hf_infcl.micro_batches import finding
 from hf_infcl.micro_batches.rows import repeated, split_batches
 from hf_infcl.micro_batches.search import Trial, find_graphs, find_micro_batch, find_texts_at_once
+from hf_infcl.micro_batches.trials import Trials
 from hf_infcl.options import batch_division
 from hf_infcl.options.batch_division import largest_micro_batch, possible_micro_batches
 from hf_infcl.processes.collectives import OtherRankFailedError, Processes, alone
@@ -53,8 +54,7 @@ def test_a_global_batch_is_divided(tmp_path, options, division):
     args = arguments(tmp_path, **{**FREE, **options})
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == division
     assert args.global_batch_size == options.get("global_batch_size", 8)
-    left_open = "global_batch_size" in options and not set(batch_division.DIVISION) & options.keys()
-    assert (args.texts_together, args.retain_graphs) == (1, "auto" if left_open else "1")
+    assert (args.texts_together, args.retain_graphs) == (1, "auto"), "nothing was tried"
 
 
 @pytest.mark.parametrize(
@@ -104,17 +104,19 @@ def test_deepspeed_needs_both_sizes(tmp_path):
 
 
 def test_sharded_weights_are_not_tried(tmp_path):
-    trainer = trainer_for(tmp_path, **FREE, global_batch_size=16)
-    searched = trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs
-    with (
-        mock.patch.object(finding, "memory_is_known", return_value=True),
-        mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
-    ):
-        with pytest.raises(ValueError, match="global_batch_size=16 needs a per_device_train_batch_size under FSDP"):
-            finding.find_micro_batches(*searched)
-        trainer.args.asked = (8, None, "auto", "auto")
-        assert finding.find_micro_batches(*searched) == 16
-    assert (trainer.args.texts_at_once, trainer.args.retain_graphs) == ("auto", "auto")
+    def search(**options: Any) -> tuple[int, str, str]:
+        trainer = trainer_for(tmp_path, **{**FREE, **options})
+        searched = trainer.setup, None, trainer.get_train_dataloader, trainer._prepare_inputs
+        with (
+            mock.patch.object(finding, "memory_is_known", return_value=True),
+            mock.patch.object(type(trainer.accelerator), "distributed_type", "FSDP"),
+        ):
+            return finding.find_micro_batches(*searched), trainer.args.texts_at_once, trainer.args.retain_graphs
+
+    with pytest.raises(ValueError, match="global_batch_size=16 needs a per_device_train_batch_size under FSDP"):
+        search(global_batch_size=16)
+    for given, graphs in ((None, "1"), ("auto", "auto"), ("2", "2")):
+        assert search(per_device_train_batch_size=4, retain_graphs=given) == (4, "1", graphs)
 
 
 def test_what_fits_is_divided_among_all_stages(tmp_path):
@@ -298,6 +300,35 @@ def test_texts_are_put_together_where_they_have_one_length_or_are_padded(tmp_pat
     trainer = trained(tmp_path, 4, global_batch_size=32, model=model, data_collator=collator, max_steps=1)
     assert trainer.args.texts_at_once == ("1" if kind == "unknown" else "4")
     assert max(widths) == (12 if kind == "longest" else models.LENGTH), "the longest texts were tried"
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, ("4", "4")),
+        ({"retain_graphs": "2"}, ("4", "2")),
+        ({"texts_at_once": 2}, ("2", "4")),
+        ({"texts_at_once": 2, "retain_graphs": "3"}, ("2", "3")),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, ("4", "auto")),  # trials are not compiled
+        ({"gradient_noise_steps": 2}, ("1", "4")),
+        ({"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16}, ("1", "1")),
+    ],
+    ids=str,
+)
+def test_texts_and_graphs_are_found_for_micro_batches_that_are_given(tmp_path, options, found):
+    def collator(items: Any) -> Any:
+        return default_collate(items)
+
+    collator.text_padding, collator.max_length = {"input_ids": 1, "attention_mask": 0}, models.LENGTH
+
+    def fits(trials: Any, trial: Trial) -> tuple[int, int]:
+        trials._run(trial)
+        return 1, 10
+
+    with mock.patch.object(Trials, "__call__", fits):
+        trainer = trained(tmp_path, 16, **{**FOURS, "data_collator": collator, "max_steps": 1, **options})
+    assert (trainer.args.texts_at_once, trainer.args.retain_graphs) == found
+    assert trainer.args.per_device_train_batch_size == options.get("per_device_train_batch_size", 4)
 
 
 def test_given_options_stay_and_a_second_training_searches_anew(tmp_path):

@@ -166,7 +166,10 @@ class TrainingData:
             # Gradients are exchanged in the backward of the last micro-batch, which needs both towers for it.
             self._loaded = list(map(_without_images, batches))
             batches = split_batches(batches, self._args.largest_micro_batch)
-            dealt = {"last_has_texts": self._processes.grouped, "keeps_loaded": self._args.divides_by_itself}
+            dealt = {
+                "last_has_texts": self._processes.grouped,
+                "keeps_loaded": self._args.divides_by_itself or bool(self._args.found),
+            }
             self.window = Window(batches, self._text_padding, self._args.texts_together, **dealt)
             return self.window
         # All batches of these loaders are full: a whole window lacks rows only if the collator left them out.

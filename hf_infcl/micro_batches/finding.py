@@ -39,8 +39,8 @@ def find_micro_batches(
 ) -> int:
     """Sets micro-batch, accumulation, ``texts_at_once`` and ``retain_graphs`` of the arguments; collective.
 
-    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise, with
-    ``global_batch_size`` alone, those that were not given are tried, if the memory of the device is known.
+    Where a run resumes on the machines that it was on, they are those of the checkpoint. Otherwise those that were not
+    given are tried, if the memory of the device is known and the model is not sharded.
 
     Args:
         setup: of the training.
@@ -52,22 +52,27 @@ def find_micro_batches(
         The micro-batch.
 
     Raises:
-        ValueError: not even one pair fits, what fits does not divide the global batch, or the wrapper cannot be tried.
+        ValueError: not even one pair fits, what fits does not divide the global batch, or the model is sharded and no
+            micro-batch is given.
     """
     args = setup.args
     # What an earlier training of the same arguments has found is found anew; what was changed since then stays.
     texts, graphs = (
-        asked if getattr(args, name) == args.found.get(name) else getattr(args, name)
+        (asked or "auto") if getattr(args, name) == args.found.get(name) else getattr(args, name)
         for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
     )
     args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
-    if _resumed(args, record) or not memory_is_known(args.device) or not args.divides_by_itself:
+    if _resumed(args, record) or not memory_is_known(args.device):
         return args.per_device_train_batch_size
     if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise ValueError(
-            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
-            "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
-        )
+        _decide_untried(args)
+        return args.per_device_train_batch_size
+    if not (args.divides_by_itself or args.gradient_accumulation_steps > 1 or args.global_batch_schedule):
+        # A single micro-batch, which was given, is encoded once, with its own texts.
+        args.texts_at_once, args.retain_graphs = (value.replace("auto", "1") for value in (texts, graphs))
+        return args.per_device_train_batch_size
+    if not (args.divides_by_itself or texts == "auto" or (graphs == "auto" and not _varies(args))):
+        return args.per_device_train_batch_size
     # ---- Of each decision, all processes take what all of them can hold ----
     began, processes, own = time.perf_counter(), Processes(), args.global_batch_size // args.world_size
 
@@ -98,20 +103,21 @@ def find_micro_batches(
             1 if texts == "auto" else int(texts),
             1 if graphs == "auto" else max(1, int(graphs)),
         )
-    possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
-    fits = find_micro_batch(attempt, trial, possible, own, agree)
-    if fits == 0:
-        raise ValueError(
-            f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
-            "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
-        )
-    following = next((n for n in possible if n > fits), fits)
-    if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
-        fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
-    trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
-    args.per_device_train_batch_size = trial.micro_batch
-    if args.global_batch_schedule is None:
-        args.gradient_accumulation_steps = own // trial.micro_batch
+    if args.divides_by_itself:
+        possible = possible_micro_batches(args, exceeds=not isinstance(setup.data, IterableDataset))
+        fits = find_micro_batch(attempt, trial, possible, own, agree)
+        if fits == 0:
+            raise ValueError(
+                f"Not even micro-batches of {possible[0]} pairs fit into the memory of every process. Pass "
+                "gradient_checkpointing, offload_inputs or max_text_tokens, or train a smaller model."
+            )
+        following = next((n for n in possible if n > fits), fits)
+        if fits < ENOUGH // 4 and following > 4 * fits:  # much more may fit than what divides the batch
+            fits = max(fits, find_micro_batch(attempt, trial, [2**n for n in range(9) if 2**n <= own], own, agree))
+        trial = replace(trial, micro_batch=largest_micro_batch(args, possible, fits))
+        args.per_device_train_batch_size = trial.micro_batch
+        if args.global_batch_schedule is None:
+            args.gradient_accumulation_steps = own // trial.micro_batch
     count = -(-own // trial.micro_batch)
     if texts == "auto":
         # With gradient_noise_steps all micro-batches have their own.
@@ -120,7 +126,7 @@ def find_micro_batches(
         args.texts_at_once = str(trial.texts)
     if graphs == "auto" and not _varies(args):
         most = max(1, count - 1) if processes.grouped else count  # see `Wrapper.most_graphs`
-        args.retain_graphs = str(find_graphs(attempt, trial, most, agree))
+        args.retain_graphs = str(find_graphs(attempt, trial, most, agree) if most > 1 else 1)
     args.found = {name: getattr(args, name) for name in _FOUND}
     release_memory()
     if processes.rank == 0:
@@ -129,10 +135,26 @@ def find_micro_batches(
 
 
 def _varies(args: InfCLTrainingArguments) -> bool:
-    """Whether steps differ in the memory of a graph, so that `GraphBudget` measures it when it changes."""
+    """Whether the steps of a training take other memory for a graph than a trial, so that `GraphBudget` measures it."""
     return bool(
-        args.global_batch_schedule or args.image_size_schedule or (args.patch_dropout and args.full_tokens_last)
+        args.torch_compile  # a trial is not compiled
+        or args.global_batch_schedule
+        or args.image_size_schedule
+        or (args.patch_dropout and args.full_tokens_last)
     )
+
+
+def _decide_untried(args: InfCLTrainingArguments) -> None:
+    """Sets what was not given where nothing can be tried, because no process holds the whole model."""
+    if args.divides_by_itself:
+        raise ValueError(
+            f"global_batch_size={args.global_batch_size:,} needs a per_device_train_batch_size under FSDP and "
+            "DeepSpeed, where none is tried before the model is sharded. Give it; the accumulation follows."
+        )
+    if args.texts_at_once == "auto":
+        args.texts_at_once = "1"
+    if args.asked[3] is None:
+        args.retain_graphs = "1"
 
 
 def _first_batch(setup: Setup, batches_of: Callable[[], Iterable[Any]]) -> Any:
@@ -160,7 +182,8 @@ def _resumed(args: InfCLTrainingArguments, record: RunRecord | None) -> bool:
     batch = record.run.global_batch_size, record.run.options.get("global_batch_schedule") or []
     if batch != (args.global_batch_size, list(args.global_batch_schedule or ())):
         return False
-    if before["asked"] != list(args.asked) or before["machines"] != _machines(args):
+    asked, now = ([*values[:2], *(value or "auto" for value in values[2:])] for values in (before["asked"], args.asked))
+    if asked != now or before["machines"] != _machines(args):
         return False
     args.found = {name: before[name] for name in _FOUND}
     vars(args).update(args.found)

@@ -59,8 +59,7 @@ class InfCLTrainingArguments(
 
     Attributes:
         asked: ``per_device_train_batch_size``, ``gradient_accumulation_steps``, ``texts_at_once`` and ``retain_graphs``
-            as they were given; if not, the sizes are None and the others ``"1"``, or ``"auto"`` with
-            ``global_batch_size`` alone. The options themselves become what is found.
+            as they were given, or None. The options themselves become what is found.
         found: those that `hf_infcl.micro_batches` has found for the last training, by their names.
         largest_micro_batch: of a training of which a step ran out of memory, the most pairs of a micro-batch.
 
@@ -77,11 +76,10 @@ class InfCLTrainingArguments(
         self.per_device_train_batch_size = 8 if micro_batch is None else micro_batch  # the default of TrainingArguments
         self.gradient_accumulation_steps = 1 if accumulation is None else accumulation
         self.asked: tuple[Any, ...] = (micro_batch, accumulation)
-        open_choice = "auto" if self.divides_by_itself else "1"
         for name in ("texts_at_once", "retain_graphs"):
             given = getattr(self, name)
-            setattr(self, name, open_choice if given is None else str(given))
-        self.asked += (self.texts_at_once, self.retain_graphs)
+            setattr(self, name, "auto" if given is None else str(given))
+            self.asked += (None if given is None else str(given),)
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.found: dict[str, Any] = {}
         if self.metric_for_best_model is not None and self.greater_is_better is None:
@@ -146,10 +144,6 @@ class InfCLTrainingArguments(
             setattr(self, name, value := str(getattr(self, name)))
             if value != "auto" and not (value.isdecimal() and int(value) >= least):
                 raise ValueError(f"{name} must be 'auto' or an integer of at least {least}, got {value!r}.")
-        if self.texts_at_once == "auto" and not self.divides_by_itself:
-            raise ValueError(
-                "texts_at_once='auto' goes with global_batch_size and no other size of the batch. Give a number."
-            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without ``hub_token``, because Trainer writes a pickle of the arguments beside every model."""

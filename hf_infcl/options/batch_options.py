@@ -57,9 +57,9 @@ class BatchOptions:
     retain_graphs: str | None = option(
         help=(
             "Number of micro-batches of a step whose autograd graph is kept, which saves their second forward. "
-            "Each takes the activation memory of a micro-batch. 'auto' keeps as many as fit into the GPU memory that "
-            "the second step leaves free. The gradient stays the same, and 0 means 1, which is needed in any case. By "
-            "default 1, or with global_batch_size alone what is found before the first step."
+            "Each takes the activation memory of a micro-batch. The gradient stays the same, and 0 means 1, which is "
+            "needed in any case. By default ('auto') as many as fit on a GPU, which is tried before the first step, or "
+            "measured in the second if graphs vary in size or the model is compiled. Sharded models keep 1 by default."
         ),
         decides=False,
         one_machine=True,
@@ -67,8 +67,8 @@ class BatchOptions:
     )
     texts_at_once: str | None = option(
         help=(
-            "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default 1, or "
-            "with global_batch_size alone what is found before the first step, at most 4."
+            "Micro-batches whose texts are encoded at once. More of them save time and take memory. By default "
+            "('auto') as many as fit on a GPU, at most 4, which is tried before the first step; 1 of a sharded model."
         ),
         decides=False,
         plans=True,
