@@ -69,8 +69,7 @@ class TableRows(MicroBatches):
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
-        self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
-        self._passed_over = torch.empty(0)
+        self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -173,7 +172,7 @@ class TableRows(MicroBatches):
             order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + at.epoch))
             if len(self._passed_over):
                 out = self._passed_over[order]
-                out &= out.cumsum(0) > max(section.rows for section in self._share.plan.sections) - (~out).sum()
+                out &= out.cumsum(0) > self._share.plan.largest - (~out).sum()
                 order = order[~out][torch.arange(length) % (~out).sum()]
             self._pass = at.epoch, order
         rows: list[int] = self._pass[1][at.rows + pairs.start : at.rows + pairs.stop].tolist()

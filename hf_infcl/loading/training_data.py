@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class TrainingData:
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides, partial(self.passed_over, epoch))
+            self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.

@@ -76,9 +76,7 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(
-        self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Callable[[], Any]
-    ) -> None:
+    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Any) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:

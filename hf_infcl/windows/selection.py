@@ -43,7 +43,7 @@ class WithoutNoisyPairs(PairSelection):
     The epochs of a shuffled table pass over the rows that are left out, so that global batches are full of pairs that
     are trained. In each epoch a quarter of the rows, in turn, has the other part: those that are left out are looked at
     again, and those that are trained rest. A wrong pair that is trained is learned by heart, so its score says nothing
-    then: only visits after an epoch without training count.
+    then: only visits after an epoch without training count. That takes 5 more bytes for each row.
 
     It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
     1% of all averages are below 0, a share that has not halved with the last visit. Where all pairs belong together
@@ -72,7 +72,8 @@ class WithoutNoisyPairs(PairSelection):
         self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
         self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
         self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
-        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was; none if never asked
+        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
+        self._takes_turns = False  # whether the epochs of this training pass rows over
         self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
         self._logged = [0.0, 0.0]  # the same before it
 
@@ -105,7 +106,7 @@ class WithoutNoisyPairs(PairSelection):
     def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
         """Which pairs of the window take part, [processes, images of each]."""
         stays = self._decided(keys, score)
-        if len(self._trained):
+        if self._takes_turns:
             self._trained[keys[stays & (keys != NO_KEY)]] = self._epoch
         return stays
 
@@ -138,7 +139,7 @@ class WithoutNoisyPairs(PairSelection):
 
     def _weights(self, keys: Tensor) -> Tensor | None:
         """The least weights of these visits for `PairAverages.visit`; None for its own."""
-        if self.border is None or not len(self._trained):
+        if self.border is None or not self._takes_turns:
             return None
         rows = keys.clamp(min=0)
         counts = (self._epoch - self._trained[rows] > 1) | (self.averages.fast[1][rows] < LEAST_VISITS)
@@ -147,6 +148,7 @@ class WithoutNoisyPairs(PairSelection):
     def passed_over(self, epoch: int) -> Tensor:
         if self._rows is None or self._share is not None:
             return NO_ROWS
+        self._takes_turns = True
         if not len(self._trained):
             self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
         if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
