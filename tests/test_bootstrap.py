@@ -88,6 +88,24 @@ def test_the_mean_of_classes_weighs_each_class_that_was_drawn_alike():
     assert values.std() == pytest.approx(0.5 * 0.5 / np.sqrt(10), rel=0.1), "the noise of the small class"
 
 
+def test_images_of_one_kind_are_drawn_as_if_each_was_drawn_alone():
+    """To the bit, as the sums are of whole numbers."""
+    ranks, labels = torch.randint(0, 9, (400,), generator=random(3)), torch.randint(0, 9, (400,), generator=random(4))
+    text_image = torch.arange(400).repeat_interleave(torch.arange(400) % 3 + 1)
+    texts = torch.randint(0, 9, (len(text_image),), generator=random(5))
+    pairs = PairRanks(texts.int(), ranks.int(), text_image, text_image[:400], torch.zeros(400))
+    drawn = np.random.default_rng(0).integers(400, size=(RESAMPLES, 400))
+    for found in (ClassRanks(ranks.int(), labels, 9, labels, torch.zeros(400)), pairs):
+        for name, hits in hits_of(found).items():
+            right, queries = (part.numpy()[drawn] for part in (hits.right, hits.queries))
+            if hits.groups is None:
+                expected = right.sum(1) / queries.sum(1)
+            else:
+                of = hits.groups.numpy()[drawn][..., None] == np.arange(9)
+                expected = ((of * right[..., None]).sum(1) / of.sum(1)).sum(1) / 9
+            assert np.array_equal(_values(found)[name], expected), name
+
+
 def test_blocks_of_resamples_are_those_of_one(monkeypatch):
     hits = [Hits(torch.rand(37, generator=random(0)) < 0.4, ones(37))]
     whole = resampled(hits)

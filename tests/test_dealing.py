@@ -72,7 +72,8 @@ def train(
 ) -> tuple[dict[str, Tensor], list[float], int]:
     """The weights after two steps, their losses, and the number of forwards."""
     data = Pairs(captions)
-    batch = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world_size}
+    batch: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world_size}
+    batch |= {"texts_at_once": 1, "retain_graphs": "1"}  # on a GPU nothing is tried, which would count as forwards
     more = {"equal_ids": "positive"} if captions > 1 else {}
     args = arguments(folder, **{**PLAIN, "max_logit_scale": 1e6, **batch, **more, **options})
     collator = Collator(data) if sorts else data.collate

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from helpers import models
 from helpers.evaluation import Captioned, LabelledImages, collate_captions, discerning, labelled
 from helpers.processors import END, clip_processor
@@ -23,6 +26,7 @@ from hf_infcl.checkpoints.average_choice import score
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.evaluation import retrieval_metrics, zero_shot_classifier, zero_shot_metrics
 from hf_infcl.processes.collectives import OtherRankFailedError
+from hf_infcl.training import evaluating
 
 SIZES = range(1, 14)
 
@@ -468,6 +472,65 @@ def test_a_training_knows_the_interval_of_its_change_also_after_a_resume(tmp_pat
     still.train()
     (entry,) = [e for e in still.state.log_history if "eval_pairs_score_change_low" in e]
     assert (entry["eval_pairs_score_change_low"], entry["eval_pairs_score_change_high"]) == (0, 0)
+
+
+def test_images_are_loaded_before_the_prompts_are_encoded(tmp_path):
+    """So that the workers load while the device encodes them."""
+    events: list[str] = []
+
+    class Watched(LabelledImages):
+        def __call__(self, items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+            events.append("images")
+            return super().__call__(items)
+
+        def tokenize(self, texts: list[str]) -> dict[str, torch.Tensor]:
+            events.append("prompts")
+            return super().tokenize(texts)
+
+    found = []
+    for rows in (4, 12):
+        events.clear()
+        trainer = trainer_for(tmp_path, data_collator=Watched(), per_device_eval_batch_size=4)
+        found.append(trainer.predict(labelled(rows)).label_ids.tolist())
+        assert events[0] == "images"
+        assert events.count("images") == rows // 4, "each batch is read once"
+        assert "prompts" in events
+    assert found[1][:4] == found[0]
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_no_process_asks_for_the_width_of_what_others_have(tmp_path, monkeypatch, inputs):
+    """It would wait for the device after each batch; tokens that a metric wants may be of other widths."""
+    calls = []
+    pad = Accelerator.pad_across_processes
+    monkeypatch.setattr(
+        Accelerator, "pad_across_processes", lambda *args, **kwargs: calls.append(1) or pad(*args, **kwargs)
+    )
+    wanted = {"include_for_metrics": ["inputs"]} if inputs else {}
+    trainer = trainer_for(tmp_path, models.clip(), per_device_eval_batch_size=4, **wanted)
+    trainer.evaluate(models.Pairs(9))
+    assert bool(calls) == inputs
+
+
+def test_texts_are_read_on_the_host(tmp_path):
+    trainer = trainer_for(tmp_path, models.clip(), data_collator=collate_captions, per_device_eval_batch_size=4)
+    data, loader = Captioned(9), trainer.get_eval_dataloader(Captioned(9))
+    names = next(iter(loader)).keys()
+    read, metrics = [], []
+    apart = evaluating.taken_apart
+    with mock.patch.object(evaluating, "taken_apart", lambda batch: read.append(apart(batch)) or read[-1]):
+        metrics.append(trainer.evaluation_loop(loader, "Evaluation").metrics)
+    assert len(read) == 3
+    for batch, texts in read:
+        assert batch.keys() == names, "what the trainer and a subclass of it get is that of the collator"
+        assert texts.keys() == names - {"pixel_values"}
+        assert all(torch.equal(value, batch[name]) for name, value in texts.items())
+    assert next(iter(loader)).keys() == names
+    with mock.patch.object(evaluating, "_texts_kept", return_value=nullcontext()):
+        metrics.append(trainer.evaluate(data))
+    for name, value in metrics[0].items():
+        if "recall" in name or "loss" in name:
+            assert metrics[1][name] == value, name
 
 
 def test_of_labelled_images_ranks_are_gathered_instead_of_embeddings(tmp_path):

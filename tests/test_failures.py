@@ -31,6 +31,9 @@ from hf_infcl.checkpoints.files import choose
 ROOT = Path(__file__).parent.parent
 HANG = 120
 
+# With these, nothing is tried on a GPU before the first step, and a step that runs out of memory is not repeated.
+GIVEN = {"texts_at_once": 1, "retain_graphs": "1"}
+
 # The text that the launcher's output must contain. A window of two micro-batches has three forwards, the last one in
 # the second pass. Everything happens in the second window.
 FAILURES = {
@@ -164,7 +167,8 @@ class Normalising:
 
 def rank_first_pass(rank: int, world_size: int, folder: str, place: str, time: int) -> str:
     model = models.clip()
-    options = {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}
+    options = dict(GIVEN)
+    options |= {"torch_compile": True, "torch_compile_backend": "eager"} if place == "compiled inputs" else {}
     collator = default_collate if place == "forward" else Normalising(time if rank == 1 else None)
     trainer = trainer_for(folder, model, max_steps=4, data_collator=collator, **options)
     if rank == 1 and place == "forward":
@@ -251,7 +255,7 @@ def main(kind: str, backend: str, folder: str = "") -> None:
     say("training in process")
     own = kind if os.environ["RANK"] == "1" else "none"
     model = models.clip()
-    options = {"use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
+    options = {**GIVEN, "use_cpu": backend == "gloo", "logging_strategy": "no", "data_collator": Collator(own)}
     if kind == "before the group":
         end_of_launcher(own == kind, folder)
     if kind.startswith("SIG"):  # the launcher ends before this training does

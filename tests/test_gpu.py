@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers import models
+from helpers.evaluation import LabelledImages, labelled
 from helpers.parity import MODELS, VARIANTS, Gradients, check
 from helpers.processes import without_tf32
 from helpers.trainers import parameters, trainer_for
@@ -37,6 +39,15 @@ def test_bf16_gradients_are_within_its_rounding(ranks, world_size, backend):
         pytest.skip(f"needs {world_size} GPUs")
     options = {"use_cpu": False, "bf16": True, "backend": backend}
     cells = [cell for cell in CELLS if cell[1] != "dropout"]  # attention draws different masks in bf16 than in fp32
+    check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bf16_activations_are_within_the_same_rounding(ranks, world_size):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    options = {"use_cpu": False, "bf16": True, "bf16_activations": True}
+    cells = [cell for cell in CELLS if cell[1] not in ("dropout", "patches")]
     check(ranks, world_size, cells, options, backend="nccl", tolerance=0.05, floor=5e-3)
 
 
@@ -336,3 +347,21 @@ def rank_little_memory(rank: int, world_size: int, folder: str) -> None:
 
 def test_what_is_found_fits_and_trains_as_what_is_given(ranks, tmp_path):
     ranks.run(rank_little_memory, 1, str(tmp_path), backend="nccl", timeout=120)
+
+
+def waits_of_evaluation(rank: int, world_size: int, folder: str, rows: int) -> int:
+    trainer = trainer_for(folder, data_collator=LabelledImages(), use_cpu=False, per_device_eval_batch_size=4)
+    trainer.evaluate(labelled(8))
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer.evaluate(labelled(rows))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(one.message) for one in found)
+
+
+def test_an_evaluation_does_not_wait_for_the_device_after_each_batch(ranks, tmp_path):
+    (few,), (many,) = (ranks.run(waits_of_evaluation, 1, str(tmp_path), rows, backend="nccl") for rows in (16, 64))
+    assert 0 < few == many

@@ -141,6 +141,9 @@ def test_checkpointing_a_frozen_tower_and_fp32_change_the_counts(counted):
         assert getattr(checkpointed, tower).backward.flops > getattr(plain, tower).backward.flops
         assert getattr(checkpointed, tower).backward.launches > getattr(plain, tower).backward.launches
     assert planning.count(config, autocast=False).weight_copies == 0
+    in_bf16 = planning.count(config, bf16_activations=True)
+    assert in_bf16.weight_copies == pytest.approx(2 * plain.parameters, abs=4), "every weight but the temperature"
+    assert 0.7 < in_bf16.graph / plain.graph < 0.95
     frozen = counted["image"]
     assert frozen.graph < counted[None].graph / 2
     assert frozen.image.again == Work()

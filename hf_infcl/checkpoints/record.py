@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 RECORD_NAME = "infcl_run.json"
-# Options of a dataset that earlier versions recorded only if they were in use, and what they were otherwise.
-_LEFT_OUT_BEFORE = {"text_dropout": 0.0}
+# Options that earlier versions did not have or record, and what they were then.
+_LEFT_OUT_BEFORE = {"text_dropout": 0.0, "bf16_activations": False}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .depth import Place, depths, frozen_begin
+from .in_bf16 import errors_in_bf16, is_in_bf16
 from .pooling import Pooling, SameEmbeddings
 from .tower_outputs import PlaceholderText, embeds_of, part_of, pooled, remembered, return_dict_for
 
@@ -257,8 +258,9 @@ class DualEncoder:
             ValueError: the images have another size than those of the model.
         """
         self.check_images(batch)
-        inputs = _select(batch, IMAGE_INPUTS + TEXT_INPUTS)
+        inputs, in_bf16 = _select(batch, IMAGE_INPUTS + TEXT_INPUTS), is_in_bf16(self.model)
         if (features := batch.get(IMAGE_FEATURES)) is not None:
+            features = features.bfloat16() if in_bf16 else features
             frozen_outputs = {} if frozen_outputs is None else frozen_outputs
             frozen_outputs["image"] = BaseModelOutputWithPooling(features[:, None], features)
             inputs["pixel_values"] = features  # a forward has to get images, and gives them to the tower only
@@ -274,8 +276,11 @@ class DualEncoder:
                     stack.enter_context(remembered(tower, frozen_outputs, name))
             if placeholder is not None and placeholder.known():
                 stack.enter_context(placeholder.instead_of_tower())
+            stack.enter_context(errors_in_bf16(self.model))
             outputs = forward(**inputs, **self._return_dict)
         images, texts = embeds_of(outputs, self.base)
+        if in_bf16:  # the model has divided by a norm that was rounded
+            images, texts = (F.normalize(embeds.float(), dim=-1) for embeds in (images, texts))
         return images, texts[:0] if no_texts else texts
 
     def image_features(self, batch: Mapping[str, Any]) -> Tensor:

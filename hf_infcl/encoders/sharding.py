@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -48,6 +48,31 @@ def check_wrapper(accelerator: Accelerator) -> None:
                 f"InfCLTrainer's gradients have been verified under DeepSpeed's ZeRO stages 1 and 2, not {stage}. "
                 "Use one of them, --fsdp to shard the parameters, or no DeepSpeed config to shard nothing."
             )
+
+
+def check_in_bf16(accelerator: Accelerator, checkpointing: Sequence[str]) -> None:
+    """Raises a ValueError for settings of a training with which ``bf16_activations`` does not work.
+
+    Args:
+        accelerator: of the training.
+        checkpointing: the options that are set and compute layers again in the backward.
+    """
+    if accelerator.mixed_precision != "bf16":
+        raise ValueError(
+            f"bf16_activations needs bf16=True, but the mixed precision is {accelerator.mixed_precision!r}. Pass both "
+            "or none."
+        )
+    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+        raise ValueError(
+            "bf16_activations rounds whole weights in each forward, but FSDP and DeepSpeed divide or cast them in "
+            "their own way. Use DDP, or leave it out."
+        )
+    if checkpointing:
+        raise ValueError(
+            f"{checkpointing[0]} computes layers again outside of the forward, where bf16_activations has not rounded "
+            "their weights. Leave one of both out. A smaller per_device_train_batch_size saves memory as well, and "
+            "leaves the result as it is."
+        )
 
 
 def prepare_for_wrapper(encoder: DualEncoder, kind: DistributedType) -> None:

@@ -36,25 +36,41 @@ def resampled(hits: Sequence[Hits]) -> np.ndarray:
         [metrics, RESAMPLES] float64.
     """
     size = len(hits[0].right)
-    numbers = [_Shares(one) for one in hits]
+    kind, examples = _kinds(hits)
+    numbers = [_Shares(one, examples) for one in hits]
     random = np.random.default_rng(_SEED)
-    rows = max(1, WEIGHTS_NUMEL // size)
+    rows, kinds = max(1, WEIGHTS_NUMEL // size), len(examples)
     blocks = []
     for start in range(0, RESAMPLES, rows):
         count = min(rows, RESAMPLES - start)
-        drawn = random.integers(size, size=(count, size))
-        weights = np.bincount((drawn + size * np.arange(count)[:, None]).ravel(), minlength=count * size)
-        weights = weights.reshape(count, size).astype(np.float64)  # how often each image was drawn
+        drawn = kind[random.integers(size, size=(count, size))]
+        drawn += kinds * np.arange(count)[:, None]
+        weights = np.bincount(drawn.ravel(), minlength=count * kinds)
+        weights = weights.reshape(count, kinds).astype(np.float64)  # how often images of each kind were drawn
         blocks.append(np.stack([one.of(weights) for one in numbers]))
     return np.concatenate(blocks, axis=1)
 
 
-class _Shares:
-    """The value of one metric on weighted images."""
+def _kinds(hits: Sequence[Hits]) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each image, [N] int64, and an image of each kind: those of one kind have the same hits.
 
-    def __init__(self, hits: Hits) -> None:
-        self._parts = [part.cpu().numpy().astype(np.float64) for part in (hits.right, hits.queries)]
-        self._groups = None if hits.groups is None else hits.groups.cpu().numpy()
+    Their sums are of whole numbers, and so the same to the bit, over a few kinds as over many images.
+    """
+    kind = np.zeros(len(hits[0].right), np.int64)
+    for one in hits:
+        for part in (one.right, one.queries, one.groups):
+            if part is not None:
+                values = np.unique(part.cpu().numpy(), return_inverse=True)[1].reshape(-1)
+                kind = np.unique(kind * (values.max() + 1) + values, return_inverse=True)[1].reshape(-1)
+    return kind, np.unique(kind, return_index=True)[1]
+
+
+class _Shares:
+    """The value of one metric on weighted images, which are those numbered by ``images``."""
+
+    def __init__(self, hits: Hits, images: np.ndarray) -> None:
+        self._parts = [part.cpu().numpy()[images].astype(np.float64) for part in (hits.right, hits.queries)]
+        self._groups = None if hits.groups is None else hits.groups.cpu().numpy()[images]
         if self._groups is not None:
             self._order = np.argsort(self._groups, kind="stable")
             self._starts = np.unique(self._groups[self._order], return_index=True)[1]

@@ -7,11 +7,15 @@ each image [N]. Memory grows with the total number of captions, not with the max
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .ranking import checked_index
+
+_ON_HOST = "texts_on_host"
 
 
 def group_by_image(caption_image: Tensor | None, num_captions: int, num_images: int) -> tuple[Tensor, Tensor]:
@@ -70,3 +74,40 @@ def caption_ids(input_ids: Tensor, attention_mask: Tensor | None = None) -> Tens
     digests = [hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows]
     ids = [int.from_bytes(digest, "big", signed=True) for digest in digests]
     return torch.tensor(ids, dtype=torch.int64, device=input_ids.device)
+
+
+class _OnHost:
+    """Tensors that stay in host memory when the batch that has them is moved to a device."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+
+class WithTextsOnHost:
+    """A data collator whose batches of pairs keep a copy of their tokens and ids in host memory; see `taken_apart`.
+
+    What is read there does not wait for the forwards that the device has queued before.
+
+    Args:
+        collate: the data collator.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[Any]) -> Any:
+        batch = self._collate(items)
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            return batch
+        small = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim < 3}
+        return {**batch, _ON_HOST: _OnHost(small)}
+
+
+def taken_apart(batch: Any) -> tuple[Any, Any]:
+    """The batch of a `WithTextsOnHost` as its collator has returned it, and its small tensors in host memory.
+
+    Both are the batch itself if another collator has made it.
+    """
+    if not isinstance(batch, Mapping) or _ON_HOST not in batch:
+        return batch, batch
+    return {name: value for name, value in batch.items() if name != _ON_HOST}, batch[_ON_HOST].tensors

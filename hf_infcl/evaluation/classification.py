@@ -66,12 +66,27 @@ def label_scores(image_embeds: Tensor, classifier: Tensor, labels: Tensor) -> La
     """The score of each image for each class; arguments, labels being [N, C], and errors as for `zero_shot_metrics`."""
     image_embeds = checked_embeds("image_embeds", image_embeds)
     classifier = checked_embeds("classifier", classifier, like=image_embeds)
-    if labels.shape != (len(image_embeds), len(classifier)) or not ((labels == 0) | (labels == 1)).all():
+    return checked_scores(class_scores(image_embeds, classifier), labels)
+
+
+@torch.no_grad()
+def class_scores(image_embeds: Tensor, classifier: Tensor) -> Tensor:
+    """The scores [N, C] of `label_scores` for one batch of many, unchecked: a check would wait for the batch."""
+    return F.normalize(image_embeds, dim=-1) @ classifier.T
+
+
+def checked_scores(scores: Tensor, labels: Tensor) -> LabelScores:
+    """The scores [N, C] of a whole set from the `class_scores` of its batches, with the checks left out there.
+
+    Raises:
+        ValueError: an embedding was not finite, or labels [N, C] are not 0 or 1.
+    """
+    checked_finite("image_embeds", scores.isfinite().all(dim=1))
+    if labels.shape != scores.shape or not ((labels == 0) | (labels == 1)).all():
         raise ValueError(
-            f"labels [N, C] must hold 0 or 1 for each of {len(image_embeds)} images and {len(classifier)} classes, got "
+            f"labels [N, C] must hold 0 or 1 for each of {len(scores)} images and {scores.shape[1]} classes, got "
             f"shape {tuple(labels.shape)} with values from {labels.min()} to {labels.max()}."
         )
-    scores = F.normalize(image_embeds, dim=-1) @ classifier.T  # [N, C]
     return LabelScores(scores, labels.to(scores.device).bool())
 
 

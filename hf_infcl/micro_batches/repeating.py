@@ -70,6 +70,8 @@ def run_repeating(
             window.release(index)  # Trainer's loop holds its batches
         again = {"last_has_texts": window.last_has_texts, "keeps_loaded": True}
         data.window = Window(parts, window.padding, window.at_once, **again)
+        # A selection remembers what it has seen, so it is not asked again.
+        data.window.is_selected, data.window.taking_part = window.is_selected, window.taking_part
         release_memory()
         if args.process_index == 0:
             logger.warning(
@@ -82,7 +84,7 @@ def run_repeating(
 def _advise(args: InfCLTrainingArguments, number: int, *, repeats: bool) -> None:
     """Says what to do about a step that ran out of memory and is not repeated."""
     what = (
-        "A part of it was already exchanged among the processes or selected, so it is not repeated. Resume from the "
+        "A part of it was being exchanged among the processes or selected, so it is not repeated. Resume from the "
         f"last checkpoint with per_device_train_batch_size={max(1, args.per_device_train_batch_size // 2)}."
         if repeats
         else f"Pass global_batch_size={args.global_batch_size} in place of per_device_train_batch_size and "

@@ -83,6 +83,16 @@ class BatchOptions:
         one_machine=True,
         plans=True,
     )
+    bf16_activations: bool = option(
+        default=False,
+        help=(
+            "With bf16: keep all activations in bf16, where autocast keeps those of norms and residual sums in fp32. "
+            "Forwards read all weights but the temperature rounded to bf16. The weights themselves stay fp32, like "
+            "their gradients, what the optimizer keeps and all that is saved; evaluations use autocast."
+        ),
+        decides=True,
+        plans=True,
+    )
     gradient_noise_steps: int | None = option(
         help=(
             "Log gradient_noise_scale from one of so many steps. These are the pairs of a global batch beyond "

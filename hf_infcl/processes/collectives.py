@@ -159,8 +159,11 @@ class Processes:
         assert len(numbers) <= MOST_NUMBERS
         unused = [0.0] * (MOST_NUMBERS - len(numbers))
         row = torch.tensor([bool(failure), *numbers, *unused], dtype=torch.float64)
-        with self._beside_the_queue():
-            rows = self.gather(row.to(self.device)).tolist()
+        if self.world_size == 1:  # a group of one has a device, too, which need not be asked
+            rows = [row.tolist()]
+        else:
+            with self._beside_the_queue():
+                rows = self.gather(row.to(self.device)).tolist()
         if any(failed for failed, *_ in rows):
             reasons = [f"  rank {rank}: {text}" for rank, text in enumerate(self.gather_text(failure)) if text]
             raise OtherRankFailedError("All ranks stop because of an error:\n" + "\n".join(reasons))

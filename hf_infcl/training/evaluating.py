@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer_utils import EvalLoopOutput, has_length
 from transformers.utils import logging
@@ -19,57 +21,39 @@ from transformers.utils import logging
 from ..checkpoints.average_choice import score_if_measured
 from ..data import ContrastiveCollator, ZeroShotDataset
 from ..data.wrapped import parts_of
-from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS
+from ..encoders.dual_encoder import IMAGE_INPUTS, TEXT_INPUTS, check_tokens
 from ..encoders.sharding import failures_announced_unless_sharded, fsdp_tower_methods
 from ..evaluation import (
     Found,
-    LabelScores,
+    WithTextsOnHost,
     bounds,
     caption_ids,
     checked_ranks,
+    checked_scores,
     choices,
     class_places,
+    class_scores,
     group_by_image,
     hits_of,
     image_of_captions,
     interval,
-    label_scores,
     measured,
     pair_ranks,
     recall_ceilings,
     resampled,
+    taken_apart,
     zero_shot_classifier,
 )
 from ..evaluation.metrics import CEILING, CHANGE, HIGH, KS, LOW
 from ..loading.notices import CaptionNotices
 from ..loss import local_contrastive_loss
 from ..passes.random_state import random_state_kept
-from ..processes.collectives import Processes, failures_announced
+from ..processes.batches import AnnouncingDataLoader, gather_rows
+from ..processes.collectives import Processes
 from ..windows.setup import Setup
+from .loop_events import replaced
 
 logger = logging.get_logger(__name__)
-
-
-def gather_rows(tensors: Any) -> Any:
-    """Gathers the rows of all processes, in the order of the ranks, for one tensor or a tuple of tensors.
-
-    Args:
-        tensors: [n, ...] each; n may differ between the processes and may be 0.
-
-    Raises:
-        OtherRankFailedError: on every process, if one of them announced a failure instead.
-    """
-    several = tensors if isinstance(tensors, tuple) else (tensors,)
-    processes = Processes()
-    numbers = processes.agree([len(tensor) for tensor in several])  # [world_size][tensors]
-    gathered = []
-    for index, tensor in enumerate(several):
-        rows = [int(lengths[index]) for lengths in numbers]
-        padded = tensor.new_zeros(max(rows), *tensor.shape[1:])
-        padded[: len(tensor)] = tensor
-        blocks = processes.gather(padded)
-        gathered.append(torch.cat([block[:n] for block, n in zip(blocks, rows, strict=True)]))
-    return tuple(gathered) if isinstance(tensors, tuple) else gathered[0]
 
 
 def rows_to_keep(batch_size: int, rank: int) -> int:
@@ -96,29 +80,6 @@ def encode_share(prompts: list[str], encode: Callable[[list[str]], Tensor], batc
     filled = prompts + prompts[-1:] * (size * processes.world_size - len(prompts))
     share = filled[processes.rank * size : (processes.rank + 1) * size]
     return torch.cat([encode(share[start : start + batch_size]) for start in range(0, size, batch_size)])
-
-
-class AnnouncingDataLoader:
-    """A data loader that announces its errors to all processes; each process calls `Processes.agree` once per batch."""
-
-    def __init__(self, dataloader: Any) -> None:
-        self._dataloader = dataloader
-
-    def __iter__(self) -> Iterator[Any]:
-        with failures_announced():
-            batches = iter(self._dataloader)
-        while True:
-            with failures_announced():
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self._dataloader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataloader, name)
 
 
 class Evaluator:
@@ -155,6 +116,7 @@ class Evaluator:
         self._scores_before = kept.setdefault("scores_before", {})
         self._classifier: Tensor | None = None
         self._type_of_set, self._prefix = "dataset", "eval"
+        self._of_batch: tuple[Any, Any] = None, None  # the batch of the loop, and its texts in host memory
         self.found: Found | None = None
 
     def embed(self, inputs: dict[str, Any]) -> tuple[Any, Any]:
@@ -186,9 +148,13 @@ class Evaluator:
         name: str = getattr(self._encoder.model, "main_input_name", "input_ids")
         if (with_inputs := "inputs" in self._args.include_for_metrics) and name not in batch:
             raise ValueError(f'include_for_metrics=["inputs"] asks for {name}, but a batch has {list(batch)}.')
+        on_host = self._of_batch[1] if inputs is self._of_batch[0] else batch
         with torch.no_grad(), self._accelerator.autocast():
+            if not classified:  # before the forwards, which the checks would wait for if the texts are not on the host
+                check_tokens(on_host["input_ids"], self._encoder.vocabulary)
+                self._encoder.check_texts(on_host)
             images = self._encoder.encode_images(batch).float()
-            texts = None if classified else self._encoder.encode_texts(batch).float()
+            texts = None if classified else self._encoder.encode_texts(batch, checked=True).float()
         rows = rows_to_keep(len(images), self._args.process_index)
         kept: dict[str, Any] = dict.fromkeys(IMAGE_INPUTS, slice(rows))
         predictions: Any
@@ -202,13 +168,14 @@ class Evaluator:
             labels = batch["labels"][:rows]
             predictions = self._classified(images[:rows], self._classifier, labels)
         else:
-            order, counts = group_by_image(batch.get("caption_image"), len(texts), len(images))
+            order, counts = group_by_image(on_host.get("caption_image"), len(texts), len(images))
             counts = counts[:rows]
-            order = order[: int(counts.sum())].to(texts.device)
-            mask = batch.get("attention_mask")
-            ids = caption_ids(batch["input_ids"][order], None if mask is None else mask[order])
+            order = order[: int(counts.sum())]
+            mask = on_host.get("attention_mask")
+            ids = caption_ids(on_host["input_ids"][order], None if mask is None else mask[order])
+            order, counts, ids = (one.to(texts.device, non_blocking=True) for one in (order, counts, ids))
             kept |= dict.fromkeys(TEXT_INPUTS, order)
-            predictions, labels = (images[:rows], texts[order]), (counts.to(images.device), ids)
+            predictions, labels = (images[:rows], texts[order]), (counts, ids)
             if "pair_ids" in batch:
                 labels += (batch["pair_ids"][:rows],)
         if with_inputs:  # Trainer gathers this input after this method returns
@@ -220,9 +187,9 @@ class Evaluator:
         several = labels.ndim == 2
         if len(images) == 0:  # a process may have no rows of the last batch
             return images.new_zeros(0, len(classifier) if several else 3)
-        if several:
-            return label_scores(images, classifier, labels).scores
         # A check would wait for the device, which works on while the next batches are prepared; see `metrics`.
+        if several:
+            return class_scores(images, classifier)
         return torch.stack([part.to(images) for part in class_places(images, classifier, labels)], dim=1)
 
     def run(self, loop: Callable[[Any], EvalLoopOutput], dataloader: Any, prefix: str) -> EvalLoopOutput:
@@ -245,12 +212,18 @@ class Evaluator:
             self._notices.look(f"evaluation set of {prefix}_*", parts_of(dataloader.dataset), self._collator)
         check_same_size(dataloader.dataset, prefix)
         # The others wait for a batch of a dispatched stream in a broadcast, where they cannot learn of an error.
-        batches = dataloader if isinstance(dataloader, DataLoaderDispatcher) else AnnouncingDataLoader(dataloader)
-        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder):
+        batches = dataloader
+        if not isinstance(dataloader, DataLoaderDispatcher):
+            batches = AnnouncingDataLoader(dataloader, self._take_apart)
+        keeps_texts = _texts_kept(dataloader)
+        with random_state_kept(self._args.device), fsdp_tower_methods(self._encoder), keeps_texts:
             self._type_of_set, self._prefix = type(dataloader.dataset).__name__, prefix
             if isinstance(dataloader.dataset, ZeroShotDataset):
+                if isinstance(batches, AnnouncingDataLoader):
+                    batches.begin()  # so that workers load while the prompts are encoded
                 self._classifier = self._prompt_vectors(dataloader.dataset)
-            output = loop(batches)
+            with self._without_padding():
+                output = loop(batches)
             Processes().agree([])  # where an error of another process's compute_metrics arrives
             assert output.metrics is not None
             if output.num_samples == 0:
@@ -259,6 +232,19 @@ class Evaluator:
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         output.metrics.update(of_main_process(output.metrics))
         return output
+
+    def _take_apart(self, batch: Any) -> Any:
+        self._of_batch = taken_apart(batch)
+        return self._of_batch[0]
+
+    def _without_padding(self) -> AbstractContextManager[None]:
+        """The context in which Trainer's loop does not ask all processes for the width of what `embed` has returned.
+
+        It is the same on all of them, and to ask for it, the loop would wait for the device after every batch.
+        """
+        if "inputs" in self._args.include_for_metrics:  # which it pads as well, and which may differ
+            return nullcontext()
+        return replaced(self._accelerator, pad_across_processes=lambda tensor, **_: tensor)
 
     def metrics(self, dataset: Any, output: EvalLoopOutput) -> dict[str, float]:
         """The metrics of a set whose embeddings, or the ranks of its classes, are gathered in ``output``."""
@@ -273,7 +259,7 @@ class Evaluator:
         assert self._classifier is not None
         found, labels = (torch.as_tensor(array).cpu() for array in (output.predictions, output.label_ids))
         if labels.ndim == 2:
-            self.found = LabelScores(found, labels.bool())
+            self.found = checked_scores(found, labels)
         else:
             self.found = checked_ranks(found, labels, len(self._classifier))
         return measured(self.found)
@@ -356,6 +342,14 @@ class Evaluator:
 
     def _on_device(self, array: Any) -> Tensor:
         return torch.as_tensor(array, device=self._args.device)
+
+
+def _texts_kept(dataloader: Any) -> AbstractContextManager[None]:
+    """The context in which a loader's collator is a `WithTextsOnHost`, except for a stream that is sent to others."""
+    loader = getattr(dataloader, "base_dataloader", dataloader)
+    if isinstance(dataloader, DataLoaderDispatcher) or not isinstance(loader, DataLoader):
+        return nullcontext()
+    return replaced(loader, collate_fn=WithTextsOnHost(loader.collate_fn))
 
 
 def check_same_size(dataset: Any, prefix: str) -> None:

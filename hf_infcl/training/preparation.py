@@ -13,9 +13,11 @@ from transformers.utils import logging
 from ..checkpoints.peft_saving import beside_adapters
 from ..encoders.dual_encoder import DualEncoder
 from ..encoders.image_size import check_sizes, resize_images
+from ..encoders.in_bf16 import compute_in_bf16
 from ..encoders.patch_dropout import check_patches
-from ..encoders.sharding import check_wrapper, prepare_for_wrapper
+from ..encoders.sharding import check_in_bf16, check_wrapper, prepare_for_wrapper
 from ..options.arguments import InfCLTrainingArguments
+from ..options.combinations import CHECKPOINTING
 from ..options.rate_options import RATES
 from ..windows.number_checks import check_supported
 from ..windows.start import Start
@@ -41,11 +43,14 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             ``args.freeze_layers``, no patches to drop or no other image size, the objective is sigmoid for a model
             without logit_bias, ``args`` sets learning rates that an optimizer created by DeepSpeed does not support,
             the wrapper hides the gradients that gradient_noise_steps measures, or leaves Muon no whole matrices or
-            ema_device no plain tensors, or checkpoints would lack trained parameters beside the adapters of peft.
+            ema_device no plain tensors, checkpoints would lack trained parameters beside the adapters of peft, or
+            `check_in_bf16` refuses.
     """
     check_wrapper(accelerator)
     check_supported(accelerator, args.skip_nonfinite, args.on_divergence)
     _check_learning_rates(args, accelerator)
+    if args.bf16_activations:
+        check_in_bf16(accelerator, [name for name in CHECKPOINTING if getattr(args, name, False)])
     if args.optimizer == "muon":
         check_wrapper_of_muon(accelerator)
     if args.ema_device is not None and accelerator.distributed_type == DistributedType.FSDP:
@@ -119,9 +124,10 @@ def prepare_model(model: Any, args: InfCLTrainingArguments, accelerator: Acceler
             f"With ema_decay, the running statistics of the batch norms {', '.join(names)} stay those of the last "
             "weights. They are not those that the averaged weights would have on data."
         )
-    if not args.keep_features and not args.keep_weights:
-        return None
-    return Start(model, accelerator, embeds=bool(args.keep_features))
+    keeps = args.keep_features or args.keep_weights
+    start = Start(model, accelerator, embeds=bool(args.keep_features)) if keeps else None
+    compute_in_bf16(model, wanted=args.bf16_activations)
+    return start
 
 
 def _check_dimensions(dual_encoder: DualEncoder, args: InfCLTrainingArguments) -> None:

@@ -28,6 +28,7 @@ from ..micro_batches.repeating import run_repeating
 from ..options.arguments import InfCLTrainingArguments
 from ..options.best_metric import check_metric_of_training
 from ..options.metric_sums import with_sum
+from ..processes.batches import gather_rows
 from ..processes.collectives import failures_announced
 from ..processes.interruptions import Interruptions
 from ..processes.preemption import AskedToEndError, Preempted
@@ -37,7 +38,7 @@ from ..windows.start import Start
 from ..windows.step import WindowStep
 from .construction import check_overrides, checked_arguments, make_collator, make_setup
 from .ending import saved_early
-from .evaluating import Evaluator, gather_rows
+from .evaluating import Evaluator
 from .loop_events import Decisions, add_own_callbacks, replaced
 from .optimization import Optimization, decaying, switch_weights
 from .preparation import prepare_model
@@ -91,13 +92,11 @@ class InfCLTrainer(Trainer):
         args = InfCLTrainingArguments() if args is None else args
         kwargs = checked_arguments(model, args, data_collator, kwargs)
         check_overrides(type(self), InfCLTrainer)
-        self.resumption = Resumption()
-        self.interruptions = Interruptions()
+        self.resumption, self.interruptions = Resumption(), Interruptions()
         self.caption_notices = CaptionNotices()
         self.found: dict[str, Found | None] = {}
         self._evaluating: Evaluator | None = None
-        self._pushes = pushes.Pushes(args)
-        self.optimization = Optimization(args)
+        self._pushes, self.optimization = pushes.Pushes(args), Optimization(args)
         self._extensions: tuple[Extension, ...] = tuple(kwargs.pop("extensions", ()))
         teacher = kwargs.pop("teacher", None)
         super().__init__(model, args, data_collator, **kwargs)

@@ -55,10 +55,11 @@ class WindowStep:
 
     Attributes:
         windows: the number that was trained.
-        repeats: whether a step that runs out of memory can be repeated in any of its parts: not with a selection, which
-            remembers what it has seen, and not if the wrapper exchanges parameters within a forward or a backward.
-        may_repeat: whether the present step can, if memory runs out on this process. Among several processes it cannot
-            within the loss and the backward of the last micro-batch, where the others wait for what this one sends.
+        repeats: whether a step that runs out of memory can be repeated in any of its parts: not if the wrapper
+            exchanges parameters within a forward or a backward.
+        may_repeat: whether the present step can, if memory runs out on this process. It cannot within a selection,
+            which remembers what it has seen, nor, among several processes, within the loss and the backward of the
+            last micro-batch, where the others wait for what this one sends.
         extensions: the terms, changes, observers and the selection of this training.
         memory: decides what windows keep on the device.
         checks: look at the loss and the gradient of each window.
@@ -80,7 +81,7 @@ class WindowStep:
         self.windows = 0
         self.extensions = [*_extensions_of(setup, course), *setup.extensions]
         sharded = setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        self.repeats = not (sharded or of_kind(self.extensions, PairSelection))
+        self.repeats = not sharded
         self.may_repeat = self.repeats
         self.memory = WindowMemory(args, compiled=compiled)
         self.checks = NumberChecks(
@@ -150,8 +151,12 @@ class WindowStep:
             for observer in self._observers:
                 observer.after_first_pass(window, features)
             # ---- Selection: the pairs that take part ----
-            with failures_announced_unless_sharded(self._setup.accelerator):
-                taking_part = self._select(window, features)
+            if of_kind(self.extensions, PairSelection) and not window.is_selected:
+                Processes().agree([])  # where an error of the first pass of another process arrives
+                self.may_repeat = False
+                with failures_announced_unless_sharded(self._setup.accelerator):
+                    window.taking_part, window.is_selected = self._select(window, features), True
+            taking_part = window.taking_part
             del features  # they take the memory of the whole window
             # ---- The contrastive loss and the terms, and the gradient of the features ----
             self.may_repeat = self.repeats and self._setup.args.world_size == 1
@@ -159,7 +164,6 @@ class WindowStep:
                 of_features = partial(self._loss_and_terms, window, micro_batches, taking_part)
                 beside = term_parameters(self.extensions)
                 loss = passes.differentiate(of_features, lambda: self._setup.encoder.temperature_parameters, beside)
-        self.may_repeat = self.repeats
         # Before anything has been changed.
         self.checks.check_loss(loss, finite, window, step)
         for parameter, gradient in zip(beside, passes.other_gradients, strict=True):
@@ -167,6 +171,7 @@ class WindowStep:
         # ---- Second pass: one micro-batch after the other, with the gradient of its features ----
         self._phases.enter("the second pass", step)
         second = self._second_window(model, window, passes, micro_batches, taking_part)
+        self.may_repeat = self.repeats
         for index in range(len(second)):
             last = index == len(second) - 1
             announces = self._announces(window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,8 @@ class Window:
         encoded: the number of forwards so far, in both passes.
         part_losses: with ``replay_as="own"`` the losses of the global batch's new and of its old pairs, once known.
         term_values: the value of each term of the loss on this process, by its name, once known.
+        is_selected: whether it is decided which pairs take part, also for a window that repeats another one.
+        taking_part: [images] bool on the CPU, these pairs; None for all.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Window:
         self.encoded = 0
         self.part_losses: list[Tensor] = []
         self.term_values: dict[str, Tensor] = {}
+        self.is_selected, self.taking_part = False, cast("Tensor | None", None)
         self._arriving: Iterator[Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:

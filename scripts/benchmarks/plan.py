@@ -130,14 +130,16 @@ def _choice(row: Row) -> Choice:
 
 def _counts(row: Row) -> Counts:
     tokens = None if row["text_tokens"] == FULL_LENGTH else int(row["text_tokens"])
-    freeze = "image" if "freeze" in row["implementation"] else None
-    return _counts_of(row["model"], int(row["image_size"]), float(row["patch_dropout"]), tokens, freeze)
+    freeze, in_bf16 = "image" if "freeze" in row["implementation"] else None, "bf16" in row["implementation"]
+    return _counts_of(row["model"], int(row["image_size"]), float(row["patch_dropout"]), tokens, freeze, in_bf16)
 
 
 @functools.cache
-def _counts_of(model: str, image_size: int, patch_dropout: float, tokens: int | None, freeze: str | None) -> Counts:
-    config = CLIPConfig(**sizes_of(model, image_size))
-    return count(config, patch_dropout=patch_dropout, text_tokens=tokens, freeze=freeze)
+def _counts_of(
+    model: str, image_size: int, patch_dropout: float, tokens: int | None, freeze: str | None, in_bf16: bool
+) -> Counts:
+    options = {"patch_dropout": patch_dropout, "text_tokens": tokens, "freeze": freeze, "bf16_activations": in_bf16}
+    return count(CLIPConfig(**sizes_of(model, image_size)), **options)
 
 
 def _memory(row: Row) -> float:

@@ -242,7 +242,7 @@ def train(
             max_steps=steps,
             learning_rate=1e-6,
             optim="adamw_torch_fused",
-            bf16=on_gpu,
+            bf16=on_gpu or options.get("bf16_activations", False),
             use_cpu=not on_gpu,
             ddp_find_unused_parameters=False,
             save_strategy="no",

@@ -330,6 +330,7 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
     steps = run.plan.steps
     own = ours if run.method == "InfCLTrainer" else {"dataloader_drop_last": True}
     usual = {
+        "bf16": on_gpu,
         "weight_decay": 0.1,
         "adam_beta2": 0.98,
         "adam_epsilon": 1e-6,
@@ -349,7 +350,6 @@ def arguments(run: Run, folder: str, *, on_gpu: bool, **more: Any) -> TrainingAr
         learning_rate=run.adamw_rate,
         lr_scheduler_type="cosine",
         warmup_steps=math.ceil(0.1 * steps),
-        bf16=on_gpu,
         use_cpu=not on_gpu,
         seed=run.seed,
         **{**usual, **own, **more},

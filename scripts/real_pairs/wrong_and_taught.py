@@ -10,8 +10,9 @@ With ``oracle`` these are removed before the training; with ``cleaned`` those ar
 "stored" are its embeddings of the images as they are, "online" those of the augmented images. ``taught_by`` is the
 teacher, which knows the right captions: a model of this size after this many times the samples. What is ``trained_on``
 emoji is the base of the fine-tunings on clip art, for which new concepts and the validation set are those of clip art.
-``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256. The parts that begin with
-"icons" are for a corpus --with_icons and need a folder of their own: "icons" are the batches at 2,359,296 samples.
+``batch`` are the pairs of a step, of which Trainer as ``method`` makes losses over 256. "bf16 activations" compares
+that option with autocast. The parts that begin with "icons" are for a corpus --with_icons and need a folder of their
+own: "icons" are the batches at 2,359,296 samples.
 The columns are those of experiments.py: recall in another style (vendor), on new concepts, on the validation set, on
 icons of a set that is not trained on (icon_set) and on new concepts of icons, in per cent, both directions averaged;
 ``auc`` and ``auc_of_ledger`` tell how well the averages of the rule and of the ledger separate right from wrong pairs
@@ -52,6 +53,7 @@ PLAIN: dict[str, Any] = {
     **{"method": "InfCLTrainer", "batch": BATCH, "pair_ids": False},
 }
 NOISY = {"leave_out": "noisy"}
+IN_BF16 = {"bf16": True, "bf16_activations": True}  # "bf16" for a CPU, which trains in fp32 otherwise
 
 
 def stored_by(teacher: str, **more: Any) -> dict[str, Any]:
@@ -148,6 +150,10 @@ def make_jobs(names: Sequence[str]) -> list[dict[str, Any]]:
             *({"seed": s, **tuned, "options": {"keep_features": 1.0}} for s in (0, 1)),
         ],
     }
+    parts["bf16 activations"] = [
+        *({"seed": s, "options": options} for s in (0, 1, 2) for options in ({}, IN_BF16)),
+        *({"seed": 0, "options": options, **adamw} for options in ({}, IN_BF16)),
+    ]
     parts |= with_icons()
     jobs = [{**PLAIN, **job} for name in names for job in parts[name]]
     return sorted(jobs, key=lambda job: "save" not in job)
@@ -305,7 +311,8 @@ def _of_selection(selection: WithoutNoisyPairs, is_wrong: Tensor) -> dict[str, A
 
 def main() -> None:
     every = ["teachers", "base", "wrong", "wrong adamw", "taught", "taught by large", "tuned"]
-    parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {[*with_icons()]}")
+    others = ["bf16 activations", *with_icons()]
+    parser = side_by_side.arguments(__doc__, f"of {every}; all of these by default; or of {others}")
     args = parser.parse_args()
     jobs, icons = make_jobs(args.parts or every), any(name in with_icons() for name in args.parts)
     side_by_side.run(jobs, run_job, args, "wrong_and_taught", lambda: prepare(args.corpus, with_icons=icons), needed_by)

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel, PretrainedConfig
 
 from ...encoders.dual_encoder import DualEncoder
+from ...encoders.in_bf16 import compute_in_bf16
 from ...encoders.patch_dropout import PatchDropout
 from ...optimizers.groups import BY_MUON, roles
 
@@ -109,6 +110,7 @@ class Setting:
         text_tokens: the length of captions; by default, the longest that the model reads.
         checkpointing: whether to use gradient checkpointing.
         autocast: whether to compute in bf16, like ``bf16=True``; otherwise in fp32.
+        bf16_activations: as in `InfCLTrainingArguments`, in place of autocast.
     """
 
     freeze: str | None = None
@@ -117,6 +119,7 @@ class Setting:
     text_tokens: int | None = None
     checkpointing: bool = False
     autocast: bool = True
+    bf16_activations: bool = False
 
 
 def count(config: PretrainedConfig, **options: Any) -> Counts:
@@ -128,14 +131,14 @@ def count(config: PretrainedConfig, **options: Any) -> Counts:
     """
     setting, meta = Setting(**options), torch.device("meta")
     encoder, inputs = _build(config, meta, setting), _example_inputs(config, ROWS, meta, setting)
-    model, dtype = encoder.model, torch.bfloat16 if setting.autocast else torch.float32
+    model, casts = encoder.model, _Autocast(setting)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # as in every micro-batch except the first
     frozen = encoder.frozen_towers()
     try:
-        image, dim = _count_tower(lambda: encoder.encode_images(inputs), dtype, frozen="image" in frozen)
-        text, _ = _count_tower(lambda: encoder.encode_texts(inputs, checked=True), dtype, frozen="text" in frozen)
+        image, dim = _count_tower(lambda: encoder.encode_images(inputs), casts, frozen="image" in frozen)
+        text, _ = _count_tower(lambda: encoder.encode_texts(inputs, checked=True), casts, frozen="text" in frozen)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(
             f"A {type(model).__name__} cannot be counted without its weights: {type(error).__name__}: {error}"
@@ -152,9 +155,9 @@ def count(config: PretrainedConfig, **options: Any) -> Counts:
     )
 
 
-def _count_tower(encode: Callable[[], Tensor], dtype: torch.dtype, *, frozen: bool) -> tuple[Tower, int]:
+def _count_tower(encode: Callable[[], Tensor], casts: _Autocast, *, frozen: bool) -> tuple[Tower, int]:
     """Counts a tower; also returns the dimension of its embeddings."""
-    seen, casts = _Operations(), _Autocast(dtype)
+    seen = _Operations()
     with seen, casts:
         embeds = encode()
         forward, live = seen.work, seen.live
@@ -226,6 +229,7 @@ def _build(config: PretrainedConfig, device: torch.device, setting: Setting) -> 
         encoder.freeze_layers(setting.freeze_layers)
     if setting.patch_dropout:
         PatchDropout(encoder, setting.patch_dropout)
+    compute_in_bf16(model, wanted=setting.bf16_activations)
     model.train()
     encoder.eval_frozen_parts()
     if setting.checkpointing:
@@ -269,16 +273,17 @@ def _example_inputs(config: Any, rows: int, device: torch.device, setting: Setti
 
 
 class _Autocast(TorchFunctionMode):
-    """Autocast and the fused attention of a GPU, neither of which exists on the meta device."""
+    """Autocast, or what ``bf16_activations`` casts, and a GPU's fused attention: none exists on the meta device."""
 
     LOW = frozenset(
         (F.linear, F.conv1d, F.conv2d, F.conv3d, torch.matmul, torch.bmm, torch.baddbmm, torch.addmm, Tensor.matmul)
     )
     FULL = frozenset((F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, torch.norm, Tensor.norm))
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._dtype = torch.bfloat16 if setting.autocast else torch.float32
+        self._in_bf16 = setting.bf16_activations
         self._copies: dict[int, Tensor] = {}  # by the id of the weight; made once in a forward
 
     def forget(self) -> int:
@@ -294,7 +299,9 @@ class _Autocast(TorchFunctionMode):
             options = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
             attend = torch.ops.aten._scaled_dot_product_efficient_attention
             return attend(query, key, value, None, True, *options, scale=kwargs.get("scale"))[0]
-        if function in self.LOW or function in self.FULL:
+        if self._in_bf16:
+            args, kwargs = tree_map(lambda value: self._cast(value, torch.bfloat16), (args, kwargs))
+        elif function in self.LOW or function in self.FULL:
             dtype = self._dtype if function in self.LOW else torch.float32
             args = [self._cast(value, dtype) for value in args]
             kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}

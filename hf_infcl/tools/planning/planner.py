@@ -69,7 +69,7 @@ def _counted(options: Any) -> dict[str, Any]:
     """The options of a training that `count` takes."""
     share = None if options.full_tokens_last else options.patch_dropout
     found = {"freeze": options.freeze, "freeze_layers": options.freeze_layers, "patch_dropout": share}
-    return found | {"text_tokens": options.max_text_tokens}
+    return found | {"text_tokens": options.max_text_tokens, "bf16_activations": options.bf16_activations}
 
 
 def options_of(options: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def precision(trainer: Any) -> str:
     if mixed == "fp16" and trainer.args.device.type == "cpu":
         mixed = "no"  # on CPUs accelerate then computes in the precision of the weights
     if mixed != "no":
-        return f"{mixed} autocast"
+        return "bf16 activations" if trainer.args.bf16_activations else f"{mixed} autocast"
     kinds = {str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters() if p.is_floating_point()}
     return " and ".join(sorted(kinds)).replace("bfloat", "bf").replace("float", "fp")
 
