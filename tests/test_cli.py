@@ -93,10 +93,10 @@ def test_two_processes_train_and_leave_everything(demo, trained):
     state = json.loads((trained / "trainer_state.json").read_text())
     assert state["global_step"] == 3, "the command line wins over the file"
     logs = [entry for entry in state["log_history"] if "loss" in entry]
-    assert {entry["global_batch_size"] for entry in logs} == {16 * 4 * 2}
+    assert {entry["global_batch_size"] for entry in logs} == {128}
     assert 0 <= results["eval_zero_shot_acc1"] <= 1
     card = (trained / "README.md").read_text()
-    assert "**128 pairs** = 16 per device × 4 accumulation steps × 2 processes |" in card
+    assert "**128 pairs** = 32 per device × 2 accumulation steps × 2 processes |" in card
     assert "except those with equal `label`" in card
     assert f"{results['eval_zero_shot_acc1']:.4f}" in card
     assert str(demo) not in card

@@ -45,6 +45,7 @@ OPTIONS = {**FREE, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0, "m
         ({"global_batch_size": 64, "gradient_accumulation_steps": 4}, (16, 4)),
         ({"global_batch_size": 64, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 4}, (16, 4)),
         ({"global_batch_size": 64, "global_batch_schedule": "16:0.5 64"}, (16, 1)),
+        ({"global_batch_schedule": "16:0.5 64"}, (16, 1)),
         ({"global_batch_size": 64, "gradient_noise_steps": 3}, (32, 2)),
         ({"global_batch_size": 32, "gradient_noise_steps": 3}, (16, 2)),
     ],
@@ -53,7 +54,8 @@ OPTIONS = {**FREE, "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 0, "m
 def test_a_global_batch_is_divided(tmp_path, options, division):
     args = arguments(tmp_path, **{**FREE, **options})
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == division
-    assert args.global_batch_size == options.get("global_batch_size", 8)
+    assert args.global_batch_size == options.get("global_batch_size", 64 if options else 8)
+    assert args.divides_by_itself == bool(options and not {*FREE} & options.keys())
     assert (args.texts_together, args.retain_graphs) == (1, "auto"), "nothing was tried"
 
 

@@ -211,7 +211,19 @@ def test_the_options_of_a_training_are_kept(small_model, capsys):
     assert "The prediction leaves out --strategy gather:" in said
     said = planned(capsys, small_model, "--global_batch", 1024, "--gradient_accumulation_steps", 4)
     assert "Choose  --per_device_train_batch_size 256 --gradient_accumulation_steps 4" in said
+    assert "Simplest" not in said, "one of the factors is given"
     assert "leaves out" not in said
+    batch = "--global_batch_size 1024"
+    for words, simplest in (
+        ([], f"{batch} --bf16"),
+        (["--texts_at_once", 2], f"{batch} --bf16 --texts_at_once 2"),
+        (["--texts_at_once", 2, "--retain_graphs", 3], f"{batch} --retain_graphs 3 --bf16 --texts_at_once 2"),
+        (["--global_batch_schedule", "256:0.5", "1024"], "--bf16 --global_batch_schedule 256:0.5 1024"),
+        (["--fsdp", "true"], None),  # where nothing is tried
+    ):
+        said = planned(capsys, small_model, "--global_batch", 1024, "--gpu_memory", 0.016, *words)
+        assert re.findall("^Simplest  (.*)  [(]finds", said, re.MULTILINE) == ([] if simplest is None else [simplest])
+        assert ("--retain_graphs" in said) == ("--texts_at_once" in words), "otherwise none fits"
     said = planned(capsys, small_model, *window, f"--{max(commands.CHECKPOINTING)}")
     assert "--gradient_checkpointing" in said
     assert "Give --global_batch, or both" in refused(capsys, small_model)

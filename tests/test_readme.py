@@ -87,7 +87,7 @@ def test_the_readme_s_training_from_python(demo, small, tmp_path, monkeypatch):
     for written, run in (
         ('"openai/clip-vit-base-patch32"', repr(str(demo / "clip-init"))),
         ("my/images", str(tmp_path / "pairs")),
-        ("per_device_train_batch_size=64", "per_device_train_batch_size=4"),
+        ("global_batch_size=256", "global_batch_size=16"),
         ("bf16=True,", "use_cpu=True, report_to='none',"),
     ):
         assert written in block

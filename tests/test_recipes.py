@@ -26,7 +26,7 @@ from helpers.shards import write_tar
 
 from hf_infcl import InfCLTrainingArguments
 from hf_infcl.encoders.sharding import FSDP_SINCE
-from hf_infcl.options.batch_division import DIVISION
+from hf_infcl.options.batch_options import DIVISION
 from hf_infcl.tools.cli.commands import PARSERS
 from hf_infcl.tools.cli.parser import RECIPES, Parser
 
@@ -183,7 +183,7 @@ def test_no_command_refuses_an_option_that_the_training_takes(tmp_path, capsys):
         ({"streaming": True, "samples_per_epoch": 99}, "--streaming false", ["samples_per_epoch"]),
         ({"average_with_start": 0.5}, "--save_strategy no", ["average_with_start"]),
         (dict(zip(DIVISION, (4, 8), strict=True)), "--global_batch_size 64", [*DIVISION]),
-        ({"global_batch_size": 64}, "--per_device_train_batch_size 7", ["global_batch_size"]),
+        ({"global_batch_size": 64, "texts_at_once": 2}, "--gradient_accumulation_steps 1", ["texts_at_once"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -203,6 +203,45 @@ def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_fil
             assert args.asked[DIVISION.index(name)] is None
         elif name != "global_batch_size":  # without it, the product of the others
             assert getattr(args, name) == ("1" if name == "texts_at_once" else default[name])
+
+
+@pytest.mark.parametrize(
+    ("typed", "batch", "told"),
+    [
+        ("", 2048, ""),
+        ("--per_device_train_batch_size 16", 2048, ""),
+        ("--gradient_accumulation_steps 4", 2048, ""),
+        (
+            "--per_device_train_batch_size 7 --gradient_accumulation_steps 2",
+            14,
+            "--per_device_train_batch_size and --gradient_accumulation_steps replace global_batch_size 2048 of",
+        ),
+        ("--global_batch_schedule 256:0.5 1024", 1024, "--global_batch_schedule replaces global_batch_size 2048 of"),
+        ("--global_batch_size 512", 512, ""),
+        ("--global_batch_size 512 --per_device_train_batch_size 64", 512, ""),
+    ],
+)
+def test_one_factor_divides_the_batch_of_a_recipe_and_both_replace_it(small, tmp_path, capsys, typed, batch, told):
+    _, _, model, *_ = small
+    words = ["--recipe", "finetune_clip", "--model", model, "--dataset", "d", "--output_dir", tmp_path, *typed.split()]
+    args = built("train", *words, "--use_cpu")
+    assert args.global_batch_size == batch
+    assert args.divides_by_itself == ("per_device" not in typed and "accumulation" not in typed)
+    said = capsys.readouterr().out
+    infcl("plan", *words)
+    planned = capsys.readouterr().out
+    assert f"A global batch of {batch:,} pairs" in planned
+    assert [text.count(" replace") for text in (said, planned.partition("million")[0])] == [bool(told)] * 2
+    assert told in said
+    assert told in planned
+
+
+def test_a_factor_that_does_not_divide_the_batch_of_a_recipe_is_refused(tmp_path, capsys):
+    words = ["--recipe", "finetune_clip", "--dataset", "d", "--output_dir", tmp_path, "--use_cpu"]
+    with pytest.raises(SystemExit):
+        built("train", *words, "--per_device_train_batch_size", 100)
+    assert "2,048 is no multiple of per_device_train_batch_size=100" in (said := capsys.readouterr().err)
+    assert "Choose 2,000 or 2,100, or leave per_device_train_batch_size out." in said
 
 
 def test_options_of_one_file_that_exclude_each_other_are_refused(tmp_path, capsys):
@@ -246,21 +285,34 @@ def under(config: str, words: list[str]) -> None:
         os.write(1, f"Trained under {AcceleratorState().distributed_type.name}\n".encode())
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
-def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
-    """test_cli.py covers the configuration for DDP."""
+def sharded_training(small: list[Any], tmp_path: Path, name: str) -> list[str]:
+    """The words of a recipe's training under a configuration of two processes, without a micro-batch."""
     if name.startswith("deepspeed"):
         pytest.importorskip("deepspeed")
     if name == "fsdp2" and compare_versions("accelerate", "<", FSDP_SINCE):
         pytest.skip(f"FSDP needs accelerate {FSDP_SINCE}")
     recipe = RECIPES["finetune_clip"]
     changed = changes(small, tmp_path, yaml.safe_load(recipe.read_text()))
-    changed |= {"use_cpu": False, "bf16": False, "gradient_accumulation_steps": 1}
-    words = ["train", str(recipe), *as_words(changed)]
+    changed |= {"use_cpu": False, "bf16": False, "global_batch_size": 16}
+    return ["train", str(recipe), *as_words({key: value for key, value in changed.items() if key not in DIVISION})]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1", "deepspeed_zero2"])
+def test_launch_configs_train_an_ordinary_checkpoint(small, tmp_path, name):
+    """test_cli.py covers the configuration for DDP. The accumulation follows from the numbers that are given."""
+    words = [*sharded_training(small, tmp_path, name), "--per_device_train_batch_size", "4"]
     code, printed = launched(under, str(CONFIGS / f"{name}.yaml"), words)
     assert code == 0, printed
     assert printed.count(f"Trained under {name.rstrip('12').partition('_')[0].upper()}") == 2
-    check_trained(tmp_path / "out", 8)
+    check_trained(tmp_path / "out", 16)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed_zero1"])
+def test_sharded_trainings_of_a_recipe_ask_for_the_micro_batch(small, tmp_path, name):
+    code, printed = launched(under, str(CONFIGS / f"{name}.yaml"), sharded_training(small, tmp_path, name))
+    assert code != 0
+    assert "global_batch_size=16 needs a per_device_train_batch_size under FSDP and DeepSpeed" in printed
+    assert "Give it; the accumulation follows." in printed
 
 
 def test_several_nodes_train_together(small, tmp_path, monkeypatch):

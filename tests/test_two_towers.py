@@ -34,11 +34,11 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", lambda _: bert)
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer())
     pairs, out = letter_pairs(tmp_path / "pairs", 8), tmp_path / "own"
-    short = "per_device_train_batch_size=2, use_cpu=True, max_steps=2, report_to=[], "
+    short = "global_batch_size=8, use_cpu=True, max_steps=2, report_to=[]"
     for shown, given in (
         ("outputs/own", str(out)),
         ("my/images", str(pairs)),
-        ("per_device_train_batch_size=64, ", short),
+        ("global_batch_size=256", short),
     ):
         assert shown in example
         example = example.replace(shown, given)
@@ -70,10 +70,7 @@ def test_the_example_with_towers_that_others_trained(tmp_path):
     for shown, given in (
         ("outputs/", f"{tmp_path}/"),
         ("my/images", str(letter_pairs(tmp_path / "pairs", 8))),
-        (
-            "per_device_train_batch_size=512,",
-            "per_device_train_batch_size=4, use_cpu=True, max_steps=2, report_to=[], ",
-        ),
+        ("global_batch_size=512,", "global_batch_size=4, use_cpu=True, max_steps=2, report_to=[],"),
     ):
         assert shown in example
         example = example.replace(shown, given)

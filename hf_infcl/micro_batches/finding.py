@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 from ..checkpoints.record import RunRecord
 from ..options.arguments import InfCLTrainingArguments
-from ..options.batch_division import DIVISION, largest_micro_batch, possible_micro_batches
+from ..options.batch_division import largest_micro_batch, possible_micro_batches
+from ..options.batch_options import DIVISION
 from ..passes.random_state import random_state_kept
 from ..processes.collectives import Processes, announce_failure, failures_announced
 from ..windows.setup import Setup
@@ -62,10 +63,12 @@ def find_micro_batches(
         for name, asked in zip(_FOUND[2:4], args.asked[2:], strict=True)
     )
     args.texts_at_once, args.retain_graphs, args.largest_micro_batch, args.found = texts, graphs, None, {}
-    if _resumed(args, record) or not memory_is_known(args.device):
+    if _resumed(args, record):
         return args.per_device_train_batch_size
     if setup.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         _decide_untried(args)
+        return args.per_device_train_batch_size
+    if not memory_is_known(args.device):
         return args.per_device_train_batch_size
     if not (args.divides_by_itself or args.gradient_accumulation_steps > 1 or args.global_batch_schedule):
         # A single micro-batch, which was given, is encoded once, with its own texts.

@@ -80,6 +80,8 @@ class InfCLTrainingArguments(
             given = getattr(self, name)
             setattr(self, name, "auto" if given is None else str(given))
             self.asked += (None if given is None else str(given),)
+        if self.global_batch_schedule is not None and self.asked[:2] == (None, None):
+            self._global_batch_size = self.global_batch_size  # its last one, which divides itself
         self.check(divided=self._global_batch_size is None)  # the number of processes is not known yet
         self.found: dict[str, Any] = {}
         if self.metric_for_best_model is not None and self.greater_is_better is None:

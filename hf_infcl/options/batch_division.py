@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .batch_options import DIVISION
 from .batch_schedule import BatchSchedule
 from .declaring import ExclusiveOptionsError
 
-DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")
 UNTRIED = 32  # the most pairs of a micro-batch where the memory is not known, as on a CPU
 _LEAST = 0.25  # of the pairs that fit: with smaller micro-batches a device is far from its rate
 
@@ -36,24 +36,23 @@ def divide_global_batch(args: Any, size: int, micro_batch: int | None, accumulat
         args.per_device_train_batch_size = micro_batch or _untried(args)
         return
     if args.deepspeed is not None and None in (micro_batch, accumulation):
-        raise ExclusiveOptionsError(
+        raise ValueError(
             f"global_batch_size={size:,} does not divide itself under DeepSpeed, whose config takes the sizes before "
-            f"the processes are known. Give {' and '.join(DIVISION)} as well.",
-            "global_batch_size",
-            "deepspeed",
+            f"the processes are known. Give {' and '.join(DIVISION)}."
         )
     given = [(name, n) for name, n in zip(DIVISION, (micro_batch, accumulation), strict=True) if n is not None]
     least = math.prod([args.world_size, *(n for _, n in given)])
     words = " × ".join([f"{name}={n}" for name, n in given] + [_of(args.world_size)])
-    if size % least or (len(given) == 2 and least != size):
-        cure = f"leave {given[0][0]} out" if given else "other processes"
+    if len(given) == 2 and least != size:
         raise ExclusiveOptionsError(
-            f"global_batch_size={size:,} is no multiple of {words}, which is {least:,}. Choose "
-            f"{_or(_multiples(size, least))}, or {cure}."
-            if size % least
-            else f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
-            *[name for name, _ in reversed(given)],
+            f"global_batch_size={size:,}, but {words} is {least:,}. Leave one of them out.",
+            *reversed(DIVISION),
             "global_batch_size",
+        )
+    if size % least:  # none gives way: without the number, one of its factors would make up another, small batch
+        raise ValueError(
+            f"global_batch_size={size:,} is no multiple of {words}, which is {least:,}. Choose "
+            f"{_or(_multiples(size, least))}, or {f'leave {given[0][0]} out' if given else 'other processes'}."
         )
     own = size // args.world_size
     micro_batch = micro_batch or (own // accumulation if accumulation else _untried(args))

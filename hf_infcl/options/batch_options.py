@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from .declaring import FROM_1, option
 
+DIVISION = ("per_device_train_batch_size", "gradient_accumulation_steps")  # of a global batch among the processes
+
 
 @dataclass
 class BatchOptions:
@@ -28,7 +30,7 @@ class BatchOptions:
     per_device_train_batch_size: int = option(
         help=(
             "Pairs of a micro-batch, that is of one forward of a process. By default it follows from "
-            "global_batch_size, or is 8."
+            "global_batch_size or global_batch_schedule, or is 8."
         ),
         decides=False,
         plans=True,
@@ -47,7 +49,8 @@ class BatchOptions:
         help=(
             "A batch that grows, such as '256:0.25 512:0.25 1024'. These are the pairs of a global batch with "
             "their shares of the samples; the last one gets the rest. They replace gradient_accumulation_steps; "
-            "micro-batches keep per_device_train_batch_size, or are all pairs of a process where these are fewer. "
+            "micro-batches are found, or keep per_device_train_batch_size, or are all pairs of a process where these "
+            "are fewer. "
             "Warm-up and decay run over samples, and learning_rate_batch_size applies to each batch."
         ),
         decides=True,

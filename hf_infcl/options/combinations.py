@@ -30,6 +30,7 @@ DECIDED_BY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("gradient_checkpointing", (), "activation_checkpointing"),
     ("global_batch_size", (), "per_device_train_batch_size"),
     ("global_batch_size", (), "gradient_accumulation_steps"),
+    ("global_batch_schedule", (), "global_batch_size"),
 )
 
 

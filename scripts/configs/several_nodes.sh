@@ -1,9 +1,9 @@
 #!/bin/bash
 # Several nodes of 8 GPUs under Slurm, here two:
-#     sbatch scripts/configs/several_nodes.sh --gradient_accumulation_steps 4
+#     sbatch scripts/configs/several_nodes.sh --dataset 'shards/{00000..01023}.tar'
 # For batches or models that one node trains too slowly. On each node, torchrun starts 8 processes. They find each other
 # at the rendezvous, a port of the first node that every node must be able to reach. All 8 × nodes processes share one
-# contrastive batch. The recipe uses 8 accumulation steps on one node; two nodes need 4 for the same batch.
+# contrastive batch, which is that of the recipe on any number of nodes.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

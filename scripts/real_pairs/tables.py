@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,6 +88,16 @@ def main() -> None:
         "Fine-tuning": fine_tuning(rows),
         "Averages with the start": averages(rows),
         "Wrong captions and teachers": wrong_and_taught(noisy_and_taught),
+        "Icons": means(
+            args.results / "icons.csv", {"optimizer": "optimizer", "pairs": "batch", "learning rate": "rate"}
+        ),
+        "Activations in bf16": means(
+            args.results / "bf16_activations.csv", {"optimizer": "optimizer", "options": "options"}
+        ),
+        "Towers that others have trained": means(
+            args.results / "pretrained_towers.csv",
+            {"trained": "trained", "optimizer": "optimizer", "weights": "weights", "rate of the heads": "rate"},
+        ),
         "Cost": cost(rows),
         "Cost of the optimizers, compiled": cost(rows, COST_OF_OPTIMIZERS),
     }
@@ -380,6 +391,39 @@ def wrong_and_taught(found: Mapping[tuple[str, ...], Mapping[str, Mapping[str, s
         body.append([*setting, str(len(rows)), *(f"{sum(values) / len(values):.1f}" for values in figures)])
     head = ["trained on", "student", "optimizer", "samples", "wrong captions", "pairs", "teacher", "options", "seeds"]
     return markdown([*head, STYLE, CONCEPTS], body)
+
+
+# The columns of scripts that run jobs side by side, and what the tables call them.
+SIDE_BY_SIDE = {
+    "vendor_recall@1": STYLE,
+    "concepts_recall@5": CONCEPTS,
+    "icon_set_recall@1": "other icon set, R@1",
+    "icons_recall@5": "new icons, R@5",
+    "validation": VALIDATION,
+    "seconds": "seconds",
+}
+
+
+def means(path: Path, setting: Mapping[str, str]) -> str:
+    """The means over the seeds of each setting of a script that runs jobs side by side; empty without its file.
+
+    Args:
+        path: its CSV.
+        setting: the columns that tell settings apart, by the heads of the table.
+    """
+    if not path.exists():
+        return ""
+    found: dict[tuple[str, ...], list[Mapping[str, str]]] = defaultdict(list)
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found[tuple(row[column] for column in (*setting.values(), "samples"))].append(row)
+    figures = [name for name in SIDE_BY_SIDE if all(name in row for rows in found.values() for row in rows)]
+    body = []
+    for key, rows in sorted(found.items(), key=lambda item: [(len(part), part) for part in item[0]]):
+        *names, samples = (OPTIMIZERS.get(part, part) for part in key)
+        values = (f"{statistics.mean(float(row[name]) for row in rows):.1f}" for name in figures)
+        body.append([*names, f"{int(samples):,}", str(len(rows)), *values])
+    return markdown([*setting, "samples", "seeds", *(SIDE_BY_SIDE[name] for name in figures)], body)
 
 
 def cost(rows: list[Row], experiment: str = "5_cost") -> str:

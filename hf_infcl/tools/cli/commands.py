@@ -36,7 +36,7 @@ OF_EVALUATION = {
     *("output_dir", "per_device_eval_batch_size", "bf16", "use_cpu", "dataloader_num_workers", "report_to", "run_name"),
 }
 # The options of a training that decide about its check.
-OF_CHECK = {"output_dir", "dataloader_num_workers", "per_device_train_batch_size", "gradient_accumulation_steps"}
+OF_CHECK = {"output_dir", "dataloader_num_workers"}
 # The options of a training that decide about embeddings.
 OF_EMBEDDING = {
     *("output_dir", "per_device_eval_batch_size", "max_text_tokens", "dims", "bf16", "use_cpu"),

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from ...options.batch_options import DIVISION
 from ...options.declared import of_transformers, training_options
 from ...options.files import options_in
 from ...options.sets import FACTS_OF_SETS, read_sets
@@ -259,13 +260,9 @@ class Parser(HfArgumentParser):
             computes: whether anything is trained or evaluated. If not, options that only concern the machine that does
                 so have no effect.
         """
-        from ...options.combinations import DECIDED_BY  # importing torch takes seconds
         from ...options.declaring import ExclusiveOptionsError
 
-        for option, values, other in DECIDED_BY:
-            applies = option in self._typed and (not values or getattr(namespace, option) in values)
-            if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
-                self._give_way((other, option), namespace, given)
+        self.settle(namespace, given)
         try:
             while True:
                 try:
@@ -279,6 +276,17 @@ class Parser(HfArgumentParser):
             if not is_missing_package(error):
                 raise
             self.error(missing_package(error))
+
+    def settle(self, namespace: argparse.Namespace, given: set[str] | None) -> None:
+        """Leaves out what the file says where an option of the command line decides in its place, as for `build`."""
+        from ...options.combinations import DECIDED_BY  # importing torch takes seconds
+
+        for option, values, other in DECIDED_BY:
+            applies = self._typed.get(option) == option and (not values or getattr(namespace, option) in values)
+            if applies and getattr(namespace, other, None) not in ("steps", self.get_default(other)):
+                self._give_way((other, option), namespace, given)
+        if all(self.typed(name) for name in DIVISION):  # one of them divides the batch of the file
+            self._give_way(("global_batch_size", *DIVISION), namespace, given)
 
     def _built(self, namespace: argparse.Namespace, given: set[str] | None, computes: bool) -> tuple[Any, ...]:
         from ...options.arguments import InfCLTrainingArguments
@@ -305,7 +313,8 @@ class Parser(HfArgumentParser):
         if name is None or not deciding:
             return False
         if os.environ.get("RANK", "0") == "0":
-            print(f"--{' and --'.join(deciding)} replaces {name} {getattr(namespace, name)} of {self._file}.")
+            verb = "replaces" if len(deciding) == 1 else "replace"
+            print(f"--{' and --'.join(deciding)} {verb} {name} {getattr(namespace, name)} of {self._file}.")
         setattr(namespace, name, self.get_default(name))
         self._of_file.discard(name)
         self._typed[name] = next(iter(deciding))

@@ -21,6 +21,7 @@ from .parser import Parser
 
 def plan(parser: Parser, namespace: argparse.Namespace, given: set[str]) -> None:
     """Prints the memory, the time and the options of a training."""
+    parser.settle(namespace, given)
     asked, namespace.texts_at_once = namespace.texts_at_once, None  # whose windows the plan may have to choose
     namespace.global_batch = namespace.global_batch or namespace.global_batch_size
     namespace.global_batch_size = None  # which is of --gpus, not of this process

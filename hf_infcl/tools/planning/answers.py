@@ -33,8 +33,7 @@ class Answer(NamedTuple):
 ANSWERS = {
     "few pairs": Answer(
         "a checkpoint and some 500 pairs",
-        "--recipe finetune_alone --per_device_train_batch_size 64 --gradient_accumulation_steps 1 "
-        "--num_train_epochs 30 --early_stopping_patience 3",
+        "--recipe finetune_alone --global_batch_size 64 --num_train_epochs 30 --early_stopping_patience 3",
         f"with 5,292 pairs, not measured with fewer: [old 37.0 → 31.7, new 7.8 → 16.4; full fine-tuning 9.1 and 20.1]"
         f"({_TABLES}#averages-with-the-start)",
         "new pairs are learned less well; [LoRA kept and gained less: 6.8 and 12.6]"
@@ -61,7 +60,7 @@ ANSWERS = {
     ),
     "random weights": Answer(
         "random weights and up to ten million pairs",
-        "--optimizer muon --learning_rate 5e-4 --augmentation crop",
+        "--optimizer muon --learning_rate 5e-4 --augmentation crop --global_batch_size 256",
         f"[29.1 with AdamW, 48.7 with Muon]({_TABLES}#adamw-and-muon) on the same samples",
         "[9.3 ms per step instead of 2.4](benchmarks/results/README.md#the-optimizers-step) for a ViT-B/16",
     ),
@@ -110,7 +109,7 @@ ANSWERS = {
     ),
     "small GPU": Answer(
         "a small GPU",
-        "--per_device_train_batch_size 32 --gradient_accumulation_steps 32 --offload_inputs",
+        "--global_batch_size 1024 --offload_inputs",
         f"[4,096 pairs per step in 3.0 GiB, 256 in 2.7]({_TABLES}#cost)",
         f"[5,116 pairs a second instead of 5,580]({_TABLES}#cost); `--patch_dropout 0.5` takes "
         "[20.5 GiB instead of 30.8](benchmarks/results/README.md#fewer-patches-and-texts-encoded-at-once) and "
@@ -125,10 +124,10 @@ ANSWERS = {
     ),
     "batch": Answer(
         "`Trainer` or a loop with accumulation",
-        "--gradient_accumulation_steps 4",
+        "--global_batch_size 1024",
         f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
         f"({_TABLES}#the-same-number-of-steps)",
-        "another forward; with short texts at once and graphs kept [1,593 images a second in 52.2 GiB, "
+        "another forward, but of graphs that memory keeps: with short texts [1,593 images a second in 52.2 GiB, "
         f"`Trainer` 1,512 in 26.1]({_STEP})",
     ),
 }

@@ -239,8 +239,8 @@ def check_memory(config: PretrainedConfig, args: InfCLTrainingArguments, gpu_byt
         cure = "--offload_inputs keeps the images in host memory. "
     message = (
         f"The training needs about {parts.total / GIB:.1f} GiB per GPU, which has {gpu_bytes / GIB:.1f}: "
-        f"{parts.words}. Lower --per_device_train_batch_size and raise --gradient_accumulation_steps by the same "
-        f"factor, which gives the same result. {cure}`infcl plan` names options that fit."
+        f"{parts.words}. --global_batch_size {args.global_batch_size} in place of both sizes finds micro-batches that "
+        f"fit, with the same result. {cure}`infcl plan` names options that fit."
     )
     if least > gpu_bytes:
         raise ValueError(message)

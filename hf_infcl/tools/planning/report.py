@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from ...options.batch_options import DIVISION
 from .costs import LEFT_OUT, USABLE, Choice
 from .planner import CHOSEN, Planner
 from .prediction import GIB, memory, seconds
@@ -50,8 +51,10 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
             "memory and time. An epoch ends with the new ones."
         )
     yield f"\nChoose  {words_of(choice)}"
-    if planner.growth is None and not {"micro_batch", "accumulation"} & planner.decided.keys():
-        yield f"  --global_batch_size {batch} in place of these sizes finds them before the first step."
+    if not ({"micro_batch", "accumulation"} & planner.decided.keys() or options.fsdp or options.deepspeed):
+        simplest = replace(choice, retain=planner.decided.get("retain", 1))
+        pairs = "" if planner.growth is not None else f"--global_batch_size {batch} "
+        yield f"Simplest  {pairs}{words_of(simplest, DIVISION)}  (finds what fits before the first step)"
     yield "\nMemory per GPU at the peak of a step, GiB"
     parts = memory(counts, choice)
     graphs = "1 micro-batch" if choice.kept == 1 else f"{choice.kept} micro-batches, whose graphs are kept"
@@ -86,13 +89,13 @@ def report(planner: Planner, epochs: float, *, has_adapters: bool) -> Iterator[s
     yield from _length(planner, epochs)
 
 
-def words_of(choice: Choice) -> str:
-    """The options of `infcl train`."""
-    words = {name: getattr(choice, attribute) for name, attribute in CHOSEN.items()}
+def words_of(choice: Choice, without: Collection[str] = ()) -> str:
+    """The options of `infcl train`, but for some."""
+    words = {name: getattr(choice, attribute) for name, attribute in CHOSEN.items() if name not in without}
     del words["activation_checkpointing"]  # the newer name of the other
     words |= {"retain_graphs": choice.retain if choice.retain > 1 else None, "bf16": True, **choice.options}
     if "global_batch_schedule" in words:
-        del words["gradient_accumulation_steps"]  # follows from it
+        words.pop("gradient_accumulation_steps", None)  # follows from it
     if choice.dealt < 2:
         words.pop("texts_at_once", None)  # refused, since it has no effect
     texts = {name: " ".join(map(str, value)) if isinstance(value, list) else value for name, value in words.items()}
