@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, make_digits, run
+from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits, run
 from helpers.processes import alone, launched, without_os_exit
 
 from hf_infcl import load_pairs
@@ -54,7 +54,7 @@ def test_no_script_has_the_name_of_a_package_that_is_imported():
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All digits."""
-    return make_digits(tmp_path_factory.mktemp("demo"))
+    return all_digits(tmp_path_factory.getbasetemp())
 
 
 def test_digits_are_an_ordinary_image_dataset(demo):

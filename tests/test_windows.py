@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -303,7 +304,7 @@ class Look(TrainerCallback):
     """Looks into the loader that it receives, and into a new one: at one batch or, after the third step, at all."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        if state.global_step not in (1, 3):  # torch waits 5 s for each worker of a loader that was left half read
+        if state.global_step not in (1, 3):
             return
         for loader in (train_dataloader, self.trainer.get_train_dataloader()):  # type: ignore[attr-defined]
             for batch in loader:
@@ -320,10 +321,13 @@ def test_an_evaluation_of_the_training_set_leaves_its_epoch(tmp_path):
 
 @pytest.mark.parametrize("options", [{}, WORKERS], ids=["here", "workers"])
 @pytest.mark.parametrize("make", [TellsEpoch, models.Stream])
-def test_looking_into_the_data_changes_no_window(tmp_path, make, options):
+def test_looking_into_the_data_changes_no_window(tmp_path, monkeypatch, make, options):
+    # So long torch waits for each worker of a loader that was left half read, when the loader is collected.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     data, options = make(22), {"max_steps": 12, **options}
     bare = trained(tmp_path, data, **options)
     assert trained(tmp_path, data, Look(), **options) == bare
+    gc.collect()
 
 
 @pytest.mark.parametrize("make", [lambda pairs: pairs, as_table])
