@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
+from helpers.processes import on_ranks
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
@@ -217,12 +218,9 @@ def test_resume_of_a_stream_is_bit_identical(tmp_path, stop):
     )
 
 
-def rank_resume(rank: int, world_size: int, folder: str) -> None:
-    check_resume(Path(folder), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
-
-
-def test_resume_of_two_processes_is_bit_identical(ranks, tmp_path):
-    ranks.run(rank_resume, 2, str(tmp_path))
+@on_ranks(2)
+def test_resume_of_two_processes_is_bit_identical(rank, world_size, tmp_path):
+    check_resume(Path(tmp_path), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
 
 
 def rank_stream(rank: int, world_size: int, folder: str, output: str) -> list[list[tuple]]:

@@ -29,7 +29,7 @@ import yaml
 from helpers import models
 from helpers.demo import DEMO, accelerate, infcl, run
 from helpers.hub import hub_for_this_process, talk_to
-from helpers.processes import launched
+from helpers.processes import launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
 from huggingface_hub import constants
 from hypothesis import strategies as st
@@ -343,18 +343,15 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     assert "holds an earlier run (all_results.json" in mistake(capsys, *small, *auto), "there is nothing to go on from"
 
 
-def rank_deletes(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_overwriting_deletes_on_every_machine_that_saves(rank, world_size, tmp_path):
     os.environ["LOCAL_RANK"] = "0"  # every process is the first process of a machine
-    args = InfCLTrainingArguments(f"{folder}/{rank}", use_cpu=True, save_on_each_node=True, report_to="none")
+    args = InfCLTrainingArguments(f"{tmp_path}/{rank}", use_cpu=True, save_on_each_node=True, report_to="none")
     results = Path(args.output_dir, "checkpoint-1"), Path(args.output_dir, "all_results.json")
     results[0].mkdir(parents=True)
     results[1].touch()
     earlier.EarlierDeleted(results).on_train_begin(args, None, None)
     assert not any(path.exists() for path in results)
-
-
-def test_overwriting_deletes_on_every_machine_that_saves(ranks, tmp_path):
-    ranks.run(rank_deletes, 2, str(tmp_path))
 
 
 def test_a_mixture_of_shards_is_trained_by_epochs_and_told_on_the_card(small, demo, tmp_path):

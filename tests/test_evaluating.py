@@ -15,6 +15,7 @@ import transformers
 from accelerate import Accelerator
 from helpers import models
 from helpers.evaluation import Captioned, LabelledImages, collate_captions, discerning, labelled
+from helpers.processes import on_ranks
 from helpers.processors import END, clip_processor
 from helpers.shards import write_tars
 from helpers.streams import stream_of
@@ -352,14 +353,11 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.endswith(("loss", "recall@1", "recall@5"))}
 
 
-def rank_captioned_stream(rank: int, world_size: int, folder: str) -> None:
-    trainer = trainer_for(folder, data_collator=collate_captions, per_device_eval_batch_size=4)
+@on_ranks(2)
+def test_several_captions_of_a_stream_are_not_divided_among_processes(rank, world_size, tmp_path):
+    trainer = trainer_for(tmp_path, data_collator=collate_captions, per_device_eval_batch_size=4)
     with pytest.raises(ValueError, match=r"cannot have several captions .* with 2 processes"):
         trainer.evaluate(CaptionedStream())
-
-
-def test_several_captions_of_a_stream_are_not_divided_among_processes(ranks, tmp_path):
-    ranks.run(rank_captioned_stream, 2, str(tmp_path))
 
 
 def rank_failure(rank: int, world_size: int, folder: str, place: str) -> list[str]:

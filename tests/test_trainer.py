@@ -22,7 +22,7 @@ from helpers import models
 from helpers.evaluation import Captioned, collate_captions
 from helpers.parity import Gradients
 from helpers.pictures import picture
-from helpers.processes import forget
+from helpers.processes import forget, on_ranks
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
@@ -416,23 +416,22 @@ def test_ddp_timeout_holds_on_cpus(ranks, tmp_path):
     assert "Timed out waiting 2000ms" in waited
 
 
-def rank_apart(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_processes_that_would_train_apart_are_refused(rank, world_size, tmp_path):
     # torch.distributed is initialised and TrainingArguments ignore it, as on CPUs without use_cpu.
     with (
         mock.patch.object(InfCLTrainingArguments, "world_size", 1),
         pytest.raises(ValueError, match="2 processes were"),
     ):
-        trainer_for(folder)
+        trainer_for(tmp_path)
 
 
-def test_processes_that_would_train_apart_are_refused(ranks, tmp_path):
-    ranks.run(rank_apart, 2, str(tmp_path))
-
-
-def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
+@on_ranks(2, always_ring=True)
+def test_parameters_that_ddp_would_wait_for_are_named(rank, world_size, tmp_path, options):
     model = models.clip()
     model.forgotten = torch.nn.Parameter(torch.ones(2))
-    trainer = trainer_for(folder, model, gradient_accumulation_steps=1, **options)
+    trainer = trainer_for(tmp_path, model, gradient_accumulation_steps=1, **options)
     before = parameters(trainer)
     if options:
         trainer.train()
@@ -440,11 +439,6 @@ def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]
         with pytest.raises(ValueError, match=r"No embedding depends on forgotten, but .*ddp_find_unused_parameters"):
             trainer.train()
     assert torch.equal(parameters(trainer), before) != bool(options)
-
-
-@pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
-def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, options):
-    ranks.run(rank_unused, 2, str(tmp_path), options, always_ring=True)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from helpers import models
+from helpers.processes import on_ranks
 from helpers.trainers import TrainedRows, arguments, trainer_for
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, Subset, default_collate, random_split
 from transformers import TrainerCallback
@@ -456,17 +457,14 @@ def test_a_stream_that_knows_its_length_trains_to_the_end(ranks, tmp_path, world
         assert reached == [(6, 0.0), (4, 0.0)] * 2
 
 
-def rank_short_stream(rank: int, world_size: int, folder: str, rows: int, dispatch: bool) -> None:
-    # Without InfCLTrainer, accelerate would fill the window with rows that are already in it.
-    trainer = trainer_for(folder, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
-    with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("rows", [3, 9, 15])
-def test_a_stream_is_not_repeated_to_fill_a_window(ranks, tmp_path, rows, dispatch):
-    ranks.run(rank_short_stream, 2, str(tmp_path), rows, dispatch)
+@on_ranks(2)
+def test_a_stream_is_not_repeated_to_fill_a_window(rank, world_size, tmp_path, rows, dispatch):
+    # Without InfCLTrainer, accelerate would fill the window with rows that are already in it.
+    trainer = trainer_for(tmp_path, data=models.Stream(rows), accelerator_config={"dispatch_batches": dispatch})
+    with pytest.raises(ValueError, match=r"ended before its first global batch of 16 .* of 8 each"):
+        trainer.train()
 
 
 class Uneven(models.Stream):
