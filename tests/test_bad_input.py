@@ -251,18 +251,6 @@ def test_images_of_another_size_are_refused(tmp_path):
             DualEncoder(build()).encode_images(batch)
 
 
-def test_a_model_that_is_no_dual_encoder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"BertModel .* is not a dual encoder that contrastive training can split"):
-        trainer_for(tmp_path, models.tf.BertModel(models.tf.BertConfig(**models.BERT)))
-
-
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
-    trainer_for(tmp_path, models.clip(), max_steps=1, save_strategy="steps", save_steps=1).train()
-    other = trainer_for(tmp_path, models.siglip(), objective="softmax")
-    with pytest.raises(ValueError, match=r"of another run: model was 'CLIPModel with .* and is 'SiglipModel with"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 # ---- Arguments and folders ----
 
 

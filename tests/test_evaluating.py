@@ -190,23 +190,6 @@ def test_zero_shot_evaluation_on_any_number_of_ranks(ranks, tmp_path):
                 assert metrics[f"eval_colours_{name}"] == pytest.approx(value), (world_size, name)
 
 
-def test_evaluation_during_training_finds_the_best_checkpoint(tmp_path):
-    trainer = trainer_for(
-        tmp_path,
-        eval_dataset=models.Pairs(9),
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-    )
-    trainer.train()
-    evaluations = [e for e in trainer.state.log_history if "eval_loss" in e]
-    assert len(evaluations) == 2
-    assert trainer.state.best_metric == min(e["eval_loss"] for e in evaluations)
-
-
 # ---- Several captions ----
 
 

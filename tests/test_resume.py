@@ -173,13 +173,6 @@ def test_another_run_s_checkpoint_is_refused(tmp_path, stopped_runs, changes, me
         run.train(resume_from_checkpoint=stopped_runs[build])
 
 
-def test_a_changed_global_batch_can_be_asked_for(tmp_path):
-    stopped(tmp_path)
-    resumed = trainer_for(tmp_path, **OPTIONS, gradient_accumulation_steps=1, resume_with_changes=True)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 6
-
-
 # ---- Changes that are asked for ----
 
 
@@ -403,25 +396,3 @@ def test_a_rank_with_other_options_is_refused_before_the_first_step(rank, world_
     run = trainer_for(f"{tmp_path}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
     run.args.dataloader_pin_memory = bool(rank)  # use_cpu has set it to False
     run.train()
-
-
-# ---- Secrets ----
-
-TOKEN = "hf_thisIsTheTokenOfTheTest"
-
-
-def test_no_file_or_text_holds_the_token(tmp_path, capfd, caplog):
-    args = arguments(tmp_path, hub_token=TOKEN, **{**OPTIONS, "max_steps": 1, "save_steps": 1})
-    trainer = InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    print(args, repr(args), args.to_json_string(), args.to_sanitized_dict(), args.to_dict())
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert tmp_path / "training_args.bin" in written
-    assert tmp_path / "checkpoint-1" / "training_args.bin" in written
-    assert not [path for path, content in written.items() if TOKEN.encode() in content]
-    printed = capfd.readouterr()
-    assert "<HUB_TOKEN>" in printed.out
-    assert TOKEN not in printed.out + printed.err + caplog.text
-    assert args.hub_token == TOKEN, "it is still there for the push"
