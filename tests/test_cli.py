@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import torch
 import transformers
 import yaml
 from helpers import models
-from helpers.demo import DEMO, accelerate, infcl, run
+from helpers.demo import DEMO, accelerate, infcl, mistake, run
 from helpers.hub import hub_for_this_process, talk_to
 from helpers.processes import launched, on_ranks
 from helpers.shards import number_of, pair, png, write_parquet, write_tar
@@ -58,19 +59,6 @@ from hf_infcl.tools.cli.datasets import training_set
 from hf_infcl.tools.cli.parser import ELSEWHERE
 from hf_infcl.tools.planning import GPUS
 from hf_infcl.tools.publishing import CardCallback, doubtful_rate
-
-
-def mistake(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
-    """The single line with which a command ends."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        infcl(*words)
-    assert end.value.code in (1, 2)
-    said = capsys.readouterr().err.splitlines()
-    (line,) = [line for line in said if line.startswith("infcl")]
-    assert not any("Traceback" in line for line in said)
-    return line
-
 
 # ---- A run ----
 
@@ -814,6 +802,9 @@ VALUES = {
 }
 
 
+parser = functools.cache(train_parser)
+
+
 @hypothesis.settings(deadline=None)
 @hypothesis.given(values=st.fixed_dictionaries({}, optional=VALUES), flow=st.booleans())
 @pytest.mark.parametrize("kind", ["yaml", "json"])
@@ -824,7 +815,7 @@ def test_any_value_comes_out_of_a_file_as_it_went_in(tmp_path_factory, kind, val
         path.write_text(json.dumps(everything), encoding="utf-8")
     else:
         path.write_text(yaml.dump(everything, Dumper=QuotedText, default_flow_style=flow, allow_unicode=True), "utf-8")
-    namespace, given = train_parser().read([str(path)])
+    namespace, given = parser().read([str(path)])
     assert given == everything.keys()
     for name, value in values.items():
         assert getattr(namespace, name) == value
@@ -840,7 +831,7 @@ def test_no_file_leads_to_a_traceback(tmp_path_factory, name, value):
     path = tmp_path_factory.getbasetemp() / "rubbish.yaml"
     path.write_text(f"model: m\ndataset: d\n{name}: {value}", encoding="utf-8", errors="surrogatepass")
     with contextlib.suppress(SystemExit):
-        train_parser().read([str(path)])
+        parser().read([str(path)])
 
 
 @pytest.mark.parametrize(

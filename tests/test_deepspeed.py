@@ -16,14 +16,13 @@ from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from helpers.wrappers import zero
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
 
 pytest.importorskip("deepspeed")
 
-# The settings that DeepSpeed takes from TrainingArguments.
-AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 CELLS = [
     ("softmax", "plain", 1),
     ("sigmoid", "plain", 2),
@@ -40,10 +39,9 @@ RATES = {"layer_decay": 0.7, "image_learning_rate": 5e-3}  # groups with rates o
 
 
 def config(stage: int) -> dict[str, Any]:
-    options: dict[str, Any] = dict.fromkeys(AUTO, "auto")
     # The default initial loss scale, 2^16, is meant to overflow and to be halved; here it must not overflow.
     fp16 = {"enabled": "auto", "initial_scale_power": 9}
-    return options | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}, "fp16": fp16}
+    return zero(stage, bf16={"enabled": "auto"}, fp16=fp16)["deepspeed"]
 
 
 class ZeroGradients(Gradients):

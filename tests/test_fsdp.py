@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import compare_versions
 from helpers import models
 from helpers.open_clip_models import same_of_open_clip
 from helpers.parity import MODELS, Gradients, check
@@ -17,18 +16,15 @@ from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from helpers.wrappers import needs_fsdp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.files import MANIFEST_NAME
-from hf_infcl.encoders.sharding import FSDP_SINCE
 
-pytestmark = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
+pytestmark = needs_fsdp
 
 # Without dropout: FSDP's own forwards do not pass the tokens by which recorded random states are found.
 CELLS = [

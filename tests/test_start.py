@@ -7,24 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import compare_versions
 from helpers import models
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.tools import planning
 
 BETA, STRENGTH, RATE = 3.0, 20.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
-
-needs_fsdp = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
 
 
 def build(name: str) -> nn.Module:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import yaml
 from filelock import FileLock
 
@@ -71,6 +72,18 @@ def infcl(*words: Any, draws: bool = False) -> None:
     written = mock.patch.object(callback, "plot_curves", lambda log, path: Path(path).write_text(json.dumps(log)))
     with contextlib.nullcontext() if draws else written:
         cli.main(words=[str(word) for word in words])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: Any, code: int | None = None) -> str:
+    """The single line with which a command ends, with this exit code or one of a mistake."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        infcl(*words)
+    assert end.value.code in ((1, 2) if code is None else (code,))
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if line.startswith("infcl")]
+    assert not any("Traceback" in line for line in said)
+    return line
 
 
 def infcl_launched(*words: Any) -> None:
