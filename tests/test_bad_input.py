@@ -286,17 +286,7 @@ def test_images_of_another_size_are_refused(tmp_path):
         ),
         ({"save_total_limit": 0}, "save_total_limit must be a whole number of at least 1, got 0"),
         ({"warmup_steps": math.nan}, "warmup_steps must be a finite number of at least 0, got nan"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        # Options that would not do what they say.
         ({"dataloader_in_order": False}, "dataloader_in_order=False: evaluations would lose rows"),
         ({"prediction_loss_only": True}, "prediction_loss_only=True"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object=True"),
@@ -312,7 +302,7 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_options_that_would_not_do_what_they_say_are_refused(tmp_path, options, message):
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
 
