@@ -1,7 +1,5 @@
 """Fixtures that several test files share: groups of processes, the demo's data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

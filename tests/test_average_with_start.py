@@ -1,7 +1,5 @@
 """The average of the weights before and after a training that the same trainer saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Averages of the weights before and after a fine-tuning, the choice of one, and the command `infcl average`."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

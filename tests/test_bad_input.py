@@ -3,8 +3,6 @@
 Unusual but usable input trains like any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """A global batch that grows: the plan, exact gradients of each stage, resumes around a change, and what counts."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import chain
 from pathlib import Path

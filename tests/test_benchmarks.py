@@ -1,7 +1,5 @@
 """Named benchmarks: from a name to the figures that CLIP_benchmark defines for it."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`infcl check`: every planted fault is found by name, none is invented, however the data are stored."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace
@@ -218,10 +216,7 @@ def test_old_pairs_are_checked_like_new_ones(model, tmp_path, capsys):
     as_folder(tmp_path / "test", [Row(scene(number), f"another {number} picture") for number in (103, 400, 401)])
     words += ["--replay_dataset", tmp_path / "old1", tmp_path / "old2", "--guard_dataset", tmp_path / "test"]
     _, found, options = check(model, tmp_path / "out", *words, "--guard_split", "train")
-    assert found == {
-        **{"train": {}, "replay1": {}, "replay2": {"broken": {"20"}}},
-        "guard1_test": {"overlap": {"0"}},
-    }
+    assert found == {**{"train": {}, "replay1": {}, "replay2": {"broken": {"20"}}}, "guard1_test": {"overlap": {"0"}}}
     assert "--on_bad_sample skip" in options
     assert f"look like an image of --replay_dataset {tmp_path / 'old1'}: row 0 like row 3." in capsys.readouterr().out
 

@@ -1,7 +1,5 @@
 """Only complete checkpoints are resumed from: after a kill, a full disk, damage or a signal to end."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import json

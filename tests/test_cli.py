@@ -1,7 +1,5 @@
 """`infcl`: options work wherever they are given, runs leave the promised files, mistakes are reported in one line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -291,7 +289,7 @@ def test_a_folder_with_an_earlier_run_is_refused_deleted_or_gone_on_with(small, 
     auto = ("--resume_from_checkpoint", "auto")
     infcl(*small, "--eval_dataset", tmp_path / "pairs", "--max_steps", 2, *auto)
     assert left_in(out).keys() == {
-        *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json"),
+        *("README.md", "curves.png", "all_results.json", "eval_results.json", "trainer_state.json")
     }
     before = left_in(out)
     line = mistake(capsys, *small)

@@ -1,7 +1,5 @@
 """`contrastive_loss` gives the loss and gradients of the whole batch, with any strategy and number of processes."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from functools import partial

@@ -1,7 +1,5 @@
 """Conversion between OpenCLIP and transformers: embeddings, weights, processors, folders, refusals, the command."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

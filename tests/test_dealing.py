@@ -1,7 +1,5 @@
 """Pairs that a selection leaves out have no second pass, and the gradient is that of one batch of the others."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest

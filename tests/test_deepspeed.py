@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages 1 and 2: the contract of test_parity.py, and checkpoints. Skipped without deepspeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

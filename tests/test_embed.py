@@ -1,7 +1,5 @@
 """`infcl embed`: embeddings and keys of tables and shards, on several processes, resumed, in both formats."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`InfCLTrainer.evaluate`: metrics of the whole set, the same on every process and for any number of processes."""
 
-from __future__ import annotations
-
 import json
 import random
 from contextlib import nullcontext

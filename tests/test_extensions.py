@@ -1,7 +1,5 @@
 """What is plugged into the step from outside of the package: a term, a change, an observer and a selection of pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models in OpenCLIP's format are trained and evaluated like others, and trained models are saved in both formats."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

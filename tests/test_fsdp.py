@@ -1,7 +1,5 @@
 """FSDP2: the contract of test_parity.py, and checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small number of random inputs; tests/soak.py draws 10,000 cases of each kind."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

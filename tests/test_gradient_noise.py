@@ -1,7 +1,5 @@
 """The gradient noise scale: its formula on known gradients, and its parts against explicit contributions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import models

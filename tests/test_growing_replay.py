@@ -1,7 +1,5 @@
 """Replay in a global batch that grows: shares, exact gradients of each stage, the order of the pairs, and resumes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

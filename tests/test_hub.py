@@ -1,7 +1,5 @@
 """Pushes to the Hub and a resume from it, with the real Hub client, which talks to a double on this machine."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import logging

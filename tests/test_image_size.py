@@ -1,7 +1,5 @@
 """Images of another size than the model's: interpolated positions, which stock transformers loads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -87,11 +85,7 @@ def swin() -> Any:
     ("build", "size", "message"),
     [
         (models.clip, 20, r"image_size=20 is no multiple of the patches of the image tower, .* 8 × 8 .* Choose 16"),
-        (
-            models.BUILD["siglip2"],
-            32,
-            r"Siglip2Model .* takes images of any size.*Leave image_size out.*max_num_pat",
-        ),
+        (models.BUILD["siglip2"], 32, r"Siglip2Model .* takes images of any size.*Leave image_size out.*max_num_pat"),
         (swin, 64, r"\(type 'swin'\) has position embeddings that cannot be interpolated to another image_size"),
         (models.two_towers, 32, r"The image tower of TwoTowers \(type None\) has position embeddings that cannot"),
         (

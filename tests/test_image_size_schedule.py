@@ -1,7 +1,5 @@
 """Smaller images first: each step has its size, whatever the data road, and what is saved is of the full size."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

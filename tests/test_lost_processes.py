@@ -1,7 +1,5 @@
 """If a process is killed or hangs, in any phase, the others end in bounded time and name its rank and phase."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, which is evaluated and saved in place of the last ones."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``optimizer="muon"``: trainings with Muon, their resumption, and what the option cannot be combined with."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

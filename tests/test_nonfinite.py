@@ -1,7 +1,5 @@
 """A window with non-finite numbers or an exploding loss is refused on all processes, or skipped without a trace."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

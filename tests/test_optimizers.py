@@ -1,7 +1,5 @@
 """Muon and AdamW in one optimizer: equal to torch's, on one process and on several; which parameters each updates."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

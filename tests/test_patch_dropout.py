@@ -1,7 +1,5 @@
 """Patches of images that training leaves out: the same ones in both passes, and none in evaluations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

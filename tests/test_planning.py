@@ -1,7 +1,5 @@
 """The planner: its predictions agree with measured steps, its choices fit into memory, and its output is short."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

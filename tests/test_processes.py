@@ -1,7 +1,5 @@
 """Processes that share a batch: every collective gives the result of one process that holds the tensors of all."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The corpus of real pairs and its experiments, on pictures drawn here: no downloads, and one tiny model is trained."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """A resumed training has the same windows, random state and weights, or raises an error that gives the reason."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -388,11 +386,7 @@ def test_a_rank_with_other_options_is_refused_before_the_first_step(rank, world_
         trainer_for(tmp_path, **{**OPTIONS, **own}).train()
     for name, (here, there) in several.items():
         assert f"{name} is {here!r} on rank 0 and {there!r} on rank 1" in str(told.value)
-    mine = {
-        "run_name": f"rank {rank}",
-        "disable_tqdm": bool(rank),
-        "log_level": "error",
-    }
+    mine = {"run_name": f"rank {rank}", "disable_tqdm": bool(rank), "log_level": "error"}
     run = trainer_for(f"{tmp_path}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
     run.args.dataloader_pin_memory = bool(rank)  # use_cpu has set it to False
     run.train()

@@ -1,7 +1,5 @@
 """The ring: each process visits every block once, and sums that travel with a block return to its owner."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

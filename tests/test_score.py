@@ -1,7 +1,5 @@
 """The ledger of pairs: scores, probabilities, what images and texts prefer, its files, and the commands that use it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

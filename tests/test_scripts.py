@@ -1,7 +1,5 @@
 """The scripts: the parts of the demo, the comparison of global batches, the benchmarks, the launch configurations."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import csv
@@ -218,7 +216,7 @@ def test_benchmark_step_trains_each_way(script, tmp_path):
         *("hf_infcl leave_out 0.2", "hf_infcl leave_out 0.5"),
     }
     assert {row["implementation"] for row in rows if row["comparison"] == "table"} == {
-        *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP"),
+        *("hf_infcl", "hf_infcl offload", "CLIP", "OpenCLIP local loss", "DisCo-CLIP")
     }
     assert all(float(row["images_per_s"]) > 0 for row in rows), rows
     assert {row["accumulation_steps"] for row in rows} == {"2", "3"}

@@ -1,7 +1,5 @@
 """No file, log line, request or tracker holds a token, or the user, password or query of a URL."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging

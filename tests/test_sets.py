@@ -1,7 +1,5 @@
 """Names of data sets that carry facts of their own."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -195,14 +193,7 @@ def test_commands_read_the_facts_of_their_data(demo, table, tmp_path, capsys):
     assert "has no column 'nothing', which --caption_column names" in mistake(
         capsys, "embed", model, f"{table}?split=validation&caption_column=nothing", *words
     )
-    infcl(
-        "score",
-        model,
-        f"{table}?split=validation&caption_column=others",
-        *words[:1],
-        tmp_path / "two",
-        *words[2:],
-    )
+    infcl("score", model, f"{table}?split=validation&caption_column=others", *words[:1], tmp_path / "two", *words[2:])
     with pytest.raises(SystemExit):
         infcl("evaluate", "--model", model, "--eval_dataset", f"{table}?kolumn=others", *words)
     assert "--eval_dataset" in (line := capsys.readouterr().err)

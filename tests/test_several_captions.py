@@ -1,7 +1,5 @@
 """Training on several captions per image and on negative captions has the gradient of the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

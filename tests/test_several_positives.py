@@ -1,7 +1,5 @@
 """`contrastive_loss` with ids of images and texts, and with negative texts: losses and gradients as defined."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock

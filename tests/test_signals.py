@@ -1,7 +1,5 @@
 """Signals around each change of a growing global batch, and before evaluations on which a training depends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

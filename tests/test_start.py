@@ -1,7 +1,5 @@
 """Staying near the start of a training: ``keep_features`` and ``keep_weights``, compared with plain autograd."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training on a stream: processes share it, logs report its progress, and interruptions leave no trace."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

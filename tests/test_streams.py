@@ -1,7 +1,5 @@
 """Streams: every sample once per pass, the same order for any number of readers, and exact resume from a cursor."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -251,10 +249,7 @@ def large_processor() -> Any:
     processor = clip_processor(model_max_length=4)
     processor.image_processor.size, processor.image_processor.crop_size = (
         {"shortest_edge": 32},
-        {
-            "height": 32,
-            "width": 32,
-        },
+        {"height": 32, "width": 32},
     )
     return processor
 

@@ -3,8 +3,6 @@
 test_parity.py covers gradients, test_windows.py the windows of a training, and test_resume.py resuming.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

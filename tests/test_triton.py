@@ -1,7 +1,5 @@
 """The Triton kernels compared with the reference, on a GPU or, with small sizes, interpreted on the CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

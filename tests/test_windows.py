@@ -1,7 +1,5 @@
 """The windows of a training are full global batches of distinct rows, from data sets and from streams."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The files of the demo, and functions that run the repository's programs as a user does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

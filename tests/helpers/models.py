@@ -1,7 +1,5 @@
 """Small models from configs, and batches for them: nothing here is downloaded or trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Features whose loss is far from zero, relative errors, and the size of the largest tensor of a computation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that form a group on demand: gloo on CPUs, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Small trainers, and callbacks that stop them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

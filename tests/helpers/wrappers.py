@@ -1,7 +1,5 @@
 """FSDP2 and DeepSpeed: where they can be tested, and the options of a training with them on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from typing import Any
