@@ -421,6 +421,36 @@ def test_a_rate_at_an_edge_has_a_star_and_a_batch_that_grows_its_sizes(module):
     assert rows.label(grows) == "`InfCLTrainer`, 512 → 1,024"
 
 
+def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
+    tables = module("tables")
+
+    def row(experiment: str, batch: int, samples: int, **more: Any) -> Any:
+        figures = dict.fromkeys({column for columns in tables.FIGURES.values() for column in columns}, 0.5)
+        run = {"experiment": experiment, "method": "InfCLTrainer", "batch": batch, "samples": samples, "seed": 0}
+        run |= {"steps": samples // batch, "learning_rate": 1e-3, "finished": True, "validation_image_recall@1": 0.1}
+        return {**figures, **run, "objective": "softmax", "pair_ids": False, **more}
+
+    rows = [
+        row("1_global_batch", 512, 589_824),
+        row("1_global_batch", 4096, 589_824),
+        row("2_fixed_steps", 512, 294_912),
+        row("2_fixed_steps", 4096, 2_359_296),
+        row("3_objectives", 512, 589_824, objective="sigmoid"),
+        row("3_objectives", 4096, 2_359_296, pair_ids=True),
+    ]
+    lines = [line.split(" | ")[:4] for line in tables.objectives(rows).splitlines()[2:]]
+    assert lines == [
+        ["| 512", "1,152", "sigmoid", "no"],
+        ["| 512", "1,152", "softmax", "no"],
+        ["| 4,096", "576", "softmax", "no"],
+        ["| 4,096", "576", "softmax", "yes"],
+    ]
+    assert [c.steps for c in tables.at_fixed_samples(rows, 589_824).values()] == [1152, 144]
+    muon = row("9_optimizers", 512, 589_824, objective="sigmoid", optimizer="muon")
+    assert tables.losses_of_optimizers([*rows, muon]).count("sigmoid") == 2
+    assert "softmax" not in tables.losses_of_optimizers([*rows, muon]), "Muon has no such row of that batch"
+
+
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):
     pictures = module("pictures")
     folder = tmp_path / "evaluation/held_out_vendor/test"
