@@ -24,6 +24,7 @@ elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
 
 import hypothesis
 from helpers.demo import all_digits, made_once
+from helpers.hub import Hub, hub_for_this_process
 from helpers.processes import FreshRanks, Ranks, leave_out_of_collections
 
 # pytest --hypothesis-profile=long
@@ -78,6 +79,12 @@ def small(demo: Path, tmp_path: Path) -> list[Any]:
         *words,
         *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
     ]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
 from helpers.processes import on_ranks
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trainer_for
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -296,7 +295,7 @@ def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
 def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
     """Half of the 100 pairs are trained with step 11 of 15, and the last step has 16 of them."""
     sized = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "patch_dropout": 0.5, "full_tokens_last": 0.15}
-    ends, seen = [], Tokens()
+    ends, seen = [], TowerTokens()
     for folder, calls in (("whole", [seen]), ("parts", [StopAt(stop)]), ("parts", [])):
         options = {**sized, "callbacks": calls, "save_strategy": "steps", "save_steps": stop, "learning_rate": 1e-2}
         trainer = trainer_for(tmp_path / folder, models.clip(dropout=0.1), models.Pairs(100), **options)
@@ -305,20 +304,6 @@ def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
     # Tokens of the class and of patches: 1 × 1 of 8 pixels, or half of 2 × 2 of 16.
     assert [step - {0} for step in seen.steps[:15]] == [{2}] * 11 + [{3}] * 3 + [{5}]
     assert torch.equal(ends[0], ends[2])
-
-
-class Tokens(TrainerCallback):
-    """The tokens of an image in each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[set[int]] = [set()]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        layers: Any = model.vision_model.encoder.layers
-        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append(set())
 
 
 def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):

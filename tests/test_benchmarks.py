@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from helpers.benchmarks import (
 )
 from helpers.demo import infcl, mistake
 from helpers.evaluation import discerning
-from helpers.hub import Hub, hub_for_this_process, sha_of
+from helpers.hub import sha_of
 from helpers.processors import clip_processor
 from helpers.shards import write_tar
 from helpers.trainers import trainer_for
@@ -256,12 +256,6 @@ def test_figures_are_the_same_on_three_processes(ranks, written, tmp_path):
         same = {name: value for name, value in by_definition.items() if name in found}
         assert len(same) == 14
         assert {name: found[name] for name in same} == pytest.approx(same, abs=1e-6)
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
-        yield hub
 
 
 def tree_of(folder: Path) -> dict[str, bytes]:

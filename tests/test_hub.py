@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import torch
 import transformers
 from helpers import models
-from helpers.hub import Hub, hub_for_this_process, talk_to
+from helpers.hub import Hub, talk_to
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
@@ -36,12 +35,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
 PUSHING = {**SAVING, "push_to_hub": True, "hub_model_id": "me/mine", "hub_token": TOKEN, "hub_always_push": True}
 
 WRAPPERS = {"ddp": {}, "fsdp": FSDP, "fsdp shards": FSDP_SHARDS, "zero": zero()}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
-        yield hub
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
+from helpers.numerics import descend
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
@@ -39,11 +40,7 @@ def expected(name: str, *, freeze: str | None = None) -> tuple[dict[str, Tensor]
         term = BETA * sum((f - f0).square().sum(1).mean() for f, f0 in zip(embeds, kept, strict=True))
         (loss + term).backward()
         told.append((loss.item(), term.item()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend(model.parameters(), RATE)
     return dict(model.named_parameters()), told
 
 

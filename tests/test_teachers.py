@@ -15,6 +15,7 @@ import transformers
 from datasets import Dataset, Image
 from helpers import models
 from helpers.demo import infcl
+from helpers.numerics import descend
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
 from helpers.processes import without_tf32
@@ -90,11 +91,7 @@ def expected(
         loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=name, pair_ids=data.ids).sum()
         (weight * loss + term).backward()
         told.append((loss.item(), term.item()))
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *maps):
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend((*model.parameters(), *maps), RATE)
     return dict(model.named_parameters()), maps, told
 
 
