@@ -710,10 +710,7 @@ def signalled_twice() -> None:
 
 
 def test_a_second_signal_ends_at_once():
-    process = multiprocessing.get_context("fork").Process(target=signalled_twice)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGTERM
+    assert forked(signalled_twice) == -signal.SIGTERM
 
 
 def faults_are_still_dumped(path: Path) -> None:
@@ -726,10 +723,7 @@ def faults_are_still_dumped(path: Path) -> None:
 
 
 def test_a_handler_of_faulthandler_is_restored(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=faults_are_still_dumped, args=(tmp_path / "dump",))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "the signal has ended it"
+    assert forked(faults_are_still_dumped, tmp_path / "dump") == 0, "the signal has ended it"
     assert "faults_are_still_dumped" in (tmp_path / "dump").read_text()
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
-from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits, run
+from helpers.demo import CONFIGS, DEMO, ROOT, SCRIPTS, all_digits
 from helpers.processes import alone, launched, without_os_exit
 
 from hf_infcl import load_pairs
@@ -198,7 +198,8 @@ def test_benchmark_ring_measures_several_captions(script, tmp_path):
 def test_benchmark_memory_runs_without_torchrun_too(tmp_path):
     words = ["--per-gpu-batch-sizes", 24, "--global-batch-sizes", 48, "--dim", 16, "--dtype", "float32"]
     on_two("memory", *words, "--output", tmp_path / "memory.csv")
-    run(SCRIPTS / "benchmark.py", "memory", *words, "--output", tmp_path / "memory.csv")
+    code, printed = alone(benchmark, "memory", *map(str, words), "--output", str(tmp_path / "memory.csv"))
+    assert code == 0, printed
     rows = rows_of(tmp_path / "memory.csv")
     assert {(row["world_size"], row["batch_size"]) for row in rows} == {("2", "48"), ("1", "24"), ("1", "48")}
     assert not any(row["peak_mib"] for row in rows), "nothing is made up on a CPU"

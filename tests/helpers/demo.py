@@ -46,21 +46,6 @@ def all_digits(base: Path) -> Path:
     return made_once(base, "all-digits", make)
 
 
-def start(*words: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the repository root. stdout also contains stderr."""
-    known = filter(None, [os.environ.get("PYTHONPATH")])
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *known]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 def infcl(*words: Any, draws: bool = False) -> None:
     """Runs a command in this process. In place of curves, which take half of a small training, it writes their numbers.
 
@@ -91,8 +76,18 @@ def infcl_launched(*words: Any) -> None:
 
 
 def run(*words: Any) -> str:
-    """Runs Python in the repository root, expects success, and returns the output."""
-    done = start(*words)
+    """Runs Python in the repository root, expects success, and returns the output, that of stderr included."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
