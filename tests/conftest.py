@@ -1,7 +1,5 @@
 """Fixtures that several test files share: groups of processes, the demo's data."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -25,7 +23,8 @@ elif worker := os.environ.get("PYTEST_XDIST_WORKER", ""):
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 import hypothesis
-from helpers.demo import make_digits
+from helpers.demo import all_digits, made_once
+from helpers.hub import Hub, hub_for_this_process
 from helpers.processes import FreshRanks, Ranks, leave_out_of_collections
 
 # pytest --hypothesis-profile=long
@@ -47,18 +46,22 @@ def memory_for_other_tests() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with clip-init/ and a third of digits/ as written by make_digits.py. Tests only read it.
+    """A folder with clip-init/ and a third of digits/. Tests only read it.
 
     Each command looks for the files of its folders with dozens of patterns, so many files cost many seconds.
     """
-    folder = make_digits(tmp_path_factory.mktemp("demo"))
-    for split, count in (("train", 500), ("test", 120)):
-        table = folder / f"digits/{split}/metadata.jsonl"
-        lines = table.read_text().splitlines(keepends=True)
-        table.write_text("".join(lines[:count]))
-        for line in lines[count:]:
-            (table.parent / json.loads(line)["file_name"]).unlink()
-    return folder
+    base = tmp_path_factory.getbasetemp()
+
+    def make(folder: Path) -> None:
+        shutil.copytree(all_digits(base), folder)
+        for split, count in (("train", 500), ("test", 120)):
+            table = folder / f"digits/{split}/metadata.jsonl"
+            lines = table.read_text().splitlines(keepends=True)
+            table.write_text("".join(lines[:count]))
+            for line in lines[count:]:
+                (table.parent / json.loads(line)["file_name"]).unlink()
+
+    return made_once(base, "demo", make)
 
 
 @pytest.fixture
@@ -76,6 +79,12 @@ def small(demo: Path, tmp_path: Path) -> list[Any]:
         *words,
         *["--use_cpu", "--report_to", "none", "--per_device_train_batch_size", "8", "--num_train_epochs", "2"],
     ]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ with hashes of the last checkpoint's weights, states and random states. It is on
 versions of the packages with which it was written. ``--only`` selects configurations by name.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

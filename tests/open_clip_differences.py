@@ -4,8 +4,6 @@
 are random. Towers have one layer, and tables of tokens 1,000 rows, unless the config is of OpenAI's CLIP.
 """
 
-from __future__ import annotations
-
 import csv
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@
 a drawing that matplotlib brings along.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterator

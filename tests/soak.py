@@ -10,8 +10,6 @@ python tests/soak.py kills                         40 runs of two processes, kil
 failure.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

@@ -1,7 +1,5 @@
 """The blocks of the page "After the training", run in their order on the result of a small training."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The page of answers has the table of the package, with figures that its links prove; commands end with its lines."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import types

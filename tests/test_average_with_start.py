@@ -1,7 +1,5 @@
 """The average of the weights before and after a training that the same trainer saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from helpers import models
 from helpers.trainers import trainer_for
+from helpers.wrappers import FSDP, wrapped, zero
 from torch import Tensor
 
 from hf_infcl import InfCLTrainer
@@ -18,13 +17,7 @@ from hf_infcl.checkpoints.average_weights import interpolated
 from hf_infcl.training.with_start import AverageWithStart, checkpoint_of_end
 
 SAVED = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "ddp": {},
-    "fsdp": {"use_cpu": False, "fsdp": True},
-    "zero": {"use_cpu": False, "deepspeed": {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}},
-}
+WRAPPERS: dict[str, dict[str, Any]] = {"one": {}, "ddp": {}, "fsdp": FSDP, "zero": zero()}
 
 
 def sets() -> dict[str, Any]:
@@ -53,10 +46,8 @@ def state_of(folder: Any) -> dict[str, Tensor]:
     return models.tf.CLIPModel.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
 def test_the_saved_model_is_the_average_of_the_start_and_the_last_checkpoint(request, tmp_path, wrapper, backend):
-    if wrapper == "zero":
-        pytest.importorskip("deepspeed")
     groups = request.getfixturevalue("ranks" if wrapper in ("one", "ddp") else "fresh_ranks")
     job = (rank_averaged, 1 if wrapper == "one" else 2, str(tmp_path), wrapper)
     found = groups.run(*job, backend=backend, always_ring=True)

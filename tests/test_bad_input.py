@@ -3,8 +3,6 @@
 Unusual but usable input trains like any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -251,18 +249,6 @@ def test_images_of_another_size_are_refused(tmp_path):
             DualEncoder(build()).encode_images(batch)
 
 
-def test_a_model_that_is_no_dual_encoder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"BertModel .* is not a dual encoder that contrastive training can split"):
-        trainer_for(tmp_path, models.tf.BertModel(models.tf.BertConfig(**models.BERT)))
-
-
-def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
-    trainer_for(tmp_path, models.clip(), max_steps=1, save_strategy="steps", save_steps=1).train()
-    other = trainer_for(tmp_path, models.siglip(), objective="softmax")
-    with pytest.raises(ValueError, match=r"of another run: model was 'CLIPModel with .* and is 'SiglipModel with"):
-        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-
 # ---- Arguments and folders ----
 
 
@@ -298,17 +284,7 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path):
         ),
         ({"save_total_limit": 0}, "save_total_limit must be a whole number of at least 1, got 0"),
         ({"warmup_steps": math.nan}, "warmup_steps must be a finite number of at least 0, got nan"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        arguments(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        # Options that would not do what they say.
         ({"dataloader_in_order": False}, "dataloader_in_order=False: evaluations would lose rows"),
         ({"prediction_loss_only": True}, "prediction_loss_only=True"),
         ({"eval_use_gather_object": True}, "eval_use_gather_object=True"),
@@ -324,7 +300,7 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_options_that_would_not_do_what_they_say_are_refused(tmp_path, options, message):
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
 

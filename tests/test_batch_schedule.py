@@ -1,7 +1,5 @@
 """A global batch that grows: the plan, exact gradients of each stage, resumes around a change, and what counts."""
 
-from __future__ import annotations
-
 import itertools
 from itertools import chain
 from pathlib import Path
@@ -11,11 +9,11 @@ import pytest
 import torch
 from helpers import models
 from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
+from helpers.processes import on_ranks
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
-from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
+from helpers.trainers import StopAt, TowerTokens, TrainedRows, arguments, parameters, trainer_for
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from hf_infcl import reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
@@ -217,12 +215,9 @@ def test_resume_of_a_stream_is_bit_identical(tmp_path, stop):
     )
 
 
-def rank_resume(rank: int, world_size: int, folder: str) -> None:
-    check_resume(Path(folder), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
-
-
-def test_resume_of_two_processes_is_bit_identical(ranks, tmp_path):
-    ranks.run(rank_resume, 2, str(tmp_path))
+@on_ranks(2)
+def test_resume_of_two_processes_is_bit_identical(rank, world_size, tmp_path):
+    check_resume(Path(tmp_path), lambda: models.Pairs(61), 11, per_device_train_batch_size=2)
 
 
 def rank_stream(rank: int, world_size: int, folder: str, output: str) -> list[list[tuple]]:
@@ -300,7 +295,7 @@ def test_a_finished_run_trains_nothing_when_resumed(tmp_path, length):
 def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
     """Half of the 100 pairs are trained with step 11 of 15, and the last step has 16 of them."""
     sized = {**GROWS, "image_size_schedule": ["8:0.5", "16"], "patch_dropout": 0.5, "full_tokens_last": 0.15}
-    ends, seen = [], Tokens()
+    ends, seen = [], TowerTokens()
     for folder, calls in (("whole", [seen]), ("parts", [StopAt(stop)]), ("parts", [])):
         options = {**sized, "callbacks": calls, "save_strategy": "steps", "save_steps": stop, "learning_rate": 1e-2}
         trainer = trainer_for(tmp_path / folder, models.clip(dropout=0.1), models.Pairs(100), **options)
@@ -309,20 +304,6 @@ def test_the_shares_of_sizes_and_patches_are_of_the_samples(tmp_path, stop):
     # Tokens of the class and of patches: 1 × 1 of 8 pixels, or half of 2 × 2 of 16.
     assert [step - {0} for step in seen.steps[:15]] == [{2}] * 11 + [{3}] * 3 + [{5}]
     assert torch.equal(ends[0], ends[2])
-
-
-class Tokens(TrainerCallback):
-    """The tokens of an image in each step."""
-
-    def __init__(self) -> None:
-        self.steps: list[set[int]] = [set()]
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        layers: Any = model.vision_model.encoder.layers
-        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append(set())
 
 
 def test_learning_rate_runs_over_samples_and_by_option_with_the_batch(tmp_path):

@@ -1,7 +1,5 @@
 """Bootstrap intervals of metrics and of paired differences."""
 
-from __future__ import annotations
-
 import json
 import re
 

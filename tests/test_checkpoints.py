@@ -1,7 +1,5 @@
 """Only complete checkpoints are resumed from: after a kill, a full disk, damage or a signal to end."""
 
-from __future__ import annotations
-
 import errno
 import faulthandler
 import json
@@ -24,6 +22,7 @@ import torch
 from filelock import FileLock
 from helpers import models
 from helpers.kills import forked, killed
+from helpers.processes import on_ranks
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from safetensors.torch import save_file
 from torch.utils.data import default_collate
@@ -406,28 +405,22 @@ def test_machines_with_disks_of_their_own_save_and_resume_together(ranks, tmp_pa
     assert files == [["rng_state_0.pth"], ["rng_state_1.pth"]]
 
 
-def rank_of_a_disk(rank: int, world_size: int, folder: str) -> None:
-    output_dir = f"{folder}/run" if rank == 0 else "/proc/self"  # nobody can write to /proc
+@pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
+@on_ranks(2)
+def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(rank, world_size, tmp_path):
+    output_dir = f"{tmp_path}/run" if rank == 0 else "/proc/self"  # nobody can write to /proc
     run = trainer(output_dir)
     with pytest.raises(ValueError, match="On rank 1: Nothing can be written to output_dir /proc/self"):
         run.train()
     assert run.state.global_step == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="this system has no /proc")
-def test_a_folder_that_one_rank_cannot_write_to_is_found_before_the_first_step(ranks, tmp_path):
-    ranks.run(rank_of_a_disk, 2, str(tmp_path))
-
-
-def rank_without_marks(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, timeout=20)
+def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(rank, world_size, tmp_path):
     error = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-    refused = pytest.raises(ValueError, match=f"^No file can be created in output_dir {folder}: .*Choose another")
-    with mock.patch.object(lock, "NamedTemporaryFile", side_effect=error), refused, locked(folder):
+    refused = pytest.raises(ValueError, match=f"^No file can be created in output_dir {tmp_path}: .*Choose another")
+    with mock.patch.object(lock, "NamedTemporaryFile", side_effect=error), refused, locked(tmp_path):
         pass
-
-
-def test_a_folder_that_takes_no_more_files_is_told_on_all_ranks(ranks, tmp_path):
-    ranks.run(rank_without_marks, 2, str(tmp_path), timeout=20)
 
 
 # ---- A disk that is full ----
@@ -492,21 +485,18 @@ class Starve(TrainerCallback):
         let_files_grow_to(resource.RLIM_INFINITY)
 
 
-def rank_full_disk(rank: int, world_size: int, folder: str) -> None:
-    run = trainer(folder, callbacks=[Starve()] if rank == 1 else [], logging_strategy="no")
+@on_ranks(2)
+def test_a_rank_that_cannot_write_costs_all_this_checkpoint(rank, world_size, tmp_path):
+    run = trainer(tmp_path, callbacks=[Starve()] if rank == 1 else [], logging_strategy="no")
     run.train()
     assert run.state.global_step == 4
     torch.distributed.barrier()  # rank 0 removes what was written, and rank 1 does not wait for that
-    assert {path.name for path in Path(folder).iterdir()} == {LOCK_NAME, "checkpoint-2"}
-    # Without a state of the optimizer, rank 1 writes nothing and needs no folder.
+    assert {path.name for path in Path(tmp_path).iterdir()} == {LOCK_NAME, "checkpoint-2"}
+    # Without a state of the optimizer, rank 1 writes nothing and needs no tmp_path.
     starved = [Starve()] if rank == 0 else []
-    run = trainer(f"{folder}/of-rank-{rank}", save_only_model=True, callbacks=starved, logging_strategy="no")
+    run = trainer(f"{tmp_path}/of-rank-{rank}", save_only_model=True, callbacks=starved, logging_strategy="no")
     run.train()
     assert run.state.global_step == 4
-
-
-def test_a_rank_that_cannot_write_costs_all_this_checkpoint(ranks, tmp_path):
-    ranks.run(rank_full_disk, 2, str(tmp_path))
 
 
 # ---- Killed ----
@@ -661,19 +651,31 @@ class Ask(TrainerCallback):
         os.kill(os.getpid(), self.number)
 
 
-def rank_asked(rank: int, world_size: int, folder: str, number: int, place: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "number", "place"),
+    [
+        (1, signal.SIGTERM, "step"),
+        (2, signal.SIGTERM, "step"),
+        (2, signal.SIGUSR1, "step"),
+        (1, signal.SIGINT, "step"),
+        (2, signal.SIGINT, "step"),
+        (2, signal.SIGTERM, "evaluation"),
+    ],
+)
+@on_ranks()
+def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(rank, world_size, tmp_path, number, place):
     options: dict[str, Any] = {"save_steps": 100}
     if place == "evaluation":
         options |= {"eval_dataset": models.Pairs(64), "eval_strategy": "steps", "eval_steps": 3}
-    expected = trained(f"{folder}/whole", **options)
+    expected = trained(f"{tmp_path}/whole", **options)
     handler = signal.getsignal(number)
     asked = [Ask(number, place)] if rank == world_size - 1 else []
     with pytest.raises(Preempted) as ended:
-        trainer(f"{folder}/parts", callbacks=asked, **options).train()
+        trainer(f"{tmp_path}/parts", callbacks=asked, **options).train()
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) == handler
-    assert choose(f"{folder}/parts", "auto") == f"{folder}/parts/checkpoint-3"
-    resumed = trainer(f"{folder}/parts", seed=5, **options)
+    assert choose(f"{tmp_path}/parts", "auto") == f"{tmp_path}/parts/checkpoint-3"
+    resumed = trainer(f"{tmp_path}/parts", seed=5, **options)
     resumed.train(resume_from_checkpoint="auto")
     assert torch.equal(parameters(resumed), expected)
 
@@ -687,21 +689,6 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint-2 cannot be read: \[Errno 5\]"):
         choose(str(tmp_path), str(newest))
     assert choose(str(tmp_path), "auto") == str(tmp_path / "checkpoint-1")
-
-
-@pytest.mark.parametrize(
-    ("world_size", "number", "place"),
-    [
-        (1, signal.SIGTERM, "step"),
-        (2, signal.SIGTERM, "step"),
-        (2, signal.SIGUSR1, "step"),
-        (1, signal.SIGINT, "step"),
-        (2, signal.SIGINT, "step"),
-        (2, signal.SIGTERM, "evaluation"),
-    ],
-)
-def test_a_signal_to_one_rank_saves_on_all_and_nothing_is_lost(ranks, tmp_path, world_size, number, place):
-    ranks.run(rank_asked, world_size, str(tmp_path), int(number), place)
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
@@ -723,10 +710,7 @@ def signalled_twice() -> None:
 
 
 def test_a_second_signal_ends_at_once():
-    process = multiprocessing.get_context("fork").Process(target=signalled_twice)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGTERM
+    assert forked(signalled_twice) == -signal.SIGTERM
 
 
 def faults_are_still_dumped(path: Path) -> None:
@@ -739,10 +723,7 @@ def faults_are_still_dumped(path: Path) -> None:
 
 
 def test_a_handler_of_faulthandler_is_restored(tmp_path):
-    process = multiprocessing.get_context("fork").Process(target=faults_are_still_dumped, args=(tmp_path / "dump",))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, "the signal has ended it"
+    assert forked(faults_are_still_dumped, tmp_path / "dump") == 0, "the signal has ended it"
     assert "faults_are_still_dumped" in (tmp_path / "dump").read_text()
 
 

@@ -1,7 +1,5 @@
 """`contrastive_loss` gives the loss and gradients of the whole batch, with any strategy and number of processes."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from functools import partial
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.numerics import LargestTensor, features, relative_error, run
+from helpers.processes import on_ranks
 
 from hf_infcl import ContrastiveLoss, contrastive_loss, reference
 from hf_infcl.kernels import torch_backend as tiled
@@ -82,7 +81,8 @@ def test_fp64_keeps_its_digits_where_the_loss_is_large(objective, strategy):
         assert relative_error(gradient, exact) < 1e-14
 
 
-def rank_small_texts(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_ring_gathers_small_texts(rank, world_size):
     # The bytes of three texts on each process, of their gradients and of each process's statistics.
     limit = world_size * 3 * (24 * (16 + 4) + 4 * world_size)
     for b, travels in ((4, True), (3, False)):
@@ -92,11 +92,8 @@ def rank_small_texts(rank: int, world_size: int) -> None:
         assert rotated.called == travels
 
 
-def test_a_ring_gathers_small_texts(ranks):
-    ranks.run(rank_small_texts, 2)
-
-
-def rank_subgroups(rank: int, world_size: int) -> None:
+@on_ranks(4, always_ring=True)
+def test_groups_smaller_than_the_default_group(rank, world_size):
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # their ranks differ from those of the default group
     group = groups[0 if rank % 2 else 1]
     x, y = features(6, 8, seed=rank % 2)
@@ -106,11 +103,9 @@ def rank_subgroups(rank: int, world_size: int) -> None:
     torch.testing.assert_close(loss, expected)
 
 
-def test_groups_smaller_than_the_default_group(ranks):
-    ranks.run(rank_subgroups, 4, always_ring=True)
-
-
-def rank_frozen(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_ranks(always_ring=True)
+def test_only_wanted_gradients(rank, world_size):
     x, y = features(4 * world_size, 8)
     for objective, strategy in itertools.product(("softmax", "sigmoid"), STRATEGIES):
         leaves = [t.clone().requires_grad_() for t in (x, y, torch.tensor(9.0))]
@@ -134,11 +129,6 @@ def rank_frozen(rank: int, world_size: int) -> None:
                 mean = inputs[2].grad / world_size
                 dist.all_reduce(mean)
                 torch.testing.assert_close(mean, expected[2])
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_only_wanted_gradients(ranks, world_size):
-    ranks.run(rank_frozen, world_size, always_ring=True)
 
 
 def rank_memory(rank: int, world_size: int, objective: str) -> int:
@@ -214,23 +204,17 @@ def test_a_gradient_of_the_gradient_of_a_compiled_loss_is_refused(wanted):
         torch.autograd.grad(loss + gradient.square().sum(), inputs[wanted])
 
 
-def rank_local(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_local_loss_needs_no_other_process(rank, world_size):
     if rank == 0:
         x, y = features(5, 8)
         torch.testing.assert_close(local_contrastive_loss(x, y, 10.0), reference.contrastive_loss(x, y, 10.0))
 
 
-def test_the_local_loss_needs_no_other_process(ranks):
-    ranks.run(rank_local, 2)
-
-
-def rank_compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_loss_of_several_processes_can_be_compiled(rank, world_size):
     x, y = features(5, 8, seed=rank)
     loss, gradients = run(contrastive_loss, x, y, 20.0, -5.0, torch.float32)
     compiled, others = run(torch.compile(contrastive_loss, backend="eager"), x, y, 20.0, -5.0, torch.float32)
     for tensor, expected in zip((compiled, *others), (loss, *gradients), strict=True):
         torch.testing.assert_close(tensor, expected)
-
-
-def test_the_loss_of_several_processes_can_be_compiled(ranks):
-    ranks.run(rank_compiled, 2)

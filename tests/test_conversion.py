@@ -1,7 +1,5 @@
 """Conversion between OpenCLIP and transformers: embeddings, weights, processors, folders, refusals, the command."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from helpers.demo import mistake
 from helpers.hub import talk_to
 from helpers.open_clip_models import (
     CASES,
@@ -271,15 +270,12 @@ def test_the_command_converts_there_and_back_and_both_formats_share_a_folder(cas
     assert same_weights(transformers.AutoModel.from_pretrained(tmp_path / "ours"), model)
     written = json.loads((tmp_path / "ours/open_clip_config.json").read_text())
     assert written["model_cfg"]["text_cfg"]["hf_tokenizer_name"] == "me/it"
-    with pytest.raises(SystemExit):
-        cli.main("convert", [folder, str(tmp_path / "ours")])
-    assert "holds a model already (config.json)" in capsys.readouterr().err
+    assert "holds a model already (config.json)" in mistake(capsys, "convert", folder, tmp_path / "ours")
     other = shutil.copytree(folder, tmp_path / "other")
     before = {path.name: path.read_bytes() for path in other.iterdir()}
     for source, format in ((folder, "transformers"), (tmp_path / "ours", "open_clip")):
-        with pytest.raises(SystemExit):
-            cli.main("convert", [str(source), str(other), "--to", format])
-        assert "holds a model already (open_clip_config.json)" in capsys.readouterr().err
+        line = mistake(capsys, "convert", source, other, "--to", format)
+        assert "holds a model already (open_clip_config.json)" in line
     assert {path.name: path.read_bytes() for path in other.iterdir()} == before, "the files of another model"
 
 
@@ -287,9 +283,7 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     saved = {"epoch": 2, "name": "run", "state_dict": {f"module.{n}": t for n, t in tensors("CLIP").items()}}
     path = tmp_path / "epoch_2.pt"
     torch.save(saved, path)
-    with pytest.raises(SystemExit):
-        cli.main("convert", [str(path), str(tmp_path / "ours")])
-    assert "Name the model with --open_clip_model" in capsys.readouterr().err
+    assert "Name the model with --open_clip_model" in mistake(capsys, "convert", path, tmp_path / "ours")
     named = str(folder_of("CLIP", tmp_path / "theirs") / folders.CONFIG)
     checkpoint = folders.read(path, named)
     assert same_weights(
@@ -300,9 +294,8 @@ def test_a_checkpoint_of_the_training_needs_the_name_of_its_model(tmp_path, caps
     cli.main("convert", [*words, "--open_clip_model", named])
     processor = transformers.AutoProcessor.from_pretrained(tmp_path / "ours")
     assert processor.tokenizer("a b")["input_ids"] == tokenizer()("a b")["input_ids"]
-    with pytest.raises(SystemExit):
-        cli.main("convert", [words[0], str(tmp_path / "other"), *words[2:], "--to", "open_clip"])
-    assert "--tokenizer is for a source of OpenCLIP" in capsys.readouterr().err
+    line = mistake(capsys, "convert", words[0], tmp_path / "other", *words[2:], "--to", "open_clip")
+    assert "--tokenizer is for a source of OpenCLIP" in line
 
 
 def test_sources_that_hold_no_model_are_told_as_what_they_are(tmp_path, monkeypatch):
@@ -366,7 +359,6 @@ def test_embeddings_that_differ_are_not_written(case, tmp_path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "open_clip", SimpleNamespace())
     found = comparison.Differences(cosine=0.99, largest=0.1)
     monkeypatch.setattr("hf_infcl.conversion.converting.differences", lambda *_: found)
-    with pytest.raises(SystemExit):
-        cli.main("convert", [str(folder_of(case, tmp_path / "theirs")), str(tmp_path / "ours")])
-    assert "the least cosine is 0.990000" in capsys.readouterr().err
+    line = mistake(capsys, "convert", folder_of(case, tmp_path / "theirs"), tmp_path / "ours")
+    assert "the least cosine is 0.990000" in line
     assert not (tmp_path / "ours").exists()

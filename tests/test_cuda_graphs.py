@@ -3,8 +3,6 @@
 On CPUs a stand-in takes the place of CUDA. test_triton.py replays more cases on GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any

@@ -526,11 +526,7 @@ PAIRS = captioned(["a", "b"], id=[1, 2], score=[0.5, 0.5], tags=[[1], [2]])
         (PAIRS, {"captions_per_image": 2}, "captions_per_image is 2, but the caption_column 'caption' holds one str"),
         (captioned(LISTS), {"captions_per_image": 2, "all_captions": True}, r"\(all_captions=True\) uses exactly"),
         (PAIRS, {"negative_caption_column": "caption", "all_captions": True}, r"\(all_captions=True\) uses exactly"),
-        (
-            PAIRS,
-            {"negative_caption_column": "caption"},
-            "are both 'caption', so every caption would be a negative",
-        ),
+        (PAIRS, {"negative_caption_column": "caption"}, "are both 'caption', so every caption would be a negative"),
         (PAIRS, {"negative_caption_column": "wrong"}, r"no column 'wrong'.* with negative_caption_column \("),
         (
             PAIRS,

@@ -1,12 +1,11 @@
 """Pairs that a selection leaves out have no second pass, and the gradient is that of one batch of the others."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from helpers import models
+from helpers.numerics import descend
 from helpers.trainers import arguments
 from torch import Tensor
 
@@ -105,11 +104,7 @@ def expected(objective: str, captions: int, of_three: int, freeze: str | None = 
         ).sum()
         loss.backward()
         losses.append(loss.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend(model.parameters(), RATE)
     return dict(model.named_parameters()), losses
 
 

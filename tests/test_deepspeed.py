@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages 1 and 2: the contract of test_parity.py, and checkpoints. Skipped without deepspeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,18 @@ import transformers
 from helpers import models
 from helpers.open_clip_models import same_of_open_clip
 from helpers.parity import MODELS, Gradients, check
+from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from helpers.wrappers import zero
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
 
 pytest.importorskip("deepspeed")
 
-# The settings that DeepSpeed takes from TrainingArguments.
-AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 CELLS = [
     ("softmax", "plain", 1),
     ("sigmoid", "plain", 2),
@@ -39,10 +37,9 @@ RATES = {"layer_decay": 0.7, "image_learning_rate": 5e-3}  # groups with rates o
 
 
 def config(stage: int) -> dict[str, Any]:
-    options: dict[str, Any] = dict.fromkeys(AUTO, "auto")
     # The default initial loss scale, 2^16, is meant to overflow and to be halved; here it must not overflow.
     fp16 = {"enabled": "auto", "initial_scale_power": 9}
-    return options | {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}, "fp16": fp16}
+    return zero(stage, bf16={"enabled": "auto"}, fp16=fp16)["deepspeed"]
 
 
 class ZeroGradients(Gradients):
@@ -177,10 +174,11 @@ def test_steps_and_checkpoints_are_those_without_deepspeed(ranks, fresh_ranks, t
     assert same_of_open_clip(tmp_path / "zero/last", model)
 
 
-def rank_refused(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1, fresh=True)
+def test_other_stages_and_learning_rates_of_deepspeed_s_own_optimizer_are_refused(rank, world_size, tmp_path):
     for stage in (0, 3):
         with pytest.raises(ValueError, match=f"ZeRO stages 1 and 2, not {stage}"):
-            trajectory(folder, "", config(stage))
+            trajectory(tmp_path, "", config(stage))
     of_deepspeed = config(2) | {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     for name, value in (
         ("logit_scale_learning_rate", 1e-4),
@@ -189,13 +187,9 @@ def rank_refused(rank: int, world_size: int, folder: str) -> None:
         ("no_decay_parameters", ["text_model"]),
     ):
         with pytest.raises(ValueError, match=f"DeepSpeed's config names an optimizer.*without {name}"):
-            trajectory(folder, "", of_deepspeed, **{name: value})
-        trajectory(folder, "", config(2), **{name: value})
-    trajectory(folder, "", of_deepspeed)
+            trajectory(tmp_path, "", of_deepspeed, **{name: value})
+        trajectory(tmp_path, "", config(2), **{name: value})
+    trajectory(tmp_path, "", of_deepspeed)
     for teacher in (models.clip(seed=1), models.siglip()):
         with pytest.raises(ValueError, match=r"Teachers teach in fp32, but DeepSpeed casts .* Use DDP, or --fsdp"):
-            trajectory(folder, "", config(2), teacher=teacher)
-
-
-def test_other_stages_and_learning_rates_of_deepspeed_s_own_optimizer_are_refused(fresh_ranks, tmp_path):
-    fresh_ranks.run(rank_refused, 1, str(tmp_path))
+            trajectory(tmp_path, "", config(2), teacher=teacher)

@@ -1,7 +1,5 @@
 """Every supported model class of transformers, as a small model built from its config."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Trainings that end early, and best checkpoints, by a metric of several sets; a search for a learning rate."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The data sets of a command may have other columns, splits and formats than each other."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -197,11 +195,7 @@ def test_folders_named_by_numbers_are_told_and_take_names_from_a_file(tmp_path, 
         (("0", "1", "2"), "2 1 0", "0 1 2"),
         (("ant", "bee", "cat"), "cat ant", "There are 2 class_names ('cat', 'ant') for the 3 classes"),
         (("ant", "bee"), "ant bee cat", "There are 3 class_names ('ant', 'bee', 'cat') for the 2 classes"),
-        (
-            ("ant", "bee", "cat"),
-            "cat wasp ant",
-            "another order: ['cat', 'wasp', 'ant'] instead of ['ant', ",
-        ),
+        (("ant", "bee", "cat"), "cat wasp ant", "another order: ['cat', 'wasp', 'ant'] instead of ['ant', "),
     ],
 )
 def test_names_of_classes_meet_their_folders(tmp_path, folders, names, expected):

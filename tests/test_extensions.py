@@ -1,13 +1,12 @@
 """What is plugged into the step from outside of the package: a term, a change, an observer and a selection of pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from helpers import models
+from helpers.numerics import descend
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -114,11 +113,7 @@ def expected(objective: str) -> tuple[dict[str, Tensor], list[tuple[float, float
         loss = reference.contrastive_loss(*chosen, *encoder.scale_and_bias(), objective=objective).sum()
         (loss + term).backward()
         told.append((loss.item(), term.item()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend(model.parameters(), RATE)
     return dict(model.named_parameters()), told
 
 

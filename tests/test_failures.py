@@ -4,8 +4,6 @@ For tests that kill the launcher, torchrun runs this file as a script. A timeout
 other time is measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training from cached features of a frozen image tower equals training from the images; features are never stale."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

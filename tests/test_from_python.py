@@ -1,7 +1,5 @@
 """What a program does with the trainer beside the command: streams of `datasets`, metrics of its own, features."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

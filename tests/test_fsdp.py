@@ -1,33 +1,28 @@
 """FSDP2: the contract of test_parity.py, and checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import compare_versions
 from helpers import models
 from helpers.open_clip_models import same_of_open_clip
 from helpers.parity import MODELS, Gradients, check
+from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.shards import write_tars
 from helpers.streams import collate, stream_of
 from helpers.trainers import StopAt, trainer_for
+from helpers.wrappers import needs_fsdp
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel
 
 from hf_infcl import InfCLTrainer
 from hf_infcl.checkpoints.files import MANIFEST_NAME
-from hf_infcl.encoders.sharding import FSDP_SINCE
 
-pytestmark = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
+pytestmark = needs_fsdp
 
 # Without dropout: FSDP's own forwards do not pass the tokens by which recorded random states are found.
 CELLS = [
@@ -143,18 +138,15 @@ def test_evaluations_during_training_change_nothing(fresh_ranks, tmp_path, backe
     fresh_ranks.run(rank_evaluated, 2, str(tmp_path), name, backend=backend, always_ring=True)
 
 
-def rank_temperature(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, fresh=True)
+def test_the_temperature_alone_and_a_model_of_one_s_own_are_refused(rank, world_size, tmp_path):
     model = models.clip().requires_grad_(False)
     model.logit_scale.requires_grad_(True)
     with pytest.raises(ValueError, match="No embedding depends on a trained parameter"):
-        trainer_for(folder, model, use_cpu=False, fsdp=True)
+        trainer_for(tmp_path, model, use_cpu=False, fsdp=True)
     for build in models.OWN.values():
         with pytest.raises(ValueError, match="is not a model of transformers"):
-            trainer_for(folder, build(), use_cpu=False, fsdp=True)
-
-
-def test_the_temperature_alone_and_a_model_of_one_s_own_are_refused(fresh_ranks, tmp_path):
-    fresh_ranks.run(rank_temperature, 2, str(tmp_path))
+            trainer_for(tmp_path, build(), use_cpu=False, fsdp=True)
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
@@ -255,22 +247,19 @@ def test_adapters_are_resumed_with_a_trained_logit_scale(fresh_ranks, tmp_path, 
     assert saved != models.clip().logit_scale
 
 
-def rank_skips(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, fresh=True)
+def test_a_window_that_is_not_finite_is_skipped(rank, world_size, tmp_path):
     options = {"fsdp": True, "max_steps": 3, "learning_rate": 1e-2, "train_sampling_strategy": "sequential"}
     bad, good = models.Pairs(48), models.Pairs(48)
     bad.images[19] = torch.nan  # in the second of three windows, which the other run lacks
     for name in ("images", "tokens"):
         values = getattr(good, name)
         setattr(good, name, torch.cat([values[:16], values[32:], values[:16]]))
-    trainer = trainer_for(folder, data=bad, use_cpu=False, skip_nonfinite=1, **options)
-    expected = trainer_for(folder, data=good, use_cpu=False, callbacks=[StopAt(2)], **options)
+    trainer = trainer_for(tmp_path, data=bad, use_cpu=False, skip_nonfinite=1, **options)
+    expected = trainer_for(tmp_path, data=good, use_cpu=False, callbacks=[StopAt(2)], **options)
     for run in (trainer, expected):
         run.train()
     assert trainer.window_step.checks.skipped.count == 1
     assert trainer.lr_scheduler.last_epoch == expected.lr_scheduler.last_epoch == 2
     for one, other in zip(trainer.model.parameters(), expected.model.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor())
-
-
-def test_a_window_that_is_not_finite_is_skipped(fresh_ranks, tmp_path):
-    fresh_ranks.run(rank_skips, 2, str(tmp_path))

@@ -1,7 +1,5 @@
 """A small number of random inputs; tests/soak.py draws 10,000 cases of each kind."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools
@@ -24,7 +22,6 @@ from hypothesis import strategies as st
 from hf_infcl import reference
 from hf_infcl.loss import contrastive, several_positives
 from hf_infcl.tools.cli.commands import train_parser
-from hf_infcl.tools.cli.parser import Parser
 from hf_infcl.tools.publishing import Evaluation, Source, TrainingFacts, model_card
 
 # ---- The loss ----
@@ -119,9 +116,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@functools.cache
-def parser() -> Parser:
-    return train_parser()
+parser = functools.cache(train_parser)
 
 
 @settings(deadline=None)

@@ -1,7 +1,5 @@
 """The trainer on GPUs: the same parity as on CPUs, over NCCL, in fp32 and bf16. Run with ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 import gc
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Gradient caching with plain modules, without the losses and the trainer."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

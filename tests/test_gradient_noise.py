@@ -1,11 +1,10 @@
 """The gradient noise scale: its formula on known gradients, and its parts against explicit contributions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers import models
 from helpers.parity import MODELS
+from helpers.processes import on_ranks
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch import nn
 
@@ -145,27 +144,24 @@ def test_a_resumed_training_measures_the_same_steps(tmp_path, monkeypatch):
     assert len(measured) == 4, "twice in steps 0 and 3"
 
 
-def rank_resumed_mean(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_resumed_training_goes_on_with_the_mean(rank, world_size, tmp_path):
     options = {"max_steps": 6, "gradient_noise_steps": 2, "save_strategy": "steps", "save_steps": 3}
     data = models.Pairs(24 * world_size)
-    whole = trainer_for(f"{folder}/whole", models.clip(), data, **options)
+    whole = trainer_for(f"{tmp_path}/whole", models.clip(), data, **options)
     whole.train()
-    trainer_for(f"{folder}/part", models.clip(), data, **options, callbacks=[StopAt(3)]).train()
-    resumed = trainer_for(f"{folder}/part", models.clip(), data, **options)
+    trainer_for(f"{tmp_path}/part", models.clip(), data, **options, callbacks=[StopAt(3)]).train()
+    resumed = trainer_for(f"{tmp_path}/part", models.clip(), data, **options)
     resumed.train(resume_from_checkpoint=True)
     expected, found = (noise_of(trainer).estimates() for trainer in (whole, resumed))
     assert found == pytest.approx(expected, rel=1e-5)
     history = [[e.get("gradient_noise_scale") for e in t.state.log_history if "loss" in e] for t in (whole, resumed)]
     assert history[0] == history[1]
     larger = {"gradient_accumulation_steps": 3, "resume_with_changes": True, "max_steps": 4, "gradient_noise_steps": 4}
-    other = trainer_for(f"{folder}/part", models.clip(), data, **{**options, **larger})
-    other.train(resume_from_checkpoint=f"{folder}/part/checkpoint-3")
+    other = trainer_for(f"{tmp_path}/part", models.clip(), data, **{**options, **larger})
+    other.train(resume_from_checkpoint=f"{tmp_path}/part/checkpoint-3")
     assert noise_of(other).estimates() is None, "that of another batch"
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_resumed_training_goes_on_with_the_mean(ranks, tmp_path, world_size):
-    ranks.run(rank_resumed_mean, world_size, str(tmp_path))
 
 
 def test_steps_of_one_micro_batch_have_no_scale(tmp_path):

@@ -1,7 +1,5 @@
 """Replay in a global batch that grows: shares, exact gradients of each stage, the order of the pairs, and resumes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -13,6 +11,7 @@ import torch
 from helpers import models
 from helpers.demo import infcl
 from helpers.parity import FLOOR, MODELS, TOLERANCE, EachGradient
+from helpers.processes import on_ranks
 from helpers.shards import png, write_tars
 from helpers.streams import PAIRS, collate, stream_of
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters
@@ -242,13 +241,10 @@ def test_shares_that_a_stage_cannot_have_are_refused(tmp_path, options, words):
         trainer_of(tmp_path, models.clip(), **options)
 
 
-def test_old_pairs_that_processes_cannot_share_in_a_stage_are_refused(ranks, tmp_path):
-    ranks.run(rank_refuses, 2, str(tmp_path))
-
-
-def rank_refuses(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_old_pairs_that_processes_cannot_share_in_a_stage_are_refused(rank, world_size, tmp_path):
     with pytest.raises(ValueError, match=r"replay_as='own' needs equally many old pairs .* the 5 of a global batch"):
-        trainer_of(folder, models.clip(), replay_as="own")
+        trainer_of(tmp_path, models.clip(), replay_as="own")
 
 
 def test_smaller_micro_batches_are_refused_with_a_stream(shards):

@@ -1,7 +1,5 @@
 """Blocks of Python of the guides that no test of their topic runs, on a small model and 26 pairs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

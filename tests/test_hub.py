@@ -1,7 +1,5 @@
 """Pushes to the Hub and a resume from it, with the real Hub client, which talks to a double on this machine."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import errno
 import logging
@@ -10,7 +8,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,32 +18,23 @@ import peft
 import pytest
 import torch
 import transformers
-from accelerate.utils import compare_versions
 from helpers import models
-from helpers.hub import Hub, hub_for_this_process, talk_to
+from helpers.hub import Hub, talk_to
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import TrainerCallback
 
 from hf_infcl.checkpoints import pushes
 from hf_infcl.checkpoints.pushes import Pushes
-from hf_infcl.encoders.sharding import FSDP_SINCE
 
 TOKEN = "hf_" + "s3cr3t" * 6
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2}
 PUSHING = {**SAVING, "push_to_hub": True, "hub_model_id": "me/mine", "hub_token": TOKEN, "hub_always_push": True}
 
-
-AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-ZERO = {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}}
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with hub_for_this_process(monkeypatch, tmp_path / "cache") as hub:
-        yield hub
+WRAPPERS = {"ddp": {}, "fsdp": FSDP, "fsdp shards": FSDP_SHARDS, "zero": zero()}
 
 
 @pytest.fixture
@@ -107,25 +95,10 @@ def rank_push(rank: int, world_size: int, folder: str, endpoint: str, options: d
         return torch.cat([p.detach().flatten() for p in whole])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_cpu": False, "fsdp": True},
-        {"use_cpu": False, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
-        {"use_cpu": False, "deepspeed": ZERO},
-    ],
-    ids=["ddp", "fsdp2", "fsdp2 sharded", "zero 2"],
-)
-def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, tmp_path, options):
-    if "deepspeed" in options:
-        pytest.importorskip("deepspeed")
-    if "fsdp" in options and (
-        compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE)
-    ):
-        pytest.skip("--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate")
-    processes = fresh_ranks if options else ranks
-    trained, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, options)
+@pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
+def test_what_two_processes_push_is_an_ordinary_model(hub, ranks, fresh_ranks, tmp_path, wrapper):
+    processes = ranks if wrapper == "ddp" else fresh_ranks
+    trained, _ = processes.run(rank_push, 2, str(tmp_path / "out"), hub.endpoint, WRAPPERS[wrapper])
     for number, tree in enumerate(hub.commits["me/mine", "main"][1:]):
         folder = tmp_path / f"commit-{number}"
         folder.mkdir()

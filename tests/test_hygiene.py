@@ -1,7 +1,5 @@
 """Files from elsewhere cannot run code or write outside their folder, and an audit that could not look says so."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from pathlib import Path

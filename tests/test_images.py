@@ -415,10 +415,7 @@ class TestAugmentation:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (
-                {"augmentation": "flip"},
-                "must be one of none, crop, flip_crop, or a function .* got 'flip'",
-            ),
+            ({"augmentation": "flip"}, "must be one of none, crop, flip_crop, or a function .* got 'flip'"),
             (
                 {"augmentation": "crop", "all_captions": True},
                 "uses images and captions unchanged, but augmentation is 'crop' and text_dropout is 0",

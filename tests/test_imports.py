@@ -1,7 +1,5 @@
 """The packages of hf_infcl: which imports are forbidden, that there are no cycles, and which packages are required."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re
@@ -157,12 +155,7 @@ MUST_NOT_KNOW = {
         *inside("reference", "kernels", "loss", "windows", "training", "tools"),
     ),
     "hf_infcl.tools.embedding.options": WITHOUT_TORCH,
-    "hf_infcl.tools.scoring": (
-        *TRAINER,
-        *MODELS,
-        *DISTRIBUTED,
-        *inside("reference", "kernels", "training", "tools"),
-    ),
+    "hf_infcl.tools.scoring": (*TRAINER, *MODELS, *DISTRIBUTED, *inside("reference", "kernels", "training", "tools")),
     "hf_infcl.tools.scoring.options": WITHOUT_TORCH,
     "hf_infcl.training": inside("reference", "tools"),
     "hf_infcl.training.trainer": inside("kernels", "reference", "tools"),

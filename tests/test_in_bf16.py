@@ -1,7 +1,5 @@
 """``bf16_activations``: forwards in bf16 that add up fp32 gradients of fp32 weights."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

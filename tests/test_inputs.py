@@ -1,7 +1,5 @@
 """Wrong inputs of `contrastive_loss` on one process raise an error on all processes, with the values of each."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest import mock
@@ -48,11 +46,7 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
         "ids' type": ((x, y, 1.0), {"pair_ids": [0, 1, 2, 3] if wrong else ids}, "rank 1: .*tensor.*got a list"),
         "texts of no image": ((x, y[:3], 1.0) if wrong else (x, y, 1.0), {}, "rank 1: Pairs.*text_ids.*as negative_t"),
         "half of the ids": ((x, y, 1.0), {"image_ids": ids} | ({} if wrong else both), "rank 1: .*got only image_ids"),
-        "two kinds of ids": (
-            (x, y, 1.0),
-            both | ({"pair_ids": ids} if wrong else {}),
-            "rank 1: pair_ids exclude",
-        ),
+        "two kinds of ids": ((x, y, 1.0), both | ({"pair_ids": ids} if wrong else {}), "rank 1: pair_ids exclude"),
         "other ids": ((x, y, 1.0), {} if wrong else both, "0: .* image_ids and text_ids[\\s\\S]*1: .*no ids"),
         "text_ids' shape": (
             (x, y[:3], 1.0),
@@ -65,17 +59,9 @@ def bad_inputs(rank: int) -> dict[str, tuple[tuple, dict, str]]:
             both | {"image_ids": ids.to("meta") if wrong else ids},
             "rank 1: image_ids must be on .*meta",
         ),
-        "no text": (
-            (x, y[:0] if wrong else y, 1.0),
-            both | {"text_ids": ids[:0] if wrong else ids},
-            r"1: .*m, D >=",
-        ),
+        "no text": ((x, y[:0] if wrong else y, 1.0), both | {"text_ids": ids[:0] if wrong else ids}, r"1: .*m, D >="),
         "negatives": ((x, y, 1.0), {"negative_texts": None if wrong else y}, r"0: .*negative_texts \[4, 8\][\s\S]*1: "),
-        "negatives' type": (
-            (x, y, 1.0),
-            {"negative_texts": [y] if wrong else y},
-            "1: negative_texts.*tensor.*list",
-        ),
+        "negatives' type": ((x, y, 1.0), {"negative_texts": [y] if wrong else y}, "1: negative_texts.*tensor.*list"),
         "negatives' width": (
             (x, y, 1.0),
             {"negative_texts": y[:, :5] if wrong else y},

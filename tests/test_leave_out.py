@@ -1,7 +1,5 @@
 """`leave_out` finds pairs that do not belong together, on any number of processes and after resumes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """`infcl train --leave_out noisy` on tar shards: what it finds, after a kill, and on another number of processes."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

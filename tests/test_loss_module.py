@@ -1,7 +1,5 @@
 """`ContrastiveLoss` is called like OpenCLIP's losses, and its gradient under DDP is that of the whole batch."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """If a process is killed or hangs, in any phase, the others end in bounded time and name its rank and phase."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools
@@ -22,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
-from helpers.processes import context
+from helpers.processes import context, on_ranks
 from helpers.trainers import parameters, trainer_for
 
 from hf_infcl.checkpoints.files import choose
@@ -262,7 +260,8 @@ def test_a_process_that_gets_further_after_another_was_lost_is_not_ended(ranks):
     ranks.run(rank_takes_long_to_end, 2)
 
 
-def rank_has_work_after_its_training(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_work_after_a_training_ends_although_another_process_is_lost(rank, world_size):
     lost, interruptions = threading.Event(), Interruptions()
 
     def finish() -> None:
@@ -276,10 +275,6 @@ def rank_has_work_after_its_training(rank: int, world_size: int) -> None:
         with interruptions.watched(math.inf, finish):
             Processes().gather_text("both are in their trainings")
     assert lost.is_set()
-
-
-def test_work_after_a_training_ends_although_another_process_is_lost(ranks):
-    ranks.run(rank_has_work_after_its_training, 2)
 
 
 def rank_is_stopped(rank: int, world_size: int) -> set[str]:

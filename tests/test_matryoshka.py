@@ -1,7 +1,5 @@
 """Embeddings that can be cut: the mean of the losses over prefixes, what is saved of it, and evaluations."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

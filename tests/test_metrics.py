@@ -1,7 +1,5 @@
 """A metric is added by its function, its row in the table and the guide's list, and by nothing else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

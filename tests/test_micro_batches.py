@@ -1,7 +1,5 @@
 """One number for the batch: its division, what is found by trying, and steps that run out of memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from unittest import mock

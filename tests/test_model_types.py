@@ -1,7 +1,5 @@
 """Every model type trains: in each window the gradients are those of plain autograd on the whole global batch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, which is evaluated and saved in place of the last ones."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,32 +7,26 @@ from typing import Any
 import pytest
 import torch
 import transformers.training_args
-from accelerate.utils import compare_versions
 from helpers import models
 from helpers.trainers import StopAt, trainer_for
+from helpers.wrappers import FSDP, FSDP_SHARDS, wrapped, zero
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.optimizers import MovingAverage, MuonAdamW
 from hf_infcl.optimizers.moving_average import AVERAGE
 from hf_infcl.training import resuming
 
 EMA = {"ema_decay": 0.6, "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "learning_rate": 1e-2}
-AUTO = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 WRAPPERS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "muon": {"optimizer": "muon", "ema_device": "cpu"},
-    "fsdp": {"use_cpu": False, "fsdp": True},
-    "fsdp shards": {"use_cpu": False, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+    "fsdp": FSDP,
+    "fsdp shards": FSDP_SHARDS,
     # Its model is in bf16, in which the average of fp32 weights would be lost.
-    "zero": {
-        "use_cpu": False,
-        "bf16": True,
-        "deepspeed": {**dict.fromkeys(AUTO, "auto"), "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}},
-    },
+    "zero": {"bf16": True, **zero(bf16={"enabled": "auto"})},
 }
 
 
@@ -112,14 +104,8 @@ def rank_average(rank: int, world_size: int, folder: str, wrapper: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(last, whole(resumed.model), strict=True))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
 def test_the_average_is_that_of_the_definition_and_resumed_to_the_bit(request, tmp_path, wrapper, backend):
-    if wrapper == "zero":
-        pytest.importorskip("deepspeed")
-    sharded = wrapper.startswith("fsdp")
-    old = compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE)
-    if sharded and old:
-        pytest.skip("FSDP2 needs newer releases")
     groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
     groups.run(rank_average, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
     saved = models.tf.CLIPModel.from_pretrained(tmp_path / "last")
@@ -215,15 +201,10 @@ def rank_off_and_on(rank: int, world_size: int, folder: str, wrapper: str) -> No
         torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", wrapped(WRAPPERS))
 def test_an_average_that_ends_leaves_the_trained_weights_and_a_later_one_begins_with_them(
     request, tmp_path, wrapper, backend
 ):
-    if wrapper == "zero":
-        pytest.importorskip("deepspeed")
-    old = compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE)
-    if wrapper.startswith("fsdp") and old:
-        pytest.skip("FSDP2 needs newer releases")
     groups = request.getfixturevalue("ranks" if wrapper in ("ddp", "muon") else "fresh_ranks")
     groups.run(rank_off_and_on, 2, str(tmp_path), wrapper, backend=backend, always_ring=True)
 

@@ -1,7 +1,5 @@
 """``optimizer="muon"``: trainings with Muon, their resumption, and what the option cannot be combined with."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil
@@ -9,26 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import compare_versions
 from helpers import models
 from helpers.demo import infcl
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.wrappers import needs_fsdp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import default_collate
 
 from hf_infcl import InfCLTrainer
-from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.optimizers import MuonAdamW
 
 MUON = {"optimizer": "muon", "learning_rate": 1e-3, "weight_decay": 0.1, "max_steps": 4}
 RATES = {"layer_decay": 0.7, "text_learning_rate": 2e-3}  # groups with rates of their own
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-needs_fsdp = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
 
 
 def rates(trainer: InfCLTrainer) -> dict[str, float]:

@@ -1,13 +1,12 @@
 """A window with non-finite numbers or an exploding loss is refused on all processes, or skipped without a trace."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
 from helpers import models
+from helpers.processes import on_ranks
 from helpers.trainers import StopAt, parameters, trainer_for
 from transformers import TrainerCallback
 
@@ -137,14 +136,11 @@ def check_skips(folder: str, where: str) -> None:
     assert [entry["loss"] for entry in logs[::2]] == [e["loss"] for e in expected.state.log_history if "loss" in e]
 
 
-def rank_skips(rank: int, world_size: int, folder: str) -> None:
-    for where in ("embeddings", "gradient"):
-        check_skips(folder, where)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_skipped_window_changes_neither_weights_nor_optimizer_nor_schedule(ranks, tmp_path, world_size):
-    ranks.run(rank_skips, world_size, str(tmp_path))
+@on_ranks()
+def test_a_skipped_window_changes_neither_weights_nor_optimizer_nor_schedule(rank, world_size, tmp_path):
+    for where in ("embeddings", "gradient"):
+        check_skips(tmp_path, where)
 
 
 def test_a_skipped_window_changes_no_running_statistics(tmp_path):

@@ -1,7 +1,5 @@
 """Captions that are cut or repeated are told once, before the first step."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 import transformers

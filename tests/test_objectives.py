@@ -1,7 +1,5 @@
 """An objective is added by its definition, its two forms and its row in the table, and by nothing else."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

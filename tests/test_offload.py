@@ -1,7 +1,5 @@
 """The inputs of a window reach the device one micro-batch ahead, and leave it after their use."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from typing import Any

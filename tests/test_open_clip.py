@@ -1,7 +1,5 @@
 """Compared with OpenCLIP's own package: embeddings, pictures, texts, folders, and a model that was trained here."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Muon and AdamW in one optimizer: equal to torch's, on one process and on several; which parameters each updates."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import models
+from helpers.processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -196,16 +195,13 @@ def test_processes_share_the_matrices_and_load_the_state_of_one_process(ranks):
             assert all(torch.equal(a, s["momentum_buffer"]) for a, s in zip(averages, one.state.values(), strict=True))
 
 
-def rank_equal(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_processes_that_share_matrices_keep_equal_weights(rank, world_size):
     parameters = matrices()
     weights = torch.cat([w.flatten() for w in train(muon(parameters, processes=Processes()), parameters)])
     others = [torch.empty_like(weights) for _ in range(world_size)]
     dist.all_gather(others, weights)
     assert all(torch.equal(weights, other) for other in others), "processes must not drift apart"
-
-
-def test_processes_that_share_matrices_keep_equal_weights(ranks):
-    ranks.run(rank_equal, 3)
 
 
 def rank_sharded(rank: int, world_size: int, replicas: int) -> list[Tensor]:
@@ -229,15 +225,12 @@ def test_sharded_matrices_are_orthogonalised_as_a_whole(fresh_ranks, world_size,
         assert_equal_updates(weights, expected, start, bound=0.02)
 
 
-def rank_columns(rank: int, world_size: int) -> None:
+@on_ranks(2, fresh=True)
+def test_columns_that_are_divided_are_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)]))]
     with pytest.raises(ValueError, match="whose rows are divided among processes in one way"):
         train(muon(parameters), parameters)
-
-
-def test_columns_that_are_divided_are_refused(fresh_ranks):
-    fresh_ranks.run(rank_columns, 2)
 
 
 # ---- Which parameters ----

@@ -1,7 +1,5 @@
 """Options are declared once: what is said of one in its field is what checks, helps, resumes, plans and cards do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, make_dataclass
 
 import pytest

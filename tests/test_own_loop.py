@@ -1,7 +1,5 @@
 """`cached_backward` in a plain loop gives the gradient of one process that holds the micro-batches of all processes."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from functools import partial

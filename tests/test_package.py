@@ -1,7 +1,5 @@
 """The package as users install it: the contents and metadata of its archives, and a wheel that works without extras."""
 
-from __future__ import annotations
-
 import ast
 import email
 import os

@@ -1,7 +1,5 @@
 """Scores of single pairs against plain torch on all cosines, and their averages by keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

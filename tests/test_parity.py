@@ -4,8 +4,6 @@ Every cell of the table runs the real `InfCLTrainer` for one step, under real DD
 compares the gradients that reach the optimizer with plain autograd through `reference.contrastive_loss`.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.parity import MODELS, VARIANTS, check, train

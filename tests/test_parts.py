@@ -1,7 +1,5 @@
 """Parts of `InfCLTrainer` alone, without a Trainer: evaluating, resuming, ending early, values replaced, progress."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,18 +1,15 @@
 """Patches of images that training leaves out: the same ones in both passes, and none in evaluations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers import models
-from helpers.demo import infcl
+from helpers.demo import infcl, mistake
 from helpers.parity import MODELS, Draws, check
-from helpers.trainers import StopAt, parameters, trainer_for
-from torch import Tensor, nn
-from transformers import TrainerCallback
+from helpers.trainers import StopAt, TowerTokens, parameters, trainer_for
+from torch import Tensor
 
 from hf_infcl.encoders.dual_encoder import DualEncoder
 from hf_infcl.encoders.patch_dropout import PatchDropout
@@ -100,29 +97,11 @@ def test_gradients_are_those_of_autograd_with_the_same_patches(ranks, options):
     check(ranks, 1, [(objective, "patches", 4) for objective in MODELS], options)
 
 
-class Widths(TrainerCallback):
-    """The numbers of tokens that the layers of the image tower get in each step."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.steps: list[set[int]] = [set()]
-        layers: Any = model.vision_model.encoder.layers
-        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps.append(set())
-
-
 def test_the_last_steps_see_all_patches_also_after_a_resume_and_evaluations_always(tmp_path):
-    options = {
-        "patch_dropout": 0.75,
-        "full_tokens_last": 0.4,
-        "max_steps": 5,
-        "save_steps": 1,
-        "save_strategy": "steps",
-    }
-    options |= {"learning_rate": 0.01}
+    options = {"patch_dropout": 0.75, "full_tokens_last": 0.4, "max_steps": 5, "learning_rate": 0.01}
+    options |= {"save_steps": 1, "save_strategy": "steps"}
     model = models.clip(dropout=0.1)
-    widths = Widths(model)
+    widths = TowerTokens()
     whole = trainer_for(tmp_path / "whole", model, callbacks=[widths], **options)
     budget = whole.window_step.memory.graph_budget
     whole.train()
@@ -165,6 +144,4 @@ def test_the_plan_counts_what_is_left(tmp_path, capsys):
         (["--patch_dropout", 1], "patch_dropout must be a number of at least 0 and less than 1, got 1.0"),
         (["--full_tokens_last", 0.1], "full_tokens_last=0.1 has no effect without patch_dropout"),
     ):
-        with pytest.raises(SystemExit):
-            infcl("plan", "--model", tmp_path, "--global_batch", 64, *words)
-        assert complaint in capsys.readouterr().err
+        assert complaint in mistake(capsys, "plan", "--model", tmp_path, "--global_batch", 64, *words)

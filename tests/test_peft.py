@@ -1,7 +1,5 @@
 """LoRA adapters on either tower."""
 
-from __future__ import annotations
-
 import peft
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Texts that a model does not read to their end are refused; texts that are equal to it for other reasons are not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

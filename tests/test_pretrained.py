@@ -1,7 +1,5 @@
 """A checkpoint that lacks weights is refused, and adapters come with the model on which they were trained."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

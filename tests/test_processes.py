@@ -1,13 +1,12 @@
 """Processes that share a batch: every collective gives the result of one process that holds the tensors of all."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import on_ranks
 
 from hf_infcl.processes.collectives import MOST_NUMBERS, Processes, announce_failure, is_lost_connection
 
@@ -52,7 +51,8 @@ def test_one_process_needs_no_group():
     rank_collectives(0, 1)
 
 
-def rank_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_alone_needs_no_other_process(rank, world_size):
     if rank == 0:  # a collective of the default group would wait for rank 1
         processes = Processes(alone=True)
         assert (processes.rank, processes.world_size) == (0, 1)
@@ -60,11 +60,8 @@ def rank_alone(rank: int, world_size: int) -> None:
         assert processes.agree([3.0]) == [[3.0]]
 
 
-def test_alone_needs_no_other_process(ranks):
-    ranks.run(rank_alone, 2)
-
-
-def rank_outside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_process_outside_the_group_is_refused(rank, world_size):
     group = dist.new_group([0])
     if rank == 1:
         with pytest.raises(ValueError, match="not a member"):
@@ -73,11 +70,9 @@ def rank_outside(rank: int, world_size: int) -> None:
         assert Processes(group).world_size == 1
 
 
-def test_a_process_outside_the_group_is_refused(ranks):
-    ranks.run(rank_outside, 2)
-
-
-def rank_failure(rank: int, world_size: int, announced: bool) -> None:
+@pytest.mark.parametrize("announced", [False, True])
+@on_ranks(3)
+def test_a_failure_stops_every_process_with_its_reason(rank, world_size, announced):
     processes = Processes()
     if rank == 1 and announced:
         announce_failure(MemoryError("out of paper"))  # returns, so that its caller raises the error itself
@@ -87,11 +82,6 @@ def rank_failure(rank: int, world_size: int, announced: bool) -> None:
         with pytest.raises(RuntimeError, match=reason):
             processes.agree(numbers, failure="MemoryError: out of paper" if rank == 1 else "")
     assert processes.agree([]) == [[]] * world_size, "nothing is left hanging"
-
-
-@pytest.mark.parametrize("announced", [False, True])
-def test_a_failure_stops_every_process_with_its_reason(ranks, announced):
-    ranks.run(rank_failure, 3, announced)
 
 
 def test_errors_of_other_origin_are_not_taken_for_lost_connections():

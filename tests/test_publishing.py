@@ -1,7 +1,5 @@
 """Published files state what was measured: the facts of a run, its card, its curves and the Hub's result files."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import math
@@ -336,8 +334,7 @@ def test_local_paths_are_neither_told_nor_linked(tmp_path):
     assert source_name("someone/pairs") == ("someone/pairs", True)
     local = dataclasses.replace(RETRIEVAL, dataset="pairs", on_hub=False)
     card = read(
-        facts(start="start", start_on_hub=False, sources=[Source("pairs", False)], evaluations=[local]),
-        tmp_path,
+        facts(start="start", start_on_hub=False, sources=[Source("pairs", False)], evaluations=[local]), tmp_path
     )
     assert card.data.base_model is None
     assert card.data.datasets is None
@@ -462,10 +459,7 @@ def test_the_best_weights_are_told_once_they_are_loaded_and_with_their_own_figur
         ({"optim": "sgd", "weight_decay": 0.1}, {"optimizer": "sgd, weight decay 0.1"}),
         ({"optim": "sgd", "optim_args": "momentum=0.9"}, {"optimizer": "sgd, momentum 0.9, weight decay 0.0"}),
         ({"optim": "adafactor"}, {"optimizer": "adafactor, weight decay 0.0"}),
-        (
-            {"lr_scheduler_type": "constant", "learning_rate": 1e-3},
-            {"learning rate": "0.001, constant"},
-        ),
+        ({"lr_scheduler_type": "constant", "learning_rate": 1e-3}, {"learning rate": "0.001, constant"}),
         (
             {"lr_scheduler_type": "cosine", "warmup_steps": 5, "logit_scale_learning_rate": 0.25},
             {"learning rate": "5e-05, cosine, 5 steps of warm-up", "learning rate of logit_scale": "0.25"},

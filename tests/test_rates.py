@@ -1,7 +1,5 @@
 """Learning rates by tower and depth, frozen layers, and parameters without weight decay."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -38,12 +36,7 @@ def rates(trainer: InfCLTrainer) -> dict[str, float]:
 
 # Names of parameters before, in and after the layers of both towers, and the number of layers.
 BERT = ("embeddings.word_embeddings.weight", "encoder.layer.0.output.dense.weight", None, 1)
-CLIP_TEXT = (
-    "embeddings.token_embedding.weight",
-    "encoder.layers.0.mlp.fc1.weight",
-    "final_layer_norm.weight",
-    1,
-)
+CLIP_TEXT = ("embeddings.token_embedding.weight", "encoder.layers.0.mlp.fc1.weight", "final_layer_norm.weight", 1)
 CLIP_IMAGE = ("embeddings.patch_embedding.weight", "encoder.layers.0.mlp.fc1.weight", "post_layernorm.weight", 1)
 PLACES: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("clip", "clipseg", "metaclip_2", "owlv2", "owlvit"), (CLIP_IMAGE, CLIP_TEXT)),
@@ -71,10 +64,7 @@ PLACES: dict[str, tuple[Any, Any]] = {
         ("siglip", "siglip2"),
         (("embeddings.patch_embedding.weight", *CLIP_IMAGE[1:2], "head.probe", 1), (*CLIP_TEXT[:2], "head.weight", 1)),
     ),
-    "tipsv2": (
-        ("embeddings.cls_token", "encoder.layer.0.mlp.fc1.weight", "layernorm.weight", 1),
-        CLIP_TEXT,
-    ),
+    "tipsv2": (("embeddings.cls_token", "encoder.layer.0.mlp.fc1.weight", "layernorm.weight", 1), CLIP_TEXT),
     "vision-text-dual-encoder": (CLIP_IMAGE, (*BERT[:2], "pooler.dense.weight", 1)),
 }
 

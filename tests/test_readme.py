@@ -1,7 +1,5 @@
 """The package accepts the commands and the Python code of the guides, and the links of the guides have targets."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

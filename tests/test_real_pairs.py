@@ -1,11 +1,12 @@
 """The corpus of real pairs and its experiments, on pictures drawn here: no downloads, and one tiny model is trained."""
 
-from __future__ import annotations
-
+import csv
 import dataclasses
 import importlib
 import json
 import math
+import shutil
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -381,163 +382,43 @@ def test_the_files_of_the_experiments_can_be_run(module):
     }
 
 
-def test_tables_choose_rates_by_validation_and_share_runs_of_equal_steps(module):
-    tables = module("tables")
+def test_the_committed_tables_are_those_of_the_committed_rows(module, tmp_path, monkeypatch):
+    """Whatever rule of the tables changes, such as that validation chooses the rate, a figure of theirs does, too."""
+    tables, pictures = module("tables"), module("pictures")
+    for path in tables.RESULTS.glob("*.csv"):
+        shutil.copy(path, tmp_path)
+    head, *lines = csv.reader((tmp_path / "wrong_and_taught.csv").read_text().splitlines())
+    place = head.index("vendor_recall@1")
+    earlier = [[*line[:place], "0", *line[place + 1 :]] for line in lines]  # of each seed, which do not count
+    with (tmp_path / "wrong_and_taught.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([head, *earlier, *lines])
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--results", str(tmp_path)])
+    tables.main()
+    assert (tmp_path / "TABLES.md").read_text() == (tables.RESULTS / "TABLES.md").read_text()
 
-    def row(experiment: str, batch: int, steps: int, rate: float, seed: int, validation: float, **more: Any) -> Any:
-        recalls = {f"vendor_{way}_recall@1": seed / 10 for way in ("image", "text")}
-        measured = {"validation_image_recall@1": validation, "finished": True, "steps": steps, "samples": steps * batch}
-        setting = {"experiment": experiment, "method": "InfCLTrainer", "batch": batch, "objective": "softmax"}
-        return {**setting, "pair_ids": False, "learning_rate": rate, "seed": seed, **measured, **recalls, **more}
-
-    rows = [
-        row("1_global_batch", 1024, 576, 1e-3, 0, 0.3),
-        row("1_global_batch", 1024, 576, 2e-3, 0, 0.4),
-        row("1_global_batch", 1024, 576, 2e-3, 1, 0.2),
-        row("1_global_batch", 1024, 576, 2e-3, 2, 0.2),
-        row("1_global_batch", 512, 1152, 1e-3, 0, 0.5),
-        row("2_fixed_steps", 512, 576, 1e-3, 0, 0.1, captions="", equal_ids="", negatives=""),  # with older columns
-    ]
-    found = tables.at_fixed_steps(rows)
-    assert [setting.batch for setting in found] == [512, 1024]
-    chosen = found[tables.Setting("InfCLTrainer", 1024, "softmax", False)]
-    assert chosen.rate == 2e-3, "the best at the first seed"
-    assert chosen.cells(tables.STYLE) == ["0.002*", "3", "10.0 ± 10.0"], "the mean and the deviation over its seeds"
-    once = found[tables.Setting("InfCLTrainer", 512, "softmax", False)]
-    assert once.cells(tables.STYLE) == ["0.001", "1", "0.0"], "one seed has no deviation"
-    assert tables.steps_and_batch(rows, tables.STYLE).splitlines() == [
-        "| optimizer | steps | 512 pairs | 1,024 pairs |",
-        "| --- | --- | --- | --- |",
-        "| AdamW | 576 | 0.0 | 10.0 ± 10.0 |",
-        "| AdamW | 1,152 | 0.0 |  |",
-    ], "a batch that was not trained for as many steps has an empty cell"
-
-    columns = {
-        **dict.fromkeys(("concepts_image_recall@5", "concepts_text_recall@5"), 0.5),
-        "zero_shot_vendor_acc1": 0.1,
-    }
-    tried = [
-        row("4_fine_tuning", 512, 128, rate, seed, validation, way=way, **columns)
-        for way, rate, validation in (("LoRA", 1e-3, 0.3), ("LoRA", 3e-3, 0.4), ("base", 5e-4, 0.1))
-        for seed in (0, 1, 2)
-    ]
-    again = [
-        row("11_adamw_base_fine_tuning", 512, 128, rate, 0, 0.2, way=way, optimizer=optimizer, **columns)
-        for way, rate, optimizer in (("base", 5e-4, "adamw"), ("full", 1e-3, "muon"))
-    ]
-    from_muon = row("10_muon_fine_tuning", 512, 128, 2e-3, 0, 0.5, way="base", optimizer="muon", **columns)
-    repeated = row("11_adamw_base_fine_tuning", 512, 128, 3e-3, 0, 0.1, way="LoRA", **columns)
-    table = tables.fine_tuning([*tried, repeated, *tried, *again, from_muon])
-    lines = [line.split(" | ")[:5] for line in table.splitlines()[2:]]
-    assert lines == [
-        ["| AdamW", "before the fine-tuning", "**0.0005**", "3", "10.0 ± 0.0"],
-        ["| AdamW", "LoRA, AdamW", "0.001", "3", "30.0 ± 0.0"],
-        ["| AdamW", "LoRA, AdamW", "**0.003**", "3", "40.0 ± 0.0"],
-        ["| AdamW", "full, Muon", "**0.001**", "1", "20.0"],
-        ["| Muon", "before the fine-tuning", "**0.002**", "1", "50.0"],
-    ], "every rate, the chosen one bold; a base or a run that stands twice counts once"
-
-
-def test_averages_of_a_fine_tuning_are_shown_at_its_best_rate_beside_its_start_and_end(module):
-    tables = module("tables")
-
-    def row(way: str, recall: float, rate: float = 1e-4, seed: int = 0, **more: Any) -> Any:
-        both = {
-            f"{name}_{of}_recall@{k}": recall
-            for of in ("image", "text")
-            for name, k in (("vendor", 1), ("concepts", 5))
-        }
-        run = {
-            "experiment": "11_adamw_base_fine_tuning",
-            "method": "InfCLTrainer",
-            "batch": 512,
-            "objective": "softmax",
-        }
-        run |= {"pair_ids": False, "learning_rate": rate, "seed": seed, "way": way, "steps": 128, "finished": True}
-        return {**run, **both, "validation_image_recall@1": recall, **more}
-
-    def tuning(end: float, half: float, **more: Any) -> Any:
-        yield row("full", end, options='{"keep_features": 3.0}', **more)
-        yield row("full", half, options='{"keep_features": 3.0}', path="line", alpha=0.5, **more)
-        yield row("full", 0.0, options='{"keep_features": 3.0}', path="depth", alpha=0.5, **more)
-
-    assert tables.averages([row("base", 0.1), row("full", 0.2)]) == "", "nothing was averaged"
-    rows = [row("base", 0.1), row("base", 0.3, seed=1), *tuning(0.5, 0.3), *tuning(0.7, 0.5, seed=1)]
-    rows += tuning(0.4, 0.9, rate=3e-4)
-    assert tables.averages(rows).splitlines()[2:] == [
-        "| AdamW | full, keep_features 3, AdamW | 2 | 20.0 / 20.0 | 40.0 / 40.0 | 60.0 / 60.0 | 0.0 / 0.0 |"
-    ]
-    others = {"experiment": "13_replay_of_others", "options": '{"replay_share": 0.1}', "replay": "twemoji"}
-    rows += [row("base", 0.1, **others), row("full", 0.3, **others)]
-    rows += [row("full", 0.2, path="line", alpha=0.5, **others), row("full", 0.2, path="depth", alpha=0.5, **others)]
-    assert (
-        tables.averages(rows)
-        .splitlines()[3]
-        .startswith("| AdamW, no Twemoji | full, replay_share 0.1, of Twemoji, AdamW | 1 | 10.0 / 10.0 | 20.0 / 20.0 |")
-    ), "another base, whose old pairs are named"
-
-
-def test_each_batch_stands_once_with_the_figures_of_both_optimizers(module, tmp_path):
-    tables = module("tables")
-    columns = {column for columns in tables.FIGURES.values() for column in columns}
-
-    def row(experiment: str, batch: int, recall: float, optimizer: str = "adamw", **more: Any) -> Any:
-        run = {"experiment": experiment, "method": "InfCLTrainer", "batch": batch, "samples": 589_824, "seed": 0}
-        run |= {"steps": 589_824 // batch, "learning_rate": 1e-3, "finished": True, "validation_image_recall@1": 0.1}
-        run |= {"objective": "softmax", "pair_ids": False, "optimizer": optimizer, "micro_batch": batch}
-        return {**dict.fromkeys(columns, recall), **run, **more}
-
-    adamw = [row("1_global_batch", 256, 0.3), row("1_global_batch", 1024, 0.2, optimizer="")]  # as older rows
-    assert tables.optimizers(adamw) == "", "there is nothing to compare"
-    muon = [
-        row("9_optimizers", 1024, 0.5, "muon"),
-        row("9_optimizers", 1024, 0.4, "muon", method="Trainer", micro_batch=256),
-        row("9_optimizers", 512, 0.6, "muon", objective="sigmoid"),
-        row("9_optimizers", 256, 0.0, samples=4 * 589_824, steps=9216),  # AdamW's
-        row("3_objectives", 512, 0.1, objective="sigmoid"),
-    ]
-    rows = adamw + muon
-
-    def cells(table: str, *places: int) -> list[list[str]]:
-        return [[line.split(" | ")[place].strip(" |") for place in places] for line in table.splitlines()[2:]]
-
-    assert cells(tables.optimizers(rows), 0, 1, 2, 5, 9) == [
-        ["589,824", "256", "2,304", "30.0", ""],
-        ["589,824", "1,024", "576", "20.0", "50.0"],
-        ["2,359,296", "256", "9,216", "0.0", ""],
-    ]
-    assert cells(tables.losses_of_optimizers(rows), 0, 3, 6) == [
-        ["`InfCLTrainer`, one loss over 512, sigmoid", "AdamW", "10.0"],
-        ["`InfCLTrainer`, one loss over 512, sigmoid", "Muon", "60.0"],
-        ["`Trainer`, 4 losses over 256 in a step, softmax", "Muon", "40.0"],
-        ["`InfCLTrainer`, one loss over 1,024, softmax", "AdamW", "20.0"],
-        ["`InfCLTrainer`, one loss over 1,024, softmax", "Muon", "50.0"],
-    ]
-    assert [c.batch for c in tables.at_fixed_samples(rows, 589_824).values()] == [256, 1024], "AdamW's tables stay"
-
-    assert (tables.growing_batches(rows), tables.fewer_tokens(rows)) == ("", ""), "nothing has run"
-    words = '{"global_batch_schedule": ["512:0.25", "1024"]}'
-    grown = [row("17_growing_batch", 1024, 0.7, "muon", options=words, steps=720)]
-    times = [row("12_cost_of_optimizers", n, 0.0, "muon", seconds=n / 8, steps=24) for n in (512, 1024)]
-    assert cells(tables.growing_batches(rows + grown + times), 0, 1, 2, 3, 6)[-2:] == [
-        ["`InfCLTrainer`, one loss over 1,024", "Muon", "576", "3072 s", "50.0"],
-        ["`InfCLTrainer`, 512 → 1,024", "Muon", "720", "3072 s", "70.0"],
-    ]
-    half = row("15_fewer_tokens", 1024, 0.4, "muon", options='{"patch_dropout": 0.5, "full_tokens_last": 0.1}')
-    cost = {"seconds": 2.4, "steps": 24, "peak_gib": 3.0}
-    cost_of_half = row("16_cost_of_tokens", 1024, 0.0, "muon", options='{"patch_dropout": 0.5}', **cost)
-    assert cells(tables.fewer_tokens([*rows, half, cost_of_half]), 0, 2, 3, 6) == [
-        ["all tokens", "", "", "50.0"],
-        ["`patch_dropout` 0.5, all in the last 10% of the steps", "100.0 ms", "3.0 GiB", "40.0"],
-    ]
-
-    timed = [row("12_cost_of_optimizers", 1024, 0.0, o, seconds=9.0, steps=24, peak_gib=5.0) for o in ("adamw", "muon")]
-    pictures = module("pictures")
+    rows = [row for row in tables.read(tmp_path / "results.csv") if row["experiment"] != tables.COST_OF_OPTIMIZERS]
     pictures.draw_optimizers(rows, tmp_path / "one.png")
-    pictures.draw_optimizers(rows + timed, tmp_path / "two.png")
-    widths = [Image.open(tmp_path / f"{name}.png").width for name in ("one", "two")]
-    assert widths[1] == 2 * widths[0], "the time has a panel of its own"
-    assert cells(tables.cost(timed, "12_cost_of_optimizers"), 1, 3) == [["AdamW", "375.0 ms"], ["Muon", "375.0 ms"]]
+    one, two = (Image.open(tmp_path / f"{name}.png").width for name in ("one", "optimizers"))
+    assert two == 2 * one, "the time has a panel of its own"
+    nothing = [tables.optimizers, tables.averages, tables.growing_batches, tables.fewer_tokens, tables.cost]
+    assert {table([]) for table in nothing} == {""}
+    assert tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "none.csv")) == ""
+    assert {c.steps for c in tables.at_fixed_steps(rows).values()} == {576}
+
+
+def test_a_rate_at_an_edge_has_a_star_and_a_batch_that_grows_its_sizes(module):
+    rows = module("rows")
+
+    def cell(*scores: float) -> str:
+        run = {"seed": 0, "finished": True, "batch": 512}
+        rates = [{**run, "learning_rate": 2**n, "validation_recall": s} for n, s in enumerate(scores)]
+        return rows.Configuration(rates).rate_cell
+
+    assert [cell(0.3, 0.4), cell(0.4, 0.3), cell(0.3, 0.4, 0.3), cell(0.3)] == ["2*", "1*", "2", "1"]
+    grows = rows.Setting(
+        "InfCLTrainer", 1024, "softmax", False, options='{"global_batch_schedule": ["512:0.25", "1024"]}'
+    )
+    assert rows.label(grows) == "`InfCLTrainer`, 512 → 1,024"
 
 
 def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
@@ -565,47 +446,9 @@ def test_objectives_stand_beside_plain_softmax_of_as_many_steps(module):
         ["| 4,096", "576", "softmax", "yes"],
     ]
     assert [c.steps for c in tables.at_fixed_samples(rows, 589_824).values()] == [1152, 144]
-
-
-def test_hard_negatives_are_tried_on_known_names_and_on_new_concepts(module):
-    tables = module("tables")
-    columns = {column for columns in {**tables.FIGURES, **tables.SWAPS}.values() for column in columns}
-    shares = {column: 0.1 + column.startswith("concepts") / 10 for column in columns}
-    common = {"method": "InfCLTrainer", "batch": 512, "objective": "softmax", "pair_ids": False, "learning_rate": 1e-3}
-    common |= {"seed": 0, "finished": True, "steps": 9, "validation_image_recall@1": 0.1, **shares}
-    rows = [
-        {**common, "experiment": "6_several_captions", "negatives": False},
-        {**common, "experiment": "7_hard_negatives", "negatives": True, "concepts_number_swaps": 0.7},
-    ]
-    head, _, *lines = [line.strip("| ").split(" | ") for line in tables.hard_negatives(rows).splitlines()]
-    without, beside = (dict(zip(head, line, strict=True)) for line in lines)
-    assert [without["swapped captions in training"], beside["swapped captions in training"]] == ["no", "yes"]
-    assert [line["number swapped, new concepts"] for line in (without, beside)] == ["20.0", "70.0"]
-    assert [line["number swapped, other style"] for line in (without, beside)] == ["10.0", "10.0"]
-
-
-def test_the_newest_run_of_each_seed_counts_for_wrong_captions_and_teachers(module, tmp_path):
-    tables = module("tables")
-    assert tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "none.csv")) == ""
-    head = "size,optimizer,times,trained_on,wrong,oracle,cleaned,teacher,taught_by,weight,side,options,seed,samples"
-    common = 'small,muon,1,all,0.2,{},{},{},"{{""leave_out"": ""noisy""}}",{},64,{},{}'
-    lines = [
-        f"{head},vendor_recall@1,concepts_recall@5",
-        common.format("False", 0, ",,,both", 0, 10, 20),
-        common.format("False", 0, ",,,both", 0, 30, 40),  # the same seed again
-        common.format("False", 0, ",,,both", 1, 40, 50),
-        common.format("True", 0, ",,,both", 0, 60, 70),
-        common.format("False", 0.5, "stored,small 4,1,text", 0, 80, 90),
-    ]
-    (tmp_path / "rows.csv").write_text("\n".join(lines))
-    table = tables.wrong_and_taught(tables.wrong_and_taught_rows(tmp_path / "rows.csv"))
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    common = ["all", "small", "Muon", "64", "20%"]
-    assert rows == [
-        [*common, "all", "", "`leave_out` noisy", "2", "35.0", "45.0"],
-        [*common, "cleaned at 0.5", "stored, small 4, β 1, text", "`leave_out` noisy", "1", "80.0", "90.0"],
-        [*common, "right pairs", "", "`leave_out` noisy", "1", "60.0", "70.0"],
-    ]
+    muon = row("9_optimizers", 512, 589_824, objective="sigmoid", optimizer="muon")
+    assert tables.losses_of_optimizers([*rows, muon]).count("sigmoid") == 2
+    assert "softmax" not in tables.losses_of_optimizers([*rows, muon]), "Muon has no such row of that batch"
 
 
 def test_the_picture_of_examples_frames_the_right_drawings(module, tmp_path):

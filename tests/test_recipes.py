@@ -1,7 +1,5 @@
 """The recipes and launch configurations: each trains, with the changes that a small machine needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

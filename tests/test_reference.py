@@ -1,7 +1,5 @@
 """The reference gives the losses of transformers' CLIP and SigLIP and, with `pair_ids`, the defined ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A step that was repeated after memory had run out is, to the bit, the one that began with those micro-batches."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

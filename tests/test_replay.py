@@ -1,7 +1,5 @@
 """Replay: exact shares of old pairs in every global batch, from tables and streams, in one loss or in two."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

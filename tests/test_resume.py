@@ -1,7 +1,5 @@
 """A resumed training has the same windows, random state and weights, or raises an error that gives the reason."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -16,6 +14,7 @@ import torch
 from helpers import models
 from helpers.numerics import relative_error
 from helpers.pictures import picture
+from helpers.processes import on_ranks
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, TrainedRows, arguments, parameters, trainer_for
 from torch.utils.data import default_collate
@@ -52,18 +51,15 @@ def check_resume(folder: str, data: Any, stop: int = 3, seed: int = 99, **option
     assert seconds == sorted(seconds), "the duration goes on from that of the part before"
 
 
-def rank_resume(rank: int, world_size: int, folder: str, kind: str, stop: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("kind", "stop"), [("rows", 3), ("dispatched", 4), ("read by each", 3)])
+@on_ranks(always_ring=True)
+def test_resume_is_bit_identical_with_dropout(rank, world_size, tmp_path, kind, stop):
     rows = 16 * world_size + 3
     data = models.Pairs(rows) if kind == "rows" else models.Stream(rows)
     # A stream is read by the main process or by each process itself.
     options = {"accelerator_config": {"dispatch_batches": None if kind == "rows" else kind == "dispatched"}}
-    check_resume(folder, data, stop, seed=99 + rank, **options)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("kind", "stop"), [("rows", 3), ("dispatched", 4), ("read by each", 3)])
-def test_resume_is_bit_identical_with_dropout(ranks, tmp_path, world_size, kind, stop):
-    ranks.run(rank_resume, world_size, str(tmp_path), kind, stop, always_ring=True)
+    check_resume(tmp_path, data, stop, seed=99 + rank, **options)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -82,15 +78,11 @@ def test_resume_is_bit_identical_with_bf16_activations(tmp_path):
     assert {value.dtype for value in weights} == {torch.float32}
 
 
-def rank_dispatch(rank: int, world_size: int, folder: str) -> None:
-    trainer = trainer_for(folder, accelerator_config={"dispatch_batches": True})
+@on_ranks(2)
+def test_rows_that_the_main_process_would_send_out_are_refused(rank, world_size, tmp_path):
+    trainer = trainer_for(tmp_path, accelerator_config={"dispatch_batches": True})
     with pytest.raises(ValueError, match="dispatch_batches=True, which is only for streams"):
         trainer.train()
-
-
-def test_rows_that_the_main_process_would_send_out_are_refused(ranks, tmp_path):
-    # On resume accelerate skips too few batches.
-    ranks.run(rank_dispatch, 2, str(tmp_path))
 
 
 # ---- A finished run ----
@@ -177,13 +169,6 @@ def test_another_run_s_checkpoint_is_refused(tmp_path, stopped_runs, changes, me
     run = trainer_for(tmp_path, **{**OPTIONS, "model": build(), **changes})
     with pytest.raises(ValueError, match=message):
         run.train(resume_from_checkpoint=stopped_runs[build])
-
-
-def test_a_changed_global_batch_can_be_asked_for(tmp_path):
-    stopped(tmp_path)
-    resumed = trainer_for(tmp_path, **OPTIONS, gradient_accumulation_steps=1, resume_with_changes=True)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 6
 
 
 # ---- Changes that are asked for ----
@@ -364,13 +349,14 @@ def test_other_options_of_the_data_are_refused(tmp_path):
             run(**changes).train(resume_from_checkpoint=True)
 
 
-def rank_has_an_old_copy(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_rank_with_other_data_is_refused_before_the_first_step(rank, world_size, tmp_path):
     collator = ContrastiveCollator(clip_processor())
     for data, difference in (
         (pairs_of(("ab" if rank == 0 else "ac") * 20), r"content is '\w{16}' on rank 0 and '\w{16}' on rank 1\."),
         (models.Pairs(40 + rank), "data is 'Pairs, 40 rows, .*' on rank 0 and 'Pairs, 41 rows, .*' on rank 1"),
     ):
-        run = trainer_for(folder, data=data, **OPTIONS, data_collator=collator)
+        run = trainer_for(tmp_path, data=data, **OPTIONS, data_collator=collator)
         with pytest.raises(ValueError, match=f"The ranks would train different runs: {difference}"):
             run.train()
 
@@ -386,11 +372,8 @@ def test_a_rank_with_another_evaluation_set_or_start_is_refused(ranks, tmp_path,
     ranks.run(rank_has_another_evaluation, 2, str(tmp_path), backend=backend)
 
 
-def test_a_rank_with_other_data_is_refused_before_the_first_step(ranks, tmp_path):
-    ranks.run(rank_has_an_old_copy, 2, str(tmp_path))
-
-
-def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_rank_with_other_options_is_refused_before_the_first_step(rank, world_size, tmp_path):
     """With most of these options, the processes would wait for each other forever or train different weights."""
     several = {
         "learning_rate": (0.001, 0.01),
@@ -400,40 +383,10 @@ def rank_has_other_options(rank: int, world_size: int, folder: str) -> None:
     }
     own = {name: values[rank] for name, values in several.items()}
     with pytest.raises(ValueError, match=r"The ranks would train different runs: learning_rate is 0\.001 on") as told:
-        trainer_for(folder, **{**OPTIONS, **own}).train()
+        trainer_for(tmp_path, **{**OPTIONS, **own}).train()
     for name, (here, there) in several.items():
         assert f"{name} is {here!r} on rank 0 and {there!r} on rank 1" in str(told.value)
-    mine = {
-        "run_name": f"rank {rank}",
-        "disable_tqdm": bool(rank),
-        "log_level": "error",
-    }
-    run = trainer_for(f"{folder}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
+    mine = {"run_name": f"rank {rank}", "disable_tqdm": bool(rank), "log_level": "error"}
+    run = trainer_for(f"{tmp_path}/shared", **{**OPTIONS, **mine, "max_steps": 1, "save_strategy": "no"})
     run.args.dataloader_pin_memory = bool(rank)  # use_cpu has set it to False
     run.train()
-
-
-def test_a_rank_with_other_options_is_refused_before_the_first_step(ranks, tmp_path):
-    ranks.run(rank_has_other_options, 2, str(tmp_path))
-
-
-# ---- Secrets ----
-
-TOKEN = "hf_thisIsTheTokenOfTheTest"
-
-
-def test_no_file_or_text_holds_the_token(tmp_path, capfd, caplog):
-    args = arguments(tmp_path, hub_token=TOKEN, **{**OPTIONS, "max_steps": 1, "save_steps": 1})
-    trainer = InfCLTrainer(models.clip(), args, default_collate, train_dataset=models.Pairs(8))
-    trainer.train()
-    trainer.save_model()
-    trainer.save_state()
-    print(args, repr(args), args.to_json_string(), args.to_sanitized_dict(), args.to_dict())
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert tmp_path / "training_args.bin" in written
-    assert tmp_path / "checkpoint-1" / "training_args.bin" in written
-    assert not [path for path, content in written.items() if TOKEN.encode() in content]
-    printed = capfd.readouterr()
-    assert "<HUB_TOKEN>" in printed.out
-    assert TOKEN not in printed.out + printed.err + caplog.text
-    assert args.hub_token == TOKEN, "it is still there for the push"

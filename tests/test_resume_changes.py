@@ -1,7 +1,5 @@
 """A run that is resumed with changes trains what is left of it, in samples, and says what was changed, and when."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,10 +1,9 @@
 """The ring: each process visits every block once, and sums that travel with a block return to its owner."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import on_ranks
 
 from hf_infcl.loss.ring import Ring, RingReduction
 from hf_infcl.processes.collectives import Processes
@@ -48,10 +47,7 @@ def test_one_process_needs_no_group():
     rank_travel(0, 1)
 
 
-def rank_travel_in_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_group_smaller_than_the_default_group(rank, world_size):
     groups = [dist.new_group([1, 3]), dist.new_group([0, 2])]  # their ranks differ from those of the default group
     rank_travel(rank // 2, 2, groups[0 if rank % 2 else 1])
-
-
-def test_a_group_smaller_than_the_default_group(ranks):
-    ranks.run(rank_travel_in_groups, 4)

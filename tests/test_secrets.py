@@ -1,7 +1,5 @@
 """No file, log line, request or tracker holds a token, or the user, password or query of a URL."""
 
-from __future__ import annotations
-
 import base64
 import json
 import logging
@@ -103,7 +101,8 @@ class Tracker(TrainerCallback):
     received: list[str] = []  # noqa: RUF012
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.received += [args.to_json_string(), str(args.to_sanitized_dict()), str(args), str(model.config)]
+        told = args.to_json_string(), args.to_sanitized_dict(), args.to_dict(), args, repr(args), model.config
+        self.received += map(str, told)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.received.append(json.dumps(logs))

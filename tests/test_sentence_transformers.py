@@ -1,7 +1,5 @@
 """sentence-transformers loads what a training saves, and encodes to the embeddings of the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training on several captions per image and on negative captions has the gradient of the definition."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +11,7 @@ from helpers.evaluation import Captioned, collate_captions
 from helpers.numerics import relative_error
 from helpers.parity import FLOOR, MODELS, TOLERANCE, Gradients
 from helpers.pictures import picture
+from helpers.processes import on_ranks
 from helpers.processors import END, clip_processor
 from helpers.shards import png, write_parquet
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
@@ -226,15 +225,12 @@ class Items(IterableDataset):
         return (self.dataset[row] for row in range(len(self.dataset)))
 
 
-def rank_dispatched(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2, timeout=60)
+def test_a_stream_that_the_main_process_reads_has_one_caption_for_each_image(rank, world_size, tmp_path):
     several, single = (pictures(captions_per_image=captions) for captions in (2, 1))
     for data in (several, single, Subset(single, [0, 2, 4, 1, 3, 5])):  # at last the second micro-batch has negatives
         with pytest.raises(ValueError, match=r"cannot have several captions .* negative captions with 2 processes"):
-            trainer_of_pictures(folder, data=Items(data), equal_ids="positive", save_strategy="no").train()
-
-
-def test_a_stream_that_the_main_process_reads_has_one_caption_for_each_image(ranks, tmp_path):
-    ranks.run(rank_dispatched, 2, str(tmp_path), timeout=60)
+            trainer_of_pictures(tmp_path, data=Items(data), equal_ids="positive", save_strategy="no").train()
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -1,7 +1,5 @@
 """`contrastive_loss` with ids of images and texts, and with negative texts: losses and gradients as defined."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest import mock
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers.numerics import LargestTensor, relative_error
+from helpers.processes import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -172,7 +171,8 @@ def test_a_tiny_loss_keeps_its_digits(distance, form):
     assert relative_error(gradients["logit_scale"], of_scale) < 1e-5
 
 
-def rank_far_positives(rank: int, world_size: int) -> None:
+@on_ranks(2, always_ring=True)
+def test_a_tiny_loss_keeps_its_digits_where_the_positives_are_on_other_processes(rank, world_size):
     ids = torch.arange(8) + 8 * rank
     other = (ids + 8) % 16
     x, y = torch.eye(16)[ids], torch.eye(16)[other]
@@ -180,10 +180,6 @@ def rank_far_positives(rank: int, world_size: int) -> None:
         loss = contrastive_loss(x, y, distance, image_ids=ids, text_ids=other, strategy=strategy)
         truth = torch.log1p(15 * torch.tensor(-distance, dtype=torch.float64).exp())
         assert relative_error(loss, truth) < 2e-5
-
-
-def test_a_tiny_loss_keeps_its_digits_where_the_positives_are_on_other_processes(ranks):
-    ranks.run(rank_far_positives, 2, always_ring=True)
 
 
 def test_without_a_positive_the_loss_is_not_finite():
@@ -246,7 +242,8 @@ def test_no_negative_texts_at_all_have_an_empty_gradient(objective):
         assert gradient.shape == none.shape
 
 
-def rank_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2, always_ring=True)
+def test_only_wanted_gradients(rank, world_size):
     for kind, objective, strategy in itertools.product(
         ("ids and negatives", "pairs and negatives"), ("softmax", "sigmoid"), STRATEGIES
     ):
@@ -267,10 +264,6 @@ def rank_frozen(rank: int, world_size: int) -> None:
                 assert (inputs[name].grad is not None) == want
                 if want:
                     torch.testing.assert_close(inputs[name].grad, expected[name])
-
-
-def test_only_wanted_gradients(ranks):
-    ranks.run(rank_frozen, 2, always_ring=True)
 
 
 def rank_memory(rank: int, world_size: int) -> int:

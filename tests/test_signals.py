@@ -1,7 +1,5 @@
 """Signals around each change of a growing global batch, and before evaluations on which a training depends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import models
-from helpers.processes import context
+from helpers.processes import context, on_ranks
 from helpers.trainers import parameters, trainer_for
 from torch import Tensor
 from transformers import TrainerCallback
@@ -76,22 +74,19 @@ def test_a_training_that_is_killed_around_a_change_of_the_batch_loses_nothing(tm
     assert_same(resumed, whole)
 
 
-def rank_asked(rank: int, world_size: int, folder: str) -> None:
-    whole = training(Path(folder, "whole"))
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_a_signal_to_one_rank_in_the_last_step_of_a_batch_loses_nothing(rank, world_size, tmp_path):
+    whole = training(Path(tmp_path, "whole"))
     whole.train()
     for after in (3, 5):  # in the last steps of the first and of the second batch
         asked = [Signal(signal.SIGTERM, after)] if rank == world_size - 1 else []
         with pytest.raises(Preempted):
-            training(Path(folder, str(after)), callbacks=asked).train()
-        resumed = training(Path(folder, str(after)), seed=5)
+            training(Path(tmp_path, str(after)), callbacks=asked).train()
+        resumed = training(Path(tmp_path, str(after)), seed=5)
         resumed.train(resume_from_checkpoint="auto")
         assert resumed.steps_trained == 7 - (after + 1)
         assert_same(resumed, whole)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_signal_to_one_rank_in_the_last_step_of_a_batch_loses_nothing(ranks, tmp_path, world_size):
-    ranks.run(rank_asked, world_size, str(tmp_path))
 
 
 # ---- Evaluations ----

@@ -1,30 +1,23 @@
 """Staying near the start of a training: ``keep_features`` and ``keep_weights``, compared with plain autograd."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import compare_versions
 from helpers import models
+from helpers.numerics import descend
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 
 from hf_infcl import InfCLTrainer, reference
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.tools import planning
 
 BETA, STRENGTH, RATE = 3.0, 20.0, 5e-3
 # Two steps of the same 48 pairs; the second one begins away from the start.
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
-
-needs_fsdp = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
 
 
 def build(name: str) -> nn.Module:
@@ -47,11 +40,7 @@ def expected(name: str, *, freeze: str | None = None) -> tuple[dict[str, Tensor]
         term = BETA * sum((f - f0).square().sum(1).mean() for f, f0 in zip(embeds, kept, strict=True))
         (loss + term).backward()
         told.append((loss.item(), term.item()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend(model.parameters(), RATE)
     return dict(model.named_parameters()), told
 
 

@@ -1,7 +1,5 @@
 """`WindowStep` alone, without a Trainer: the gradient of a window, its forwards, its memory and its refusals."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams: every sample once per pass, the same order for any number of readers, and exact resume from a cursor."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools
@@ -92,8 +90,8 @@ def folder(tmp_path):
 @pytest.fixture
 def make(folder):
     """A stream with lanes for 4 readers. A lane's buffer holds a third of what the lane reads in a pass."""
-    return lambda **options: ImageTextStream(
-        str(folder), **{"lanes": 4, "shuffle_buffer": 30, "open_shards": 2, "seed": 3, **options}
+    return lambda source=folder, **options: ImageTextStream(
+        str(source), **{"lanes": 4, "shuffle_buffer": 30, "open_shards": 2, "seed": 3, **options}
     )
 
 
@@ -151,12 +149,8 @@ def test_data_loader_workers_give_the_same_sequence(make, monkeypatch):
 def test_neighbours_in_a_shard_end_up_far_apart(tmp_path, monkeypatch):
     """Two samples that are adjacent in a shard are a third of all buffers apart in the sequence."""
     write_tars(tmp_path, [100] * 16)
-    run = Run(
-        monkeypatch,
-        lambda: ImageTextStream(str(tmp_path), lanes=2, shuffle_buffer=200, open_shards=4, seed=1),
-        batch_size=1,
-        workers=2,
-    )
+    options = {"lanes": 2, "shuffle_buffer": 200, "open_shards": 4, "seed": 1}
+    run = Run(monkeypatch, lambda: ImageTextStream(str(tmp_path), **options), batch_size=1, workers=2)
     place = {}
     for index, (number,) in enumerate(run.take(1600)):
         place.setdefault(number, index)
@@ -229,9 +223,7 @@ def test_a_moved_folder_goes_on_and_other_data_does_not(make, folder, monkeypatc
     run.take(7)
     states, rest = run.states(), run.take(20)
     folder.rename(tmp_path / "elsewhere")
-    moved = lambda **options: ImageTextStream(  # noqa: E731
-        str(tmp_path / "elsewhere"), **{"lanes": 4, "shuffle_buffer": 30, "open_shards": 2, "seed": 3, **options}
-    )
+    moved = functools.partial(make, tmp_path / "elsewhere")
     assert Run(monkeypatch, moved, states=states).take(20) == rest
     for options, words in (
         ({"seed": 4}, "seed was 3 and is 4"),
@@ -792,10 +784,7 @@ def test_read_errors_are_tried_again_from_the_offset_and_never_count_as_bad(
     remote, make, monkeypatch, no_waiting, caplog
 ):
     expected = Run(monkeypatch, make).take(100)
-    there = lambda: ImageTextStream(  # noqa: E731
-        "memory://data/*.tar", lanes=4, shuffle_buffer=30, open_shards=2, seed=3, on_bad_sample="skip"
-    )
-    run = Run(monkeypatch, there)
+    run = Run(monkeypatch, lambda: make("memory://data/*.tar", on_bad_sample="skip"))
     rng = random.Random(0)
     remote += [OSError("reset by peer") if rng.random() < 0.2 else None for _ in range(1000)]
     assert run.take(100) == expected
@@ -818,12 +807,7 @@ def test_a_shard_that_disappears_is_named(remote, monkeypatch, no_waiting):
 def test_shards_of_a_web_server_whose_connections_break(folder, make, monkeypatch, no_waiting, caplog):
     expected = Run(monkeypatch, make).take(100)
     with serving(folder.parent) as (address, dropped):
-        run = Run(
-            monkeypatch,
-            lambda: ImageTextStream(
-                f"{address}/shards/{{00000..00012}}.tar", lanes=4, shuffle_buffer=30, open_shards=2, seed=3
-            ),
-        )
+        run = Run(monkeypatch, lambda: make(f"{address}/shards/{{00000..00012}}.tar"))
         dropped += [False, True, True, False, True] * 4
         assert run.take(100) == expected
     assert "It is tried again" in caplog.text

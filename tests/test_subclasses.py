@@ -1,7 +1,5 @@
 """`InfCLTrainer` is one class over Trainer, which people extend as they extend Trainer, and its parts know neither."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

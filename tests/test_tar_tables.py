@@ -1,7 +1,5 @@
 """Tar shards as a table: the same samples, and the same messages about bad ones, as the stream of these shards."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing
@@ -206,11 +204,7 @@ def test_columns_of_other_types(tmp_path):
     assert values[1]["width"] == 2.5
     assert ZeroShotDataset(rows.select([0]), image_column="png", label_column="npy", class_names=[*"abc"])[0][
         "label"
-    ] == [
-        0,
-        1,
-        1,
-    ]
+    ] == [0, 1, 1]
 
 
 def test_zero_shot_classes_of_a_damaged_shard_are_told(tmp_path):

@@ -1,7 +1,5 @@
 """Teachers: their distance as a term of the loss, compared with plain autograd; online, stored, and through a map."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -14,23 +12,23 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
-from accelerate.utils import compare_versions
 from datasets import Dataset, Image
 from helpers import models
 from helpers.demo import infcl
+from helpers.numerics import descend
 from helpers.open_clip_models import folder_of
 from helpers.pictures import picture
 from helpers.processes import without_tf32
 from helpers.processors import END, clip_processor
 from helpers.shards import pair, write_tar
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
+from helpers.wrappers import needs_fsdp
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from hf_infcl import ContrastiveCollator, ImageTextDataset, ImageTextStream, InfCLTrainer, reference
 from hf_infcl.conversion.models import load
 from hf_infcl.encoders.dual_encoder import DualEncoder
-from hf_infcl.encoders.sharding import FSDP_SINCE
 from hf_infcl.loading.stored_embeddings import StoredEmbeddings, described_shards
 from hf_infcl.tools.embedding import sources
 from hf_infcl.tools.embedding.embedding import embed
@@ -38,11 +36,6 @@ from hf_infcl.tools.embedding.sources import ShardSource, TableSource, TrainedTa
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.extensions import LossTerm
 from hf_infcl.windows.terms import TeacherDistance
-
-needs_fsdp = pytest.mark.skipif(
-    compare_versions("transformers", "<", "5.10") or compare_versions("accelerate", "<", FSDP_SINCE),
-    reason="--fsdp is FSDP version 1 before transformers 5.10, and FSDP needs a newer accelerate than the oldest",
-)
 
 BETA, RATE, ROWS = 3.0, 5e-3, 48
 PLAIN = {"max_steps": 2, "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "sgd"}
@@ -98,11 +91,7 @@ def expected(
         loss = reference.contrastive_loss(*embeds, *encoder.scale_and_bias(), objective=name, pair_ids=data.ids).sum()
         (weight * loss + term).backward()
         told.append((loss.item(), term.item()))
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *maps):
-                if parameter.grad is not None:
-                    parameter -= RATE * parameter.grad
-                    parameter.grad = None
+        descend((*model.parameters(), *maps), RATE)
     return dict(model.named_parameters()), maps, told
 
 
@@ -257,10 +246,7 @@ def large_processor() -> Any:
     processor = clip_processor(model_max_length=4)
     processor.image_processor.size, processor.image_processor.crop_size = (
         {"shortest_edge": 32},
-        {
-            "height": 32,
-            "width": 32,
-        },
+        {"height": 32, "width": 32},
     )
     return processor
 

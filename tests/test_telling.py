@@ -1,7 +1,5 @@
 """What a command prints of its training and its evaluations."""
 
-from __future__ import annotations
-
 import logging
 import os
 import warnings
@@ -126,12 +124,7 @@ def test_too_many_workers_are_told_once(monkeypatch, capfd):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # which torch asks
     for rank, processes, workers, told in (
         ("0", "1", 3, ""),
-        (
-            "0",
-            "1",
-            4,
-            "dataloader_num_workers=4 are more than the 3 cores",
-        ),
+        ("0", "1", 4, "dataloader_num_workers=4 are more than the 3 cores"),
         ("0", "2", 2, "dataloader_num_workers=2 × 2 processes are more than the 3 cores"),
         ("1", "2", 2, ""),
     ):

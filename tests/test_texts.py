@@ -1,7 +1,5 @@
 """Texts of a training: dealt out to micro-batches by their length, cut, and with words left out."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

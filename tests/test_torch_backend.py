@@ -1,7 +1,5 @@
 """The torch backend against the fp64 reference, on any input."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

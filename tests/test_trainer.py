@@ -3,8 +3,6 @@
 test_parity.py covers gradients, test_windows.py the windows of a training, and test_resume.py resuming.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -22,7 +20,7 @@ from helpers import models
 from helpers.evaluation import Captioned, collate_captions
 from helpers.parity import Gradients
 from helpers.pictures import picture
-from helpers.processes import forget
+from helpers.processes import forget, on_ranks
 from helpers.processors import clip_processor
 from helpers.trainers import StopAt, arguments, parameters, trainer_for
 from torch.utils.data import ConcatDataset, Subset, default_collate
@@ -322,13 +320,8 @@ def test_uint8_of_a_collator_that_cannot_normalise_is_refused(tmp_path):
 
 
 def test_another_model_is_named_before_its_processor(tmp_path):
-    with pytest.raises(ValueError, match=r"Linear .*not a dual encoder"):
+    with pytest.raises(ValueError, match=r"Linear .* is not a dual encoder that contrastive training can split"):
         InfCLTrainer(torch.nn.Linear(2, 2), arguments(tmp_path), processing_class=object())
-
-
-def test_a_data_set_smaller_than_the_global_batch_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="7 pairs, fewer than one global batch of 8"):
-        trainer_for(tmp_path, data=models.Pairs(7)).train()
 
 
 @pytest.mark.parametrize(
@@ -416,23 +409,22 @@ def test_ddp_timeout_holds_on_cpus(ranks, tmp_path):
     assert "Timed out waiting 2000ms" in waited
 
 
-def rank_apart(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_processes_that_would_train_apart_are_refused(rank, world_size, tmp_path):
     # torch.distributed is initialised and TrainingArguments ignore it, as on CPUs without use_cpu.
     with (
         mock.patch.object(InfCLTrainingArguments, "world_size", 1),
         pytest.raises(ValueError, match="2 processes were"),
     ):
-        trainer_for(folder)
+        trainer_for(tmp_path)
 
 
-def test_processes_that_would_train_apart_are_refused(ranks, tmp_path):
-    ranks.run(rank_apart, 2, str(tmp_path))
-
-
-def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
+@on_ranks(2, always_ring=True)
+def test_parameters_that_ddp_would_wait_for_are_named(rank, world_size, tmp_path, options):
     model = models.clip()
     model.forgotten = torch.nn.Parameter(torch.ones(2))
-    trainer = trainer_for(folder, model, gradient_accumulation_steps=1, **options)
+    trainer = trainer_for(tmp_path, model, gradient_accumulation_steps=1, **options)
     before = parameters(trainer)
     if options:
         trainer.train()
@@ -440,11 +432,6 @@ def rank_unused(rank: int, world_size: int, folder: str, options: dict[str, Any]
         with pytest.raises(ValueError, match=r"No embedding depends on forgotten, but .*ddp_find_unused_parameters"):
             trainer.train()
     assert torch.equal(parameters(trainer), before) != bool(options)
-
-
-@pytest.mark.parametrize("options", [{}, {"ddp_find_unused_parameters": True}, {"ddp_static_graph": True}], ids=str)
-def test_parameters_that_ddp_would_wait_for_are_named(ranks, tmp_path, options):
-    ranks.run(rank_unused, 2, str(tmp_path), options, always_ring=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Models in the trainer: what it refuses, fixes or warns about before training, and the buffers after training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

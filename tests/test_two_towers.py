@@ -1,7 +1,5 @@
 """One's own dual encoders: the example of the guide, and how they are saved, frozen, evaluated and refused."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -35,11 +33,7 @@ def test_the_example_of_the_guide_trains_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _: tokenizer())
     pairs, out = letter_pairs(tmp_path / "pairs", 8), tmp_path / "own"
     short = "global_batch_size=8, use_cpu=True, max_steps=2, report_to=[]"
-    for shown, given in (
-        ("outputs/own", str(out)),
-        ("my/images", str(pairs)),
-        ("global_batch_size=256", short),
-    ):
+    for shown, given in (("outputs/own", str(out)), ("my/images", str(pairs)), ("global_batch_size=256", short)):
         assert shown in example
         example = example.replace(shown, given)
     names: dict[str, Any] = {}

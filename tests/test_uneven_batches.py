@@ -1,7 +1,5 @@
 """Processes with different numbers of images, against plain torch on the whole batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

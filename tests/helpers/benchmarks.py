@@ -1,7 +1,5 @@
 """Small benchmarks in the layout of clip-benchmark/wds_..., of SugarCrepe, SugarCrepe++ and XM3600."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping, Sequence

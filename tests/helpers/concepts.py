@@ -1,7 +1,5 @@
 """Pairs that a small model learns in seconds: images and captions of the same five attributes, some of them swapped."""
 
-from __future__ import annotations
-
 import torch
 from transformers import set_seed
 

@@ -1,18 +1,22 @@
 """The files of the demo, and functions that run the repository's programs as a user does."""
 
-from __future__ import annotations
-
+import contextlib
+import json
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from hf_infcl.tools import cli
+from hf_infcl.tools.publishing import callback
 
 from .processes import without_os_exit
 
@@ -22,32 +26,47 @@ CONFIGS = SCRIPTS / "configs"
 DEMO = yaml.load((SCRIPTS / "demo.yaml").read_text(), Loader=yaml.BaseLoader)  # `no` stays `no`
 
 
-def make_digits(folder: Path) -> Path:
-    """Writes digits/ and clip-init/ into a folder, as make_digits.py does, and returns it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["make_digits.py", "--output_dir", str(folder)])
-        runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
+def made_once(base: Path, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that the first of all workers to ask for it makes. ``base`` is the folder of this worker's tests."""
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            make(folder.with_suffix(".part"))
+            folder.with_suffix(".part").rename(folder)
     return folder
 
 
-def start(*words: Any) -> subprocess.CompletedProcess[str]:
-    """Runs Python in the repository root. stdout also contains stderr."""
-    known = filter(None, [os.environ.get("PYTHONPATH")])
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *known]), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def all_digits(base: Path) -> Path:
+    """A folder with digits/ and clip-init/, as make_digits.py writes them. Tests only read it."""
+
+    def make(folder: Path) -> None:
+        with mock.patch.object(sys, "argv", ["make_digits.py", "--output_dir", str(folder)]):
+            runpy.run_path(str(SCRIPTS / "make_digits.py"), run_name="__main__")
+
+    return made_once(base, "all-digits", make)
 
 
-def infcl(*words: Any) -> None:
-    """Runs a command in this process."""
-    cli.main(words=[str(word) for word in words])
+def infcl(*words: Any, draws: bool = False) -> None:
+    """Runs a command in this process. In place of curves, which take half of a small training, it writes their numbers.
+
+    Args:
+        draws: draw the curves.
+    """
+    written = mock.patch.object(callback, "plot_curves", lambda log, path: Path(path).write_text(json.dumps(log)))
+    with contextlib.nullcontext() if draws else written:
+        cli.main(words=[str(word) for word in words])
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *words: Any, code: int | None = None) -> str:
+    """The single line with which a command ends, with this exit code or one of a mistake."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        infcl(*words)
+    assert end.value.code in ((1, 2) if code is None else (code,))
+    said = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in said if line.startswith("infcl")]
+    assert not any("Traceback" in line for line in said)
+    return line
 
 
 def infcl_launched(*words: Any) -> None:
@@ -57,8 +76,18 @@ def infcl_launched(*words: Any) -> None:
 
 
 def run(*words: Any) -> str:
-    """Runs Python in the repository root, expects success, and returns the output."""
-    done = start(*words)
+    """Runs Python in the repository root, expects success, and returns the output, that of stderr included."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout
     return done.stdout
 

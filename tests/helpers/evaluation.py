@@ -1,7 +1,5 @@
 """Small data sets to evaluate on, and the collators that turn their items into batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import datasets

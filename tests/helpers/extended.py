@@ -5,8 +5,6 @@ Windows and on macOS on ARM it has 53, the same as float64. Matrix products woul
 computed as sums of exact float64 products.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

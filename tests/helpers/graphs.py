@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 Its user is "me". It answers the requests that the client makes to push a folder and to load a model.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

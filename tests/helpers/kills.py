@@ -1,7 +1,5 @@
 """Processes that are killed: forks, and trainings of two processes, at random moments, resumed until they finish."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

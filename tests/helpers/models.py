@@ -1,7 +1,5 @@
 """Small models from configs, and batches for them: nothing here is downloaded or trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -112,27 +110,17 @@ def _siglip2() -> tf.Siglip2Model:
     )
 
 
-def _vision_text() -> tf.VisionTextDualEncoderModel:
+def _vision_text(vision: Any = tf.CLIPVisionConfig) -> tf.VisionTextDualEncoderModel:
     config = tf.VisionTextDualEncoderConfig.from_vision_text_configs(
-        tf.CLIPVisionConfig(**VISION), tf.BertConfig(**BERT), projection_dim=12
+        vision(**VISION), tf.BertConfig(**BERT), projection_dim=12
     )
     return tf.VisionTextDualEncoderModel(config)
 
 
 def align() -> tf.AlignModel:
-    vision = {
-        "image_size": 32,
-        "width_coefficient": 0.1,
-        "depth_coefficient": 0.1,
-        "kernel_sizes": [3],
-        "in_channels": [32],
-        "out_channels": [16],
-        "strides": [1],
-        "num_block_repeats": [1],
-        "expand_ratios": [1],
-        "depthwise_padding": [],
-        "hidden_dim": 16,
-    }
+    vision = {"image_size": 32, "width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 16}
+    vision |= {"kernel_sizes": [3], "in_channels": [32], "out_channels": [16], "strides": [1], "expand_ratios": [1]}
+    vision |= {"num_block_repeats": [1], "depthwise_padding": []}
     return tf.AlignModel(tf.AlignConfig(text_config=BERT, vision_config=vision, projection_dim=8))
 
 
@@ -144,10 +132,7 @@ def groupvit() -> tf.GroupViTModel:
 
 
 def vision_text_dinov2() -> tf.VisionTextDualEncoderModel:
-    config = tf.VisionTextDualEncoderConfig.from_vision_text_configs(
-        tf.Dinov2Config(**VISION), tf.BertConfig(**BERT), projection_dim=12
-    )
-    return tf.VisionTextDualEncoderModel(config)
+    return _vision_text(tf.Dinov2Config)
 
 
 def tipsv2() -> tf.Tipsv2Model:

@@ -1,8 +1,6 @@
 """Features whose loss is far from zero, relative errors, and the size of the largest tensor of a computation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,3 +47,12 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(t, Tensor):
                 self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
         return out
+
+
+def descend(parameters: Iterable[Tensor], rate: float) -> None:
+    """A step of plain gradient descent, after which there are no gradients."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+                parameter.grad = None

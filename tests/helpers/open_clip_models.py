@@ -3,8 +3,6 @@
 `python tests/helpers/open_clip_models.py` writes results/open_clip.json again with the installed OpenCLIP.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ scripts/environment.sh installs it with torchvision into a folder of its own. tr
 where torchvision is found, and most tests have to run as they do without it.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """One step of the real trainer, compared with plain autograd in one process that holds the whole batch."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import tempfile

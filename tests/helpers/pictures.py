@@ -1,7 +1,5 @@
 """Small pictures."""
 
-from __future__ import annotations
-
 import numpy as np
 from PIL import Image
 

@@ -1,10 +1,9 @@
 """Processes that form a group on demand: gloo on CPUs, NCCL on GPUs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
+import inspect
 import io
 import os
 import sys
@@ -196,6 +195,35 @@ class FreshRanks:
             return pool.run(*job, backend=backend, **options)
         finally:
             pool.close()
+
+
+def on_ranks(world_size: int = 0, *, fresh: bool = False, **options: Any) -> Callable[..., Any]:
+    """Makes a test of a function of rank, world size and fixtures, which the test calls on every rank of a group.
+
+    Args:
+        world_size: the number of ranks; by default, the parameter ``world_size`` of the test.
+        fresh: the ranks are new processes.
+        options: those of `Ranks.run`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        _, _, *names = inspect.signature(function).parameters
+        pool = "fresh_ranks" if fresh else "ranks"
+
+        @functools.wraps(function)
+        def test(*of_rank: Any, **fixtures: Any) -> None:
+            if of_rank:
+                function(*of_rank)
+            else:
+                size = world_size or fixtures["world_size"]
+                fixtures[pool].run(test, size, *(fixtures[name] for name in names), **options)
+
+        asked = [pool, *names, *([] if world_size else ["world_size"])]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def _as_on_accelerators(rank: int, world_size: int, function: Callable[..., Any], args: tuple) -> Any:

@@ -1,7 +1,5 @@
 """Processors of small models: images of 16 × 16 pixels, and words of one letter."""
 
-from __future__ import annotations
-
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 

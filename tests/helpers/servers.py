@@ -1,7 +1,5 @@
 """A web server on this machine that serves a folder, with range requests and as a data set on a Hub."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import re

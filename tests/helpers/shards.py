@@ -1,7 +1,5 @@
 """Tar and parquet shards of small pairs. Every sample contains its own number."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

@@ -1,7 +1,5 @@
 """A stream of numbered images whose collator looks up the model's inputs by the number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

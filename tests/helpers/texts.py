@@ -1,7 +1,5 @@
 """Random texts of many kinds, for comparisons of tokenizers."""
 
-from __future__ import annotations
-
 import html
 import random
 import unicodedata

@@ -1,7 +1,5 @@
 """Small trainers, and callbacks that stop them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -67,3 +65,17 @@ class TrainedRows(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps.append([])
+
+
+class TowerTokens(TrainerCallback):
+    """The numbers of tokens that the layers of the image tower get in each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[set[int]] = [set()]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        layers: Any = model.vision_model.encoder.layers
+        layers[0].register_forward_pre_hook(lambda module, inputs: self.steps[-1].add(inputs[0].shape[1]))
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps.append(set())

@@ -1,7 +1,5 @@
 """Memory, files, threads and tensors of a process while it trains, to find leaks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
