@@ -202,7 +202,7 @@ def test_the_command_line_replaces_what_a_file_excludes(tmp_path, capsys, of_fil
         if name in DIVISION:
             assert args.asked[DIVISION.index(name)] is None
         elif name != "global_batch_size":  # without it, the product of the others
-            assert getattr(args, name) == ("1" if name == "texts_at_once" else default[name])
+            assert getattr(args, name) == ("auto" if name == "texts_at_once" else default[name])
 
 
 @pytest.mark.parametrize(
