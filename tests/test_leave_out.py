@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,13 +24,14 @@ from torch.utils.data import ConcatDataset, Subset, default_collate
 from transformers import TrainerCallback
 
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments, reference
+from hf_infcl.checkpoints.model_files import STATES_NAME
 from hf_infcl.encoders.dual_encoder import DualEncoder
+from hf_infcl.loss.pair_averages import NO_KEY
 from hf_infcl.passes.grad_cache import Features
 from hf_infcl.tools.publishing.curves import plot_curves
 from hf_infcl.tools.publishing.settings import training_settings
 from hf_infcl.windows.extensions import PairSelection, StepObserver
-from hf_infcl.windows.pair_averages import NO_KEY
-from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, WithoutNoisyPairs, mean_of_trained
+from hf_infcl.windows.selection import BORDER, BORDER_OF_MANY, RESTED, WithoutNoisyPairs, mean_of_trained
 from hf_infcl.windows.window import Window, WindowLoss
 
 LEARNS = {
@@ -183,6 +185,71 @@ def test_m_and_the_border_are_those_of_the_rule():
         assert selection.border == border
 
 
+def begun(rows: int = 40) -> WithoutNoisyPairs:
+    """Every fifth pair looks wrong; three epochs are over, in the last of which the selection has begun."""
+    selection, scores = WithoutNoisyPairs("noisy", rows), torch.full((rows,), 4.0).double()
+    scores[::5] = -1
+    for epoch in range(3):
+        assert not len(selection.passed_over(epoch))
+        selection._stays(torch.arange(rows)[None], scores[None])
+    assert selection.border == BORDER_OF_MANY
+    return selection
+
+
+def test_epochs_pass_over_what_is_left_out_and_what_rests():
+    selection, rows = begun(), torch.arange(40)
+    wrong = rows % 5 == 0
+    for epoch in range(3, 7):
+        passed_over = selection.passed_over(epoch)
+        part = rows % 4 == epoch % 4
+        assert torch.equal(passed_over, wrong ^ part)
+        assert torch.equal(selection.passed_over(epoch), passed_over), "it goes on"
+        again = WithoutNoisyPairs("noisy", 40)
+        again.load_state_dict(selection.state_dict())
+        assert torch.equal(again.passed_over(epoch), passed_over), "it resumes"
+        keys = rows[~passed_over][None]
+        stays = selection._stays(keys, torch.where(wrong[keys], -1.0, 4.0).double())
+        assert torch.equal(stays, ~wrong[keys])
+    share = WithoutNoisyPairs("0.2", 40)
+    share.border = BORDER
+    assert not len(share.passed_over(3)), "which leaves out its share of each window"
+
+
+def test_only_scores_of_pairs_that_were_not_trained_count():
+    selection = begun()
+    fast = selection.averages.fast[0]
+
+    def visit(epoch: int, key: int, score: float) -> float:
+        before = float(fast[key])
+        keys = torch.tensor([[1, 2, 3, 4, 6, key]])
+        scores = torch.tensor([[4.0] * 5 + [score]]).double()
+        selection.passed_over(epoch)
+        selection._stays(keys, scores)
+        return (float(fast[key]) - before) / (score - before)
+
+    assert visit(3, 7, 0.0) == 0, "it was trained in the epoch before"
+    assert visit(4, 7, 0.0) == 0
+    assert visit(6, 7, 3.0) == pytest.approx(RESTED[0]), "it has rested"
+    assert visit(6, 7, 0.0) == 0, "and was trained since"
+    assert visit(6, 5, 0.0) == pytest.approx(RESTED[0]), "it was left out since the epoch 2"
+    assert visit(6, 5, 0.0) == pytest.approx(RESTED[0])
+    selection.averages._visits[30] = 1
+    assert visit(7, 30, 0.0) == pytest.approx(0.5), "the first visits all count alike"
+
+
+def test_it_does_not_begin_while_pairs_are_learned():
+    """Right pairs that are new to a model leave the scores below 0 with each visit; wrong ones stay."""
+    for stays, begins in ((0.3, False), (0.8, True)):
+        selection: Any = WithoutNoisyPairs("noisy", None)
+        for quarter in range(4, 24):
+            below = 0.9 * stays ** (quarter / 4)
+            selection.averages = SimpleNamespace(mean_visits=quarter / 4, share_below_zero=below)
+            if selection.border is None and below > 0.01:
+                selection._begin(3.0)
+                assert (selection.border is not None) == (begins and quarter >= 12)
+        assert begins or "falls fast" in selection.waits_for
+
+
 def test_what_is_never_left_out():
     def stays(keys: list[int], scores: list[float], share: str = "noisy") -> list[list[bool]]:
         selection = WithoutNoisyPairs(share, 100)
@@ -285,6 +352,11 @@ def rank_continued(rank: int, world_size: int, checkpoint: str, output: str) -> 
     return weights(made), left_out(made), selection_of(made).averages.slow()[1]
 
 
+def test_workers_that_read_ahead_read_the_same_rows(noisy, tmp_path):
+    made = continued(tmp_path, noisy, dataloader_num_workers=2, dataloader_prefetch_factor=4)
+    assert torch.equal(weights(made), weights(noisy))
+
+
 def test_two_processes_go_on_with_the_same_decisions(ranks, noisy, tmp_path):
     found = ranks.run(rank_continued, 2, f"{noisy.args.output_dir}/checkpoint-30", str(tmp_path))
     assert torch.equal(found[0][2], found[1][2])
@@ -318,10 +390,13 @@ def test_two_processes_train_as_one(ranks, tmp_path, backend):
 
 def test_a_larger_table_keeps_what_is_known(noisy, tmp_path):
     made = trainer(tmp_path, Concepts(640, wrong=0.3), leave_out="noisy", resume_with_changes=True, max_steps=31)
-    made.train(resume_from_checkpoint=str(Path(noisy.args.output_dir, "checkpoint-30")))
+    checkpoint = Path(noisy.args.output_dir, "checkpoint-30")
+    made.train(resume_from_checkpoint=str(checkpoint))
     averages = selection_of(made).averages
     assert averages._visits.shape == (640,)
-    assert (averages._visits[:512] >= 7).all()
+    known = torch.load(checkpoint / STATES_NAME)["leave_out"]["visits"]
+    assert known.min() > 2
+    assert (averages._visits[:512] >= known).all()
     assert selection_of(made).border == selection_of(noisy).border
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_infcl.loss import pair_averages
+from hf_infcl.loss.pair_averages import NO_KEY, PairAverages
 from hf_infcl.loss.pair_scores import pair_scores
-from hf_infcl.windows import pair_averages
-from hf_infcl.windows.pair_averages import NO_KEY, PairAverages
 
 DIM, IMAGES = 12, 12
 KINDS = ("pairs", "ids", "captions", "captions and ids")

@@ -55,6 +55,34 @@ def test_without_shuffling_an_epoch_begins_where_the_last_one_ended():
     assert list(itertools.chain(*epochs)) == list(range(50)) * 24
 
 
+@pytest.mark.parametrize("left", [20, 5])
+def test_other_rows_come_again_instead_of_those_that_are_passed_over(left):
+    """Also where fewer are left than a global batch has: then some of the others stay."""
+    schedule = BatchSchedule((8,), ())
+    plan = BatchPlan(schedule, 40, epochs=0, max_steps=10, micro_batch=4, processes=1)
+    passed_over = torch.arange(40) >= left
+    table, ordered = (
+        TableRows(range(40), SourceShare(plan), list, shuffle=shuffle, seed=1) for shuffle in (True, False)
+    )
+    before = [row for batch, _ in table for row in batch]
+    assert table.pass_over(lambda: passed_over)
+    assert not table.pass_over(lambda: passed_over.clone())
+    read = [row for batch, _ in table for row in batch]
+    assert len(read) == len(before) == 80
+    assert [row for row in before if row < left] == [row for row in read[:40] if row < left][:left] + [
+        row for row in read[40:] if row < left
+    ][:left]
+    for window in range(0, 80, 8):
+        assert len(set(read[window : window + 8])) == 8
+    for one in (read[:40], read[40:]):
+        counts = torch.bincount(torch.tensor(one), minlength=40)
+        assert int((counts > 0).sum()) == max(8, left)
+        assert counts[:left].min() == 40 // max(8, left)
+    assert table.pass_over(lambda: torch.empty(0, dtype=torch.bool))
+    assert [row for batch, _ in table for row in batch] == before
+    assert not ordered.pass_over(lambda: passed_over), "only what is shuffled"
+
+
 def rank_rows(rank: int, world_size: int, folder: str) -> list[list[tuple]]:
     rows = TrainedRows()
     trainer = trainer_for(folder, callbacks=[rows], data=models.Pairs(37), max_steps=-1, num_train_epochs=2)

@@ -96,6 +96,10 @@ class MicroBatches(IterableDataset[tuple[Any, dict[str, Any]]]):
         """Goes to a global batch of an epoch. Returns whether it is another than the one that follows the consumed."""
         return False  # there is no other one, whichever epoch begins
 
+    def pass_over(self, rows: Callable[[], Any]) -> bool:
+        """Lets a shuffled table do without ``rows()``, [rows] bool or, for none, [0]. Returns whether it had others."""
+        return False  # other data has all its samples, and does not ask which ones to pass over
+
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         """Lets the items that follow the consumed ones, of this step, be for images of these sides."""
         raise NotImplementedError

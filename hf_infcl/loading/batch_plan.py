@@ -87,7 +87,7 @@ class BatchPlan(Course):
         replay_share: the share of each global batch that is not from this data, rounded to whole pairs.
 
     Attributes:
-        begin: ``at``.
+        begin, largest: ``at``, and the pairs of the largest global batch.
         processes: their number.
         has_passes: whether ``rows`` are known.
         grows: whether global batches have several sizes.
@@ -127,7 +127,7 @@ class BatchPlan(Course):
                     f"{new} ({'global_batch_schedule' if self.grows else options}). Lower it, use more data, or "
                     "raise samples_per_epoch of a stream."
                 )
-        self.begin = at
+        self.begin, self.largest = at, max(schedule.sizes)
         self._too_large: set[int] = set()  # for the rest of a pass
         self.sections = list(self._walk(at))
         end = self.sections[-1].after(self.sections[-1].steps) if self.sections else at

@@ -34,7 +34,8 @@ class TableRows(MicroBatches):
 
     The rows of a global batch depend only on the seed, the pass and the rows of the pass before it, not on how it is
     split over processes and accumulation steps. A pass ends where the next global batch does not fit in. The rows left
-    over differ from pass to pass.
+    over differ from pass to pass. Where rows are passed over, the others come again instead, in the same order, so that
+    no global batch has one twice: as many stay as the largest batch has.
 
     Args:
         dataset: the table.
@@ -68,7 +69,7 @@ class TableRows(MicroBatches):
         self._rank, self._world_size, self._workers = rank, world_size, max(1, num_workers)
         self._consumed = 0  # micro-batches from where the plan begins, of all processes
         self._sides: tuple[StepSides | None, int] = None, 0  # and how many steps later than in the plan they are
-        self._pass: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # the pass whose order was needed last
+        self._pass, self._passed_over = (-1, torch.empty(0)), torch.empty(0)  # the first is the order needed last
         self._begins: dict[int, Position] = {}  # of the sections of the plan, by their first micro-batches
         at = share.plan.begin
         if state is not None:
@@ -103,6 +104,11 @@ class TableRows(MicroBatches):
         ahead = (epoch - first.epoch) * plan.windows(first.epoch) + windows - first.windows
         self._consumed = ahead * self._share.micro_batches
         return self._consumed != before
+
+    def pass_over(self, rows: Callable[[], torch.Tensor]) -> bool:
+        before, self._pass = self._passed_over, (-1, torch.empty(0))
+        self._passed_over = rows() if self._shuffle and self._share.is_alone else before
+        return not torch.equal(self._passed_over, before)
 
     def set_sides(self, sides: StepSides | None, step: int) -> None:
         self._sides = sides, step - self._share.step(self._consumed)
@@ -163,7 +169,11 @@ class TableRows(MicroBatches):
         if not self._shuffle:
             return [(at.samples + pair) % length for pair in pairs]
         if self._pass[0] != at.epoch:
-            generator = torch.Generator().manual_seed(self._seed + at.epoch)
-            self._pass = at.epoch, torch.randperm(length, generator=generator)
+            order = torch.randperm(length, generator=torch.Generator().manual_seed(self._seed + at.epoch))
+            if len(self._passed_over):
+                out = self._passed_over[order]
+                out &= out.cumsum(0) > self._share.plan.largest - (~out).sum()
+                order = order[~out][torch.arange(length) % (~out).sum()]
+            self._pass = at.epoch, order
         rows: list[int] = self._pass[1][at.rows + pairs.start : at.rows + pairs.stop].tolist()
         return rows

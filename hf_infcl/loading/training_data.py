@@ -54,6 +54,7 @@ class TrainingData:
         window: the micro-batches that are trained now.
         source: the parts of the loader.
         wait: how long this process waits for data.
+        passed_over: see `WindowStep.passed_over`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class TrainingData:
         self._has_warned_of_wait = False
         self._loaded: list[dict[str, Any]] = []  # see `_without_images`, of the window's batches before their split
         self._sides, self._begin = args.image_sizes(course), begin
+        self.passed_over: Callable[[int], Any] = lambda epoch: torch.empty(0)
         self._epoch = _Epoch()
 
     def begin_epoch(self, epoch: int, windows: int = 0, step: int = 0) -> None:
@@ -90,7 +92,7 @@ class TrainingData:
         if self.source.own is None:
             self.source.begin_epoch(epoch, self._args.seed)
         else:
-            self.source.own.begin_epoch(epoch, windows, step, self._sides)
+            self.source.own.begin_epoch(epoch, windows, step, self._sides, lambda: self.passed_over(epoch))
 
     def begin_epoch_of_loop(self, epoch: int, step: int, counted: Mapping[str, Any]) -> dict[str, int]:
         """Begins the pass over the data that Trainer's loop begins.

@@ -76,14 +76,14 @@ class TrainingLoader(DataLoader[Any]):
         for batch, _ in itertools.islice(self._read(), self._length):
             yield self._to_device(batch)
 
-    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None) -> None:
+    def begin_epoch(self, epoch: int, windows: int, step: int, sides: StepSides | None, rows: Any) -> None:
         """Begins an epoch with this step, in which ``windows`` global batches are trained already.
 
         Args:
             epoch, windows, step: as above.
-            sides: of the images from this step on.
+            sides, rows: of the images from this step on; for `MicroBatches.pass_over`.
         """
-        if self._batches.begin_at(epoch, windows):
+        if self._batches.begin_at(epoch, windows) | self._batches.pass_over(rows):
             self.close()
         self._batches.set_sides(sides, step)
         self._step = step

@@ -21,7 +21,8 @@ class SelectionOptions:
         help=(
             "Leave out wrong pairs: 'noisy', or a share. These are pairs that do not seem to belong "
             "together; they are neither positives nor negatives. 'noisy' leaves out none while too few pairs look "
-            "wrong. Both begin when the pairs have been seen three times, so they need several epochs."
+            "wrong; epochs of a shuffled table pass over what it leaves out. Both begin when the pairs have been seen "
+            "three times, so they need several epochs."
         ),
         decides=True,
     )

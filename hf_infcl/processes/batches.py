@@ -40,7 +40,7 @@ class AnnouncingDataLoader:
 
     Args:
         dataloader: the loader.
-        each: what is returned for a batch, just before that is needed.
+        each: is given each batch when it is asked for, and returns what takes its place.
     """
 
     def __init__(self, dataloader: Any, each: Callable[[Any], Any]) -> None:

@@ -162,14 +162,10 @@ class InfCLTrainer(Trainer):
             # Callbacks may look into the loader that they receive. The training's would begin its epoch anew.
             self.callback_handler.train_dataloader = self._training_loader()
         self.progress = Progress(self.state.global_step, course.samples_before, seconds_of(self.state))
-        self.window_step = WindowStep(
-            *(self.setup, self.model_wrapped, record),
-            prepare_inputs=self._prepare_inputs,
-            rows_of_dataset=self.training_data.rows_at,
-            roll_back=self._roll_back,
-            phases=self.interruptions.phases,
-            course=course,
-        )
+        hooks: Any = {"prepare_inputs": self._prepare_inputs, "roll_back": self._roll_back}
+        hooks |= {"rows_of_dataset": self.training_data.rows_at, "phases": self.interruptions.phases}
+        self.window_step = WindowStep(self.setup, self.model_wrapped, record, **hooks, course=course)
+        self.training_data.passed_over = self.window_step.passed_over
         files.load_states(self.window_step.load_state_dict, self.resumption.checkpoint)
         if loader is not None and self.is_world_process_zero():
             batch = args.global_batch_size

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ..passes.grad_cache import Features
 from .window import Window
+
+NO_ROWS = torch.empty(0, dtype=torch.bool)
 
 
 class Extension:
@@ -143,6 +146,14 @@ class PairSelection(Extension):
             [images] bool on the CPU, True for one at least; None for all of them, on every process.
         """
         raise NotImplementedError
+
+    def passed_over(self, epoch: int) -> Tensor:
+        """The rows of a shuffled table that an epoch does without, [rows] bool on the CPU; `NO_ROWS` if it has all.
+
+        Asked when the epoch begins, or goes on after a resume; other pairs of the epoch come again instead. The rows
+        have to be the same ones in both cases, on every process.
+        """
+        return NO_ROWS
 
 
 Kind = TypeVar("Kind", bound=Extension)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..loss.pair_averages import NO_KEY, PairAverages
 from ..loss.pair_scores import pair_scores
 from ..options.selection_options import NOISY
 from ..passes.grad_cache import Features
 from ..processes.collectives import Processes
-from .extensions import PairSelection
-from .pair_averages import NO_KEY, PairAverages
+from .extensions import NO_ROWS, PairSelection
 from .window import Window
 
 # Measured on 17,168 pairs of drawings with 0, 10, 20 and 50% wrong captions.
@@ -24,6 +25,10 @@ MANY = 0.1  # share of the pairs below 0 from which on the second border holds
 LEAST_BELOW = 0.01  # share of the pairs below 0 without which nothing is left out
 LEAST_MEAN = 2.0  # of the pairs that are trained
 LEAST_VISITS = 3
+STAYS = 0.5  # how much of the share below 0 must stay after another visit; right pairs leave it as they are learned
+_BETWEEN = 0.5  # visits from one look at it to the next
+TURNS = 4  # epochs after which a row of a table has rested once, or was looked at again
+RESTED = 0.5, 0.3  # as FAST and SLOW, for a visit after an epoch without training
 _ITERATIONS = 12
 
 
@@ -35,12 +40,18 @@ class WithoutNoisyPairs(PairSelection):
     pair is left out while its average is below f m. A pair that is left out is not learned, so its score stays honest,
     and it comes back if the average rises.
 
-    It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
-    1% of all averages are below 0. Where all pairs belong together there are fewer, and the training is, bit for bit,
-    the one without the selection. f is chosen at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+    The epochs of a shuffled table pass over the rows that are left out, so that global batches are full of pairs that
+    are trained. In each epoch a quarter of the rows, in turn, has the other part: those that are left out are looked at
+    again, and those that are trained rest. A wrong pair that is trained is learned by heart, so its score says nothing
+    then: only visits after an epoch without training count. That takes 5 more bytes for each row.
 
-    With a share, the begin needs no averages below 0, and in each window the pairs with the lowest averages are left
-    out: that share of those that could be, rounded down.
+    It begins in the first window in which m is at least 2, once the pairs have been seen three times on average, and
+    1% of all averages are below 0, a share that has not halved with the last visit. Where all pairs belong together
+    there are fewer, or they become fewer, and the training is, bit for bit, the one without the selection. f is chosen
+    at that moment: 0.6, or 0.7 if a tenth or more are below 0.
+
+    With a share, nothing is passed over, the begin needs no averages below 0, and in each window the pairs with the
+    lowest averages are left out: that share of those that could be, rounded down.
 
     Never left out are pairs that were seen fewer than three times, old pairs of a replay, pairs that replace bad
     samples, and the best one of those that would leave a process without new pairs. All processes exchange keys and
@@ -58,8 +69,13 @@ class WithoutNoisyPairs(PairSelection):
         self.averages = PairAverages(rows, fast=FAST, slow=SLOW)
         self.border: float | None = None  # once it has begun
         self.waits_for = ""  # why it has not, as of the last window
-        self._counts = [0, 0]  # pairs left out, and all new ones, since the last log
-        self._logged = [0, 0]  # the same before it
+        self._look: tuple[float, float, bool] = 0.0, math.inf, False  # visits, share below 0, and whether that stays
+        self._rows, self._epoch, self._passed_over = rows, -1, NO_ROWS
+        self._missing = 0.0  # the share of the rows that this epoch passes over because they are left out
+        self._trained = torch.empty(0, dtype=torch.int32)  # the last epoch in which each row was
+        self._takes_turns = False  # whether the epochs of this training pass rows over
+        self._counts = [0.0, 0.0]  # pairs left out, and all new ones, since the last log
+        self._logged = [0.0, 0.0]  # the same before it
 
     @property
     def card(self) -> Mapping[str, str]:
@@ -82,13 +98,21 @@ class WithoutNoisyPairs(PairSelection):
         keys, score = (numbers.cpu() for numbers in everyone)  # [processes, images of each]
         stays = self._stays(keys, score)
         new = torch.ones_like(keys, dtype=torch.bool) if old is None else processes.gather(~old.to(images.device)).cpu()
-        self._counts[0] += int((~stays).sum())
-        self._counts[1] += int(new.sum())
+        pairs = int(new.sum())
+        left = self._missing * pairs + (1 - self._missing) * int((~stays).sum())  # of a window of all rows
+        self._counts = [self._counts[0] + left, self._counts[1] + pairs]
         return None if bool(stays.all()) else stays[processes.rank]
 
     def _stays(self, keys: Tensor, score: Tensor) -> Tensor:
         """Which pairs of the window take part, [processes, images of each]."""
-        average, visits = (found.view_as(keys) for found in self.averages.visit(keys.flatten(), score.flatten()))
+        stays = self._decided(keys, score)
+        if self._takes_turns:
+            self._trained[keys[stays & (keys != NO_KEY)]] = self._epoch
+        return stays
+
+    def _decided(self, keys: Tensor, score: Tensor) -> Tensor:
+        found = self.averages.visit(keys.flatten(), score.flatten(), self._weights(keys.flatten()))
+        average, visits = (numbers.view_as(keys) for numbers in found)
         known = average[visits > 0]
         if len(known) == 0:
             return torch.ones_like(keys, dtype=torch.bool)
@@ -113,9 +137,39 @@ class WithoutNoisyPairs(PairSelection):
                 row[averages.masked_fill(~row, -torch.inf).argmax()] = False
         return ~left
 
+    def _weights(self, keys: Tensor) -> Tensor | None:
+        """The least weights of these visits for `PairAverages.visit`; None for its own."""
+        if self.border is None or not self._takes_turns:
+            return None
+        rows = keys.clamp(min=0)
+        counts = (self._epoch - self._trained[rows] > 1) | (self.averages.fast[1][rows] < LEAST_VISITS)
+        return torch.tensor(RESTED, dtype=torch.float64)[:, None] * counts
+
+    def passed_over(self, epoch: int) -> Tensor:
+        if self._rows is None or self._share is not None:
+            return NO_ROWS
+        self._takes_turns = True
+        if not len(self._trained):
+            self._trained = torch.full((self._rows,), epoch, dtype=torch.int32)
+        if epoch > self._epoch:  # otherwise the epoch goes on, with the same rows
+            self._epoch, self._passed_over = epoch, self._rows_to_pass_over(epoch)
+        return self._passed_over
+
+    def _rows_to_pass_over(self, epoch: int) -> Tensor:
+        if self.border is None:
+            return NO_ROWS
+        average, visits = self.averages.fast
+        least = self.border * mean_of_trained(average[visits > 0].double(), self.border)
+        left = (visits >= LEAST_VISITS) & (average < least)
+        turn = (torch.arange(len(visits)) % TURNS == epoch % TURNS) & (visits > 0)
+        self._missing = float((left & ~turn).double().mean())
+        return left ^ turn
+
     def _begin(self, mean: float) -> None:
         """Begins, if the pairs are known well enough."""
         visits, below = self.averages.mean_visits, self.averages.share_below_zero
+        if (passed := visits - self._look[0]) >= _BETWEEN:
+            self._look = visits, below, below >= STAYS**passed * self._look[1]
         if visits < LEAST_VISITS:
             self.waits_for = f"each pair was seen {visits:.1f} times, and the rule begins after {LEAST_VISITS}"
         elif mean < LEAST_MEAN:
@@ -124,6 +178,8 @@ class WithoutNoisyPairs(PairSelection):
             )
         elif self._share is None and below < LEAST_BELOW:
             self.waits_for = f"{below:.1%} of the pairs score below 0, and the rule begins at {LEAST_BELOW:.0%}"
+        elif self._share is None and not self._look[2]:
+            self.waits_for = f"the share of the pairs that score below 0 falls fast, to {below:.1%}: they are learned"
         else:
             self.border, self.waits_for = BORDER if below < MANY else BORDER_OF_MANY, ""
 
@@ -131,17 +187,34 @@ class WithoutNoisyPairs(PairSelection):
         """``left_out``: the share of the new pairs that took no part, since the last log."""
         left, pairs = self._counts
         self._logged = [self._logged[0] + left, self._logged[1] + pairs]
-        self._counts = [0, 0]
+        self._counts = [0.0, 0.0]
         return {"left_out": round(left / pairs, 4)} if pairs else {}
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {"border": self.border or 0.0, "counts": list(self._counts), "logged": list(self._logged)}
-        return {**self.averages.state_dict(), **numbers}
+        numbers |= {"look": list(self._look), "epoch": self._epoch, "missing": self._missing}
+        rows = {"passed_over": self._passed_over, "trained": self._trained}
+        return {**self.averages.state_dict(), **numbers, **rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.load_state_dict(state)
         self.border, self._counts = state["border"] or None, list(state["counts"])
-        self._logged = list(state.get("logged", self._logged))  # earlier checkpoints have none
+        # ---- What earlier checkpoints lack ----
+        self._logged = list(state.get("logged", self._logged))
+        self._look = tuple(state.get("look", self._look))
+        if state.get("epoch", -1) > self._epoch:  # not in a training that rolls back, whose epoch goes on
+            self._epoch, self._passed_over = state["epoch"], self._fitted(state["passed_over"], False)
+            self._missing = state["missing"]
+        if "trained" in state:
+            self._trained = self._fitted(state["trained"], -1)
+
+    def _fitted(self, values: Tensor, new: int) -> Tensor:
+        """Values of the rows of a table that had another number of them."""
+        if not len(values) or self._rows is None:
+            return values.clone()
+        fitted = values.new_full((self._rows,), new)
+        fitted[: len(values)] = values[: self._rows]
+        return fitted
 
 
 def mean_of_trained(averages: Tensor, border: float) -> float:

@@ -26,7 +26,7 @@ from ..processes.phases import Phases
 from .changes import DroppedPatches, ImageSizeOfStep
 from .dealing import DealtAnew, can_be_dealt_anew, gradients_in_order
 from .encoding import MicroBatchEncoder
-from .extensions import Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
+from .extensions import NO_ROWS, Extension, LossTerm, PairSelection, StepChange, StepObserver, of_kind, term_parameters
 from .gradient_noise import GradientNoise
 from .memory import WindowMemory
 from .nonfinite import finite_rows
@@ -310,6 +310,11 @@ class WindowStep:
             observer.end_window(window, self._gradient_scale)
 
     # ---- Around the step ----
+
+    def passed_over(self, epoch: int) -> Tensor:
+        """The rows of the training set that this epoch, which begins or goes on, does without; see `PairSelection`."""
+        found = [selection.passed_over(epoch) for selection in of_kind(self.extensions, PairSelection)]
+        return next(filter(len, found), NO_ROWS)
 
     @property
     def _observers(self) -> list[StepObserver]:

@@ -7,8 +7,8 @@
 evaluates a `ZeroShotDataset` whose images are decoded arrays in host memory. ``evaluate, jpeg``: the workers decode
 JPEGs of 500 × 375 pixels. ``per_second`` are images per second of the whole evaluation, with its prompts (--classes ×
 --templates), workers and metrics. ``start_s`` is the time of an evaluation of a single batch, and ``loop_per_second``
-the rate of the images after it. ``ratio`` is that rate relative to ``forward``. ``error`` is the largest difference of
-a cosine between bf16 and fp32, for random weights.
+the rate of the images after it, with their share of the intervals. ``ratio`` is that rate relative to ``forward``.
+``error`` is the largest difference of a cosine between bf16 and fp32, for random weights.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import hf_infcl.windows.selection
 import hf_infcl.windows.step
 import hf_infcl.windows.window
 from hf_infcl import InfCLTrainer, InfCLTrainingArguments
@@ -177,7 +179,10 @@ class OpenCLIPTrainer(PlainTrainer):
 
 
 class PooledInfCLTrainer(InfCLTrainer):
-    """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory."""
+    """InfCLTrainer with batches from a pool. With ``offload_inputs`` they stay in host memory.
+
+    A share of ``leave_out`` is left out from the first step on.
+    """
 
     pool: list[Batch]
 
@@ -187,8 +192,12 @@ class PooledInfCLTrainer(InfCLTrainer):
 
     def get_train_dataloader(self) -> Any:
         device = None if self.args.offload_inputs else self.args.device
+        pool, images = self.pool, len(self.pool[0]["pixel_values"])
+        if self.args.leave_out is not None:
+            keys = torch.arange(images * len(pool)).split(images)
+            pool = [{**batch, "pair_keys": own} for batch, own in zip(pool, keys, strict=True)]
         length, rows = self.args.max_steps * self.args.gradient_accumulation_steps, self._train_batch_size
-        return Loader(self.pool, length, device, rows if self.args.divides_by_itself else None)
+        return Loader(pool, length, device, rows if self.args.divides_by_itself else None)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Also creates Adam's state, which otherwise appears only after the first step: one step shows all memory."""
@@ -256,6 +265,8 @@ def train(
             stack.enter_context(mock.patch.object(window, "contrastive_loss", clock.recorded(loss)))
         if phases is not None:
             stack.enter_context(mock.patch.object(hf_infcl.windows.step, "record_function", phases.phase))
+        for name, value in (("LEAST_VISITS", 1), ("LEAST_MEAN", -math.inf)):
+            stack.enter_context(mock.patch.object(hf_infcl.windows.selection, name, value))
         trainer.train()
         return clock, trainer
 

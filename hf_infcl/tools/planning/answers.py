@@ -55,7 +55,7 @@ ANSWERS = {
     "many pairs": Answer(
         "a checkpoint and some 5 million pairs",
         "--recipe finetune_clip --streaming --samples_per_epoch 5000000 --torch_compile",
-        f"what so many pairs gain was not measured; [compiled 2,548 images a second instead of 1,593]({_STEP})",
+        f"what so many pairs gain was not measured; [compiled 2,548 images a second instead of 1,596]({_STEP})",
         "old knowledge goes: use finetune_keep if you have old pairs",
     ),
     "random weights": Answer(
@@ -74,7 +74,7 @@ ANSWERS = {
     "noisy": Answer(
         "captions of which some are wrong",
         "--leave_out noisy",
-        f"[33.5 → 39.6 with a fifth of them wrong, 15.4 → 25.9 with half]({_TABLES}#wrong-captions-and-teachers)",
+        f"[33.5 → 40.6 with a fifth of them wrong, 15.4 → 28.0 with half]({_TABLES}#wrong-captions-and-teachers)",
         "ten epochs or more; right pairs that are the only ones of their concept may be left out",
     ),
     "teacher": Answer(
@@ -127,8 +127,8 @@ ANSWERS = {
         "--global_batch_size 1024",
         f"one loss over 1,024 pairs instead of four over 256: [20.2 → 22.9, with Muon 40.1 → 44.6]"
         f"({_TABLES}#the-same-number-of-steps)",
-        "another forward, but of graphs that memory keeps: with short texts [1,593 images a second in 52.2 GiB, "
-        f"`Trainer` 1,512 in 26.1]({_STEP})",
+        "another forward, but of graphs that memory keeps: with short texts [1,596 images a second in 58.0 GiB, "
+        f"`Trainer` 1,529 in 26.1]({_STEP})",
     ),
 }
 

@@ -40,7 +40,7 @@ class PairAverages:
         self._keys = torch.full((slots,), NO_KEY) if rows is None else None
         self._count()
 
-    def visit(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def visit(self, keys: Tensor, values: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Adds a visit of each pair, and returns the fast averages after it, [n] fp64, and the visits, [n] int64.
 
         Pairs that are equal get the mean of their values as one visit. Those without a key, or whose value is not
@@ -49,6 +49,8 @@ class PairAverages:
         Args:
             keys: [n] int64 on the CPU, at least 0, or `NO_KEY`.
             values: [n] fp64 on the CPU.
+            least: [2, n] fp64, the least weights of these visits in the two averages, equal for pairs that are equal;
+                of a weight of 0 nothing is added. By default ``fast`` and ``slow``.
         """
         kept = (keys != NO_KEY) & values.isfinite()
         pairs, place, repeats = keys[kept].unique(return_inverse=True, return_counts=True)
@@ -58,7 +60,10 @@ class PairAverages:
         before = torch.where(stored, self._visits[slots.clamp(min=0)], 0)
         visits = (before.long() + 1).clamp(max=_MOST_VISITS)
         earlier = torch.where(before > 0, self._averages[:, slots.clamp(min=0)], 0.0)
-        weights = torch.stack([(1 / visits.double()).clamp(min=least) for least in self._weights])
+        weights = torch.tensor(self._weights, dtype=torch.float64)[:, None].repeat(1, len(pairs))
+        if least is not None:
+            weights[:, place] = least[:, kept]
+        weights = torch.where(weights > 0, weights.clamp(min=1 / visits.double()), 0.0)
         averages = (earlier.double() + weights * (value - earlier.double())).float()
         self._seen += int((stored & (before == 0)).sum())
         self._visited += int((visits - before)[stored].sum())
@@ -78,6 +83,11 @@ class PairAverages:
     def share_below_zero(self) -> float:
         """The share of the pairs seen whose fast average is below 0."""
         return self._below / max(1, self._seen)
+
+    @property
+    def fast(self) -> tuple[Tensor, Tensor]:
+        """The fast averages and the visits of all rows of a table, [rows] fp32 and uint8."""
+        return self._averages[0], self._visits
 
     def slow(self) -> tuple[Tensor, Tensor]:
         """The keys [n] int64 of all pairs seen, in ascending order, and their slow averages [n] fp32."""
